@@ -13,6 +13,7 @@ from rich.console import Console
 from heterorl.cli.service_config import load_service, num_unknown, owner
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
+from heterorl.common.process.address import addresses
 from heterorl.common.process.config import flatten, read_tables
 
 RoleName = Literal["sampler", "learner", "coordinator", "relay"]
@@ -96,7 +97,7 @@ def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     device = getattr(engine, "device", "cuda" if getattr(engine, "kind", "") == "vllm" and _has_gpu() else "cpu")
     return Patient(
         role=Role(role),
-        address=config.coordinator,
+        address=addresses(config.coordinator)[0],
         tls=config.tls,
         state_dir=config.state_dir,
         state_key="state_dir",

@@ -113,9 +113,16 @@ def _serve(
 
 
 @app.command(rich_help_panel=RUN)
-def coordinator(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
+def coordinator(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    log: LogOption = "console",
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Serve once no other coordinator has the store; needs store.url.")
+    ] = False,
+) -> None:
     """Run the coordinator: versions policies, brokers weights, queues groups. One per run, needs no GPU."""
-    _serve("coordinator", config, set_, log)
+    _serve("coordinator", config, set_, log, is_standby=standby)
 
 
 @app.command(rich_help_panel=RUN)

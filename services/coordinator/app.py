@@ -40,6 +40,8 @@ from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.coordinator.servicers.sample import SampleServicer
 from heterorl.coordinator.sites.presence import Presence
 from heterorl.coordinator.sites.reported import Reported
+from heterorl.coordinator.store.choice import claimed, standby_at
+from heterorl.coordinator.store.engine import Engine
 from heterorl.coordinator.store.steady import Steady
 from heterorl.v1 import (
     backup_pb2_grpc,
@@ -60,20 +62,51 @@ SWITCH_INTERVAL_S = 0.0005
 """How long the store's thread waits for the interpreter after each statement, at worst; ten times as long if unset."""
 
 
-async def main(config: CoordinatorConfig) -> int:
-    """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error)."""
+async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
+    """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error).
+
+    A standby serves once no other coordinator has the store, and listens on no port before.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = asyncio.Event()
     clock = SystemClock()
     notifier = notify.from_environment()
     notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
     async with notify.supervised(notifier, clock):
-        return await _serve(config, clock, stop, notifier)
+        engine = None
+        if is_standby:
+            engine = await _stand_by(config, stop, notifier)
+            if engine is None:
+                return 0
+        return await _serve(config, clock, stop, notifier, engine)
 
 
-async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> int:
+async def _stand_by(config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier) -> Engine | None:
+    """Wait for the store; None when a signal came first."""
+    standby = standby_at(config.data_dir, config.store.url)
+    _LOG.info("run %s: standing by", config.run_id)
+    notifier.ready(f"run {config.run_id}, standing by")
+    waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        standby.give_up()
+        stopping.cancel()
+        engine = await waiting
+    if engine is None or stop.is_set():
+        if engine is not None:
+            engine.close()
+        return None
+    _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
+    return await asyncio.to_thread(claimed, config.data_dir, engine)
+
+
+async def _serve(
+    config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier, engine: Engine | None
+) -> int:
     calls = _take_descriptors(config.max_concurrent_rpcs)
-    core = await Coordinator.open(config, clock)
+    core = await Coordinator.open(config, clock, engine=engine)
     server = Server(
         max_message_bytes=config.max_message_bytes,
         max_concurrent_rpcs=calls,

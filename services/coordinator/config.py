@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from heterorl.common.evaluation.config import PlannedSetConfig, refuse_twice
 from heterorl.common.identity.tls import ServerTlsConfig
@@ -39,6 +40,30 @@ class DifficultyConfig(Config):
         return self.explore < 1.0
 
 
+class StoreConfig(Config):
+    """Where what is acknowledged is kept, beside the payloads."""
+
+    url: str = Field(default="", max_length=2048)
+    """`postgresql://USER@HOST:PORT/DATABASE` of a server of version 15 or newer, with any parameters of libpq but a
+    password, which PGPASSFILE or PGPASSWORD has; never a pooler. Empty: SQLite, a file in data_dir."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        # What is wrong is said without the url: whoever wrote a password into it may not want it in a log.
+        parts = urlsplit(url)
+        if not url:
+            return url
+        if parts.scheme not in ("postgresql", "postgres"):
+            raise ValueError("must begin with postgresql://")
+        if (
+            parts.password is not None
+            or {"password", "sslpassword"} & parse_qs(parts.query, keep_blank_values=True).keys()
+        ):
+            raise ValueError("has a password: keep it in the file that PGPASSFILE names (mode 0600), or in PGPASSWORD")
+        return url
+
+
 class CoordinatorConfig(Config):
     """One coordinator serves one run."""
 
@@ -46,6 +71,8 @@ class CoordinatorConfig(Config):
     """Name of the run; part of every manifest."""
     data_dir: Path = Path("runs/coordinator")
     """Directory of database and payloads; the one thing to back up, by `heterorl backup` while it runs."""
+    store: StoreConfig = StoreConfig()
+    """Another database than the file in data_dir."""
     backup_dir: Path | None = None
     """Directory that `heterorl backup` writes under; without one, `backups` in data_dir. Payloads are linked there, or
     copied where it is on another disk."""

@@ -19,6 +19,7 @@ from heterorl.coordinator.rollout import RolloutColumn
 from heterorl.coordinator.run import RunColumn
 from heterorl.coordinator.sample import SampleColumn
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.engine import Engine
 
 
 class Coordinator:
@@ -82,15 +83,23 @@ class Coordinator:
         self.list_evaluations = self.evaluation.list_evaluations
 
     @classmethod
-    async def open(cls, config: CoordinatorConfig, clock: Clock, *, store: type[Database] = Database) -> Coordinator:
+    async def open(
+        cls,
+        config: CoordinatorConfig,
+        clock: Clock,
+        *,
+        store: type[Database] = Database,
+        engine: Engine | None = None,
+    ) -> Coordinator:
         """Open the data directory; every lease found there gets a fresh term.
 
         `store` is how operations run on the database: on a thread of their own, or inline under a virtual clock.
+        `engine` is a store that was taken before, as a standby does.
 
         Raises:
             CorruptStore: the store fails its check or belongs to another run.
         """
-        return cls(await open_parts(config, clock, store=store))
+        return cls(await open_parts(config, clock, store=store, engine=engine))
 
     @property
     def on_fatal(self) -> asyncio.Future[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest
@@ -25,6 +24,7 @@ from heterorl.coordinator.evaluations import results as scores
 from heterorl.coordinator.evaluations.choice import Asker, choose
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import lineage
 
@@ -64,7 +64,7 @@ class EvaluationColumn:
 
         over: list[int] = []
 
-        def operation(connection: sqlite3.Connection) -> tuple[tuple[EvaluationPart, ...], str, float]:
+        def operation(connection: Connection) -> tuple[tuple[EvaluationPart, ...], str, float]:
             over[:] = []
             self._parts.sites.require(connection, site, incarnation)
             quarantine.check_site(connection, site)
@@ -119,7 +119,7 @@ class EvaluationColumn:
         self._parts.room.check()
         instant = self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> scores.Counted:
+        def operation(connection: Connection) -> scores.Counted:
             self._parts.sites.require(connection, site, incarnation)
             quarantine.check_site(connection, site)
             counted = scores.count(
@@ -150,7 +150,7 @@ class EvaluationColumn:
             return
         summary, now = await in_thread(found.summed_up), self._parts.clock.wall()
 
-        def operation(connection: sqlite3.Connection) -> list[int]:
+        def operation(connection: Connection) -> list[int]:
             parts, older = scores.end(connection, job, state, scores=found, summary=summary, now=now)
             if parts:
                 self._terms.forget(job, parts)
@@ -161,7 +161,7 @@ class EvaluationColumn:
 
     def _keep(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         job: int,
         *,
         site: SiteId,
@@ -184,7 +184,7 @@ class EvaluationColumn:
         if len(parts) > MAX_PARTS:
             raise InvalidRequest(f"parts: {len(parts)}, at most {MAX_PARTS} are taken at once")
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             self._parts.sites.require(connection, site, incarnation)
             jobs = store.give_back(connection, parts, site=site, incarnation=incarnation, terms=self._terms)
             if reason:
@@ -218,11 +218,11 @@ class EvaluationColumn:
             if found.summary.average is not None:
                 metrics.EVALUATION_REWARD.labels(name).set(found.summary.average.mean)
 
-    def _digests(self, connection: sqlite3.Connection) -> dict[str, str]:
+    def _digests(self, connection: Connection) -> dict[str, str]:
         configured = {each.name: each.task_digest for each in self._parts.config.evaluation if each.task_digest}
         return store.digests(connection) | configured
 
-    def _expire(self, connection: sqlite3.Connection, now: float) -> None:
+    def _expire(self, connection: Connection, now: float) -> None:
         """Open the parts of sites that took too long, or that are silent."""
         config, over = self._parts.config, []
         out = store.out(connection)

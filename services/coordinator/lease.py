@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, LeaseHeld
@@ -14,6 +13,7 @@ from heterorl.coordinator.groups import group_size
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage, rollback
 from heterorl.coordinator.versions.flavours import check_names, offer
@@ -57,7 +57,7 @@ class LearnerLease:
             raise InvalidRequest(problem, action=group_size.ACTION)
         now = self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> tuple[int, int | None, str]:
+        def operation(connection: Connection) -> tuple[int, int | None, str]:
             lease = read_lease(connection, expires=self._expires)
             decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
             if decision.epoch is None:
@@ -102,7 +102,7 @@ class LearnerLease:
         """Extend the lease, also after its expiry while nobody else took it; keep the progress in memory."""
         now = self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> LeaseGrant:
+        def operation(connection: Connection) -> LeaseGrant:
             lineage.check_epoch(connection, epoch)
             self._expires = now + self._parts.config.learner_lease_s
             self._parts.standing.note(progress, epoch=epoch, now=now)
@@ -120,7 +120,7 @@ class LearnerLease:
     async def release_lease(self, *, epoch: int) -> None:
         """End the lease; its groups return to the queue. Said again while nobody else took it, it changes nothing."""
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             if get_meta(connection, "epoch") == str(epoch) and get_meta(connection, "lease_released") == "1":
                 # The first answer was lost.
                 return
@@ -131,7 +131,7 @@ class LearnerLease:
         await self._parts.change(operation)
 
 
-def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
+def read_lease(connection: Connection, *, expires: float) -> Lease:
     """The durable part of the lease, with the given expiry."""
     return Lease(
         epoch=int(get_meta(connection, "epoch") or 0),
@@ -144,7 +144,7 @@ def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
 
 
 def write_lease(
-    connection: sqlite3.Connection,
+    connection: Connection,
     *,
     epoch: int,
     holder: str,

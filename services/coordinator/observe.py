@@ -5,7 +5,6 @@ Never changes the store; every label is of a closed set or a site's bounded labe
 
 from __future__ import annotations
 
-import sqlite3
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from heterorl.common.types.sample import SampleKind
 from heterorl.common.types.standstill import quarantined_sites
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.samples import ring
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.versions import lineage
 
 SILENCE_LIMIT_S = 86_400.0
@@ -46,7 +46,7 @@ class Waiting:
     head_published: float | None
 
 
-def read_waiting(connection: sqlite3.Connection) -> Waiting:
+def read_waiting(connection: Connection) -> Waiting:
     """One look at the store, as a store operation."""
     rows = connection.execute("SELECT site, num_bytes FROM temp.waiting")
     (oldest,) = connection.execute("SELECT min(arrived) FROM groups WHERE state = 'pending'").fetchone()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
 
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
@@ -24,13 +23,18 @@ from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.choice import open_engine
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.engine import Engine
 from heterorl.coordinator.store.room import Room, operators_error
 from heterorl.coordinator.versions import lineage
 
 
-async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Database]) -> Parts:
-    """Open the data directory; every lease found there gets a fresh term.
+async def open_parts(
+    config: CoordinatorConfig, clock: Clock, *, store: type[Database], engine: Engine | None = None
+) -> Parts:
+    """Open the data directory; every lease found there gets a fresh term. `engine` is one that is open already.
 
     Raises:
         CorruptStore: the store fails its check or belongs to another run.
@@ -38,7 +42,9 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
     """
     room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
     room.give_up()
-    database = await store.open(config.data_dir / "coordinator.sqlite", on_full=room.note_refusal)
+    database = await store.over(
+        lambda: engine or open_engine(config.data_dir, config.store.url), on_full=room.note_refusal
+    )
     now = clock.monotonic()
     ring = Ring(
         limit_bytes=config.samples_bytes,
@@ -134,7 +140,7 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
     )
 
 
-def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
+def _start(connection: Connection, config: CoordinatorConfig) -> None:
     run_id = get_meta(connection, "run_id")
     if run_id is None:
         set_meta(connection, "run_id", config.run_id)

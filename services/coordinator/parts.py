@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -24,6 +23,7 @@ from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.sites.standstill import Standstill
 from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.room import Room
 from heterorl.coordinator.versions.standing import Standing
@@ -62,9 +62,7 @@ class Parts:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the coordinator stops: streams end."""
 
-    async def change(
-        self, operation: Callable[[sqlite3.Connection], ResultT], *, is_publication: bool = False
-    ) -> ResultT:
+    async def change(self, operation: Callable[[Connection], ResultT], *, is_publication: bool = False) -> ResultT:
         """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""
         future = self.database.submit(operation)
         future.add_done_callback(lambda _: self.bell.ring())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from heterorl.common.errors import (
@@ -37,6 +36,7 @@ from heterorl.coordinator.groups import queue
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.merging.spans import worth_merging
 from heterorl.coordinator.sites import canary
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import set_meta
 from heterorl.coordinator.versions import flavours, lineage, plans, rollback
 from heterorl.coordinator.versions.chain import Chain
@@ -92,7 +92,7 @@ class PolicyColumn:
         steps = [status.encode(report) for report in request.reports]
         now = self._parts.clock.wall()
 
-        def operation(connection: sqlite3.Connection) -> tuple[int | None, str]:
+        def operation(connection: Connection) -> tuple[int | None, str]:
             version = lineage.check_publication(connection, request, manifest, self._parts.config.run_id)
             if version is not None:
                 return version, ""
@@ -157,7 +157,7 @@ class PolicyColumn:
     async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
         """Exact bytes of the newest manifests of a range, as many as fit one answer."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[bytes, ...]:
+        def operation(connection: Connection) -> tuple[bytes, ...]:
             return Chain(connection, flavour).manifests(first=first_version, last=last_version)
 
         return await self._parts.database.run(operation)
@@ -177,7 +177,7 @@ class PolicyColumn:
         merges, have = self._parts.merges, version_or_none(have_version)
         merged_into = functools.partial(merges.into, flavour=flavour) if accept_merged else plans.no_merged
 
-        def operation(connection: sqlite3.Connection) -> tuple[PullPlan, int | None]:
+        def operation(connection: Connection) -> tuple[PullPlan, int | None]:
             plan = plans.plan(
                 Chain(connection, flavour),
                 have_version=have,
@@ -200,7 +200,7 @@ class PolicyColumn:
         return plan
 
     async def _leased(
-        self, operation: Callable[[sqlite3.Connection], tuple[PullPlan, int | None]], have_version: int | None
+        self, operation: Callable[[Connection], tuple[PullPlan, int | None]], have_version: int | None
     ) -> tuple[PullPlan, int | None]:
         plan, head = await self._parts.database.run(operation)
         # Nothing is awaited in between: a deletion decided after this plan was made sees its lease.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sqlite3
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
@@ -32,6 +31,7 @@ from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import quarantine, shares
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain
@@ -63,7 +63,7 @@ class RolloutColumn:
         if len(request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
 
-        def operation(connection: sqlite3.Connection) -> tuple[tuple[WorkAssignment, ...], str]:
+        def operation(connection: Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             self._parts.sites.require(connection, site, incarnation)
             if self._parts.config.is_finished(lineage.head_version(connection)):
                 raise RunFinished(f"the run ended with version {self._parts.config.max_versions}")
@@ -107,7 +107,7 @@ class RolloutColumn:
         self._parts.sites.see(site, incarnation, now, policy_version=policy_version)
         return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
 
-    def _pace(self, connection: sqlite3.Connection, holder: Holder, now: float) -> Pace:
+    def _pace(self, connection: Connection, holder: Holder, now: float) -> Pace:
         config = self._parts.config
         limit = config.outstanding_limit
         share = shares.allowance(
@@ -131,7 +131,7 @@ class RolloutColumn:
         if len(assignments) > MAX_ASSIGNMENTS:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             self._parts.sites.require(connection, site, incarnation)
             work.give_back(connection, site=site, incarnation=incarnation, assignments=list(assignments))
 
@@ -150,7 +150,7 @@ class RolloutColumn:
         self._parts.room.check()
         now, instant = self._parts.clock.wall(), self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> list[PushOutcome]:
+        def operation(connection: Connection) -> list[PushOutcome]:
             for site, incarnation in {(group.id.site, group.id.incarnation) for group in groups}:
                 self._parts.sites.require(connection, site, incarnation)
             contract = lineage.read_contract(connection)
@@ -180,7 +180,7 @@ class RolloutColumn:
         is_open = True
         stream = object()
 
-        def begin(connection: sqlite3.Connection) -> None:
+        def begin(connection: Connection) -> None:
             lineage.check_epoch(connection, epoch)
             self._parts.queue.return_leased(connection, held=held)
             # The learner dialled again: whatever an earlier stream would lease from now on would reach nobody.
@@ -225,12 +225,12 @@ class RolloutColumn:
 
     def _lease_groups(
         self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]
-    ) -> Callable[[sqlite3.Connection], bool]:
+    ) -> Callable[[Connection], bool]:
         """Store operation: lease groups under an epoch into `leased`; False when a newer stream has begun."""
         # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
         count, now, groups = min(count, LEASE_BATCH), self._parts.clock.wall(), self._parts.queue
 
-        def operation(connection: sqlite3.Connection) -> bool:
+        def operation(connection: Connection) -> bool:
             lineage.check_epoch(connection, epoch)
             if self._stream is not stream:
                 return False
@@ -246,7 +246,7 @@ class RolloutColumn:
     async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:
         """Put back what a stream leased and did not hand on; a newer stream has put it back already."""
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             if self._stream is stream:
                 queue.undo_lease(connection, [one.sealed.id for one in leased])
 
@@ -262,7 +262,7 @@ class RolloutColumn:
             raise InvalidRequest(f"counted_as: {counted_as.value} is no account of what a learner gives up")
         groups = self._parts.queue
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             lineage.check_epoch(connection, epoch)
             head, bound = stated_version(lineage.head_version(connection)), self._parts.config.max_staleness_versions
             old = horizon.too_stale(connection, ids, head=head, bound=bound)
@@ -281,7 +281,7 @@ class RolloutColumn:
             raise InvalidRequest(f"rejections.reason: {bad[0]} is no check of the learner")
         rule, now, groups = quarantine.rule_of(self._parts.config), self._parts.clock.wall(), self._parts.queue
 
-        def operation(connection: sqlite3.Connection) -> dict[SiteId, str]:
+        def operation(connection: Connection) -> dict[SiteId, str]:
             lineage.check_epoch(connection, epoch)
             quarantined = {}
             for entry in rejections:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sqlite3
 from collections.abc import Mapping
 
 from heterorl.common.errors import (
@@ -35,6 +34,7 @@ from heterorl.coordinator.sites import audit, canary, quarantine, watermark
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.flaps import note_left_out
 from heterorl.coordinator.store import repeats
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import flavours, lineage, rollback
 
@@ -71,7 +71,7 @@ class RunColumn:
         if registration.lowest_sequence > MAX_SEQUENCE:
             raise InvalidRequest(f"lowest_sequence: {registration.lowest_sequence} exceeds {MAX_SEQUENCE}")
 
-        def operation(connection: sqlite3.Connection) -> tuple[int | None, int]:
+        def operation(connection: Connection) -> tuple[int | None, int]:
             if not lineage.agree(connection, registration.contract, may_state=False):
                 raise Draining(
                     "no learner has stated the contract yet",
@@ -102,7 +102,7 @@ class RunColumn:
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Note a sampler's state and answer with commands."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[tuple[Command, ...], bool]:
+        def operation(connection: Connection) -> tuple[tuple[Command, ...], bool]:
             if not self._parts.sites.is_known(connection, beat.site, beat.incarnation):
                 return (Command.REGISTER,), False
             if self._parts.config.is_finished(lineage.head_version(connection)):
@@ -123,7 +123,7 @@ class RunColumn:
 
         instant = self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> tuple[CanaryVerdict, bool]:
+        def operation(connection: Connection) -> tuple[CanaryVerdict, bool]:
             self._parts.sites.require(connection, report.site, report.incarnation)
             before = canary.read_quarantines(connection).get(report.site, "")
             flavour = self._parts.sites.flavour(connection, report.site, report.incarnation)
@@ -172,7 +172,7 @@ class RunColumn:
         """Order the learner to publish the content of a version anew, in place of an earlier order."""
         target = version_or_none(to_version)
 
-        def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int | None]:
+        def operation(connection: Connection) -> tuple[tuple[PullPlan, ...], int | None]:
             is_new = not rollback.is_known(connection, request_id)
             ways = rollback.place(connection, to_version=target, request_id=request_id)
             detail = "taken back" if target is None else f"to version {target}"
@@ -193,7 +193,7 @@ class RunColumn:
         """End a site's quarantine by an operator's order."""
         now = self._parts.clock.wall()
 
-        def operation(connection: sqlite3.Connection) -> str:
+        def operation(connection: Connection) -> str:
             before = repeats.answer_to(connection, f"release/{site}", request_id)
             if before is None:
                 before = quarantine.release(connection, site, reason=reason, now=now)
@@ -223,7 +223,7 @@ class RunColumn:
         """Keep what the learner says of the run, in place of what was said before."""
         text = json.dumps(dict(facts))
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             lineage.check_epoch(connection, epoch)
             set_meta(connection, status.FACTS, text)
 
@@ -238,7 +238,7 @@ class RunColumn:
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Hand out no more work until a learner acquires the lease again; a learner's order is fenced by its epoch."""
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             if epoch is not None:
                 lineage.check_epoch(connection, epoch)
             set_meta(connection, "draining", reason or "asked to")

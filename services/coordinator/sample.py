@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, UnknownSample
@@ -21,6 +20,7 @@ from heterorl.common.wire.sample_lists import check_limit, next_page
 from heterorl.common.wire.sample_notes import evaluation_to_bytes, note_to_bytes
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.samples import listing, ring
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.versions import lineage
 
 END_OF_IDS = 1 << 63
@@ -44,7 +44,7 @@ class SampleColumn:
         packed = await in_thread(lambda: [(note, note_to_bytes(note)) for note in notes])
         held_out = await in_thread(lambda: [(sample, evaluation_to_bytes(sample)) for sample in evaluations])
 
-        def operation(connection: sqlite3.Connection) -> None:
+        def operation(connection: Connection) -> None:
             lineage.check_epoch(connection, epoch)
             for note, data in packed:
                 kept.note(connection, note, data)

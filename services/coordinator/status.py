@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 
 from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
@@ -16,6 +15,7 @@ from heterorl.coordinator.payloads import index
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.sites.sites import Sites
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import flavours, lineage, rollback
 from heterorl.coordinator.versions.chain import Chain
@@ -30,7 +30,7 @@ def encode(report: StepReport) -> bytes:
     return json.dumps(dataclasses.asdict(report)).encode()
 
 
-def list_steps(connection: sqlite3.Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
+def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
     """Step reports after a cursor, oldest first."""
     rows = connection.execute(
         "SELECT report FROM steps WHERE step > ? ORDER BY step, version LIMIT ?", (after_step, limit)
@@ -39,7 +39,7 @@ def list_steps(connection: sqlite3.Connection, after_step: int, limit: int) -> t
 
 
 def run_status(
-    connection: sqlite3.Connection,
+    connection: Connection,
     *,
     config: CoordinatorConfig,
     sites: Sites,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from typing import TypeVar
 
 from heterorl.common.errors import Draining
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 
 ResultT = TypeVar("ResultT")
@@ -19,7 +19,7 @@ class InlineDatabase(Database):
     def _start(self) -> None:
         return
 
-    def submit(self, operation: Callable[[sqlite3.Connection], ResultT]) -> asyncio.Future[ResultT]:
+    def submit(self, operation: Callable[[Connection], ResultT]) -> asyncio.Future[ResultT]:
         """Run one operation now; the future resolves on the loop's next turn."""
         if self._is_closed:
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
@@ -31,4 +31,4 @@ class InlineDatabase(Database):
         """Fold the log into the file, close."""
         if not self._is_closed:
             self._is_closed = True
-            self._connection.close()
+            self._engine.close()

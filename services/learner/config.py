@@ -11,6 +11,7 @@ from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.model.lora import LoraConfig
+from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
@@ -47,8 +48,8 @@ class LearnerConfig(Config):
     """Name of the run; the coordinator's."""
     holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of this learner. A restart from the same state_dir takes the lease back at once; any other learner waits."""
-    coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
-    """host:port of the coordinator."""
+    coordinator: Addresses = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    """host:port of the coordinator; a list where a standby may take its place."""
     tls: TlsConfig = TlsConfig()
     """Certificates of the link."""
     model_dir: str = Field(default="", max_length=4096)

@@ -12,6 +12,7 @@ from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.model.lora import LoraConfig
+from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
@@ -132,8 +133,8 @@ class SamplerConfig(Config):
 
     site: str = Field(default="site-1", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the site; unique among the run's samplers."""
-    coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
-    """host:port of the coordinator."""
+    coordinator: Addresses = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    """host:port of the coordinator; a list where a standby may take its place."""
     tls: TlsConfig = TlsConfig()
     """Certificates of the link."""
     model_dir: str = ""

@@ -90,7 +90,6 @@ def test_one_part_of_the_tests_runs_without_a_threshold():
     assert "--fail-under=90" in whole
 
 
-<<<<<<< HEAD
 def test_learner_on_several_machines_is_tested_or_by_a_number_ended_so_often():
     for words in (recipe("test-nodes"), recipe("test-nodes", "N=0")):
         assert words[words.index("-m") - 2 :][:4] == [".venv/bin/pytest", "-q", "-m", "nodes"]
@@ -100,7 +99,8 @@ def test_learner_on_several_machines_is_tested_or_by_a_number_ended_so_often():
     assert words[words.index("-m") + 1 :] == [
         "tests.faults.nodes", "--kills", "20", "--out", "runs/nodes", "--json", "benchmarks/results/nodes.json"
     ]  # fmt: skip
-=======
+
+
 def test_check_and_the_whole_run_leave_nothing_out():
     checks = "\n".join(make("--dry-run", "check"))
     run = (ROOT / ".ci" / "run").read_text().splitlines()
@@ -117,7 +117,6 @@ def test_check_and_the_whole_run_leave_nothing_out():
     )
     assert [words for words in tools if f".venv/bin/{words}" not in checks] == []
     assert made == ["check", "environments", "test", "test-engines", "test-trackers"]
->>>>>>> cifast
 
 
 def test_the_workflow_runs_what_must_hold():

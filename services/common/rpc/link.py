@@ -6,8 +6,9 @@ the old certificate opened and that is refused for it counts as a broken link, s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ import grpc.aio
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.credentials import MaterialFiles, channel_credentials
 from heterorl.common.identity.tls import TlsConfig, check_tls
+from heterorl.common.process.address import addresses
 from heterorl.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, link_options
+from heterorl.common.rpc.status import from_rpc_error
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
@@ -27,6 +30,10 @@ from heterorl.v1 import (
     run_pb2_grpc,
     sample_pb2_grpc,
 )
+
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+KNOCK_S = 2.0
+"""How long an address has to accept a connection. A host that is gone refuses none."""
 
 
 class Stubs:
@@ -68,8 +75,12 @@ class Link:
         Raises:
             ConfigError: plaintext to another machine, or a file of certificates that cannot be used.
         """
-        check_tls(tls, key="coordinator", address=address)
-        self._address = address
+        self._addresses = addresses(address)
+        for each in self._addresses:
+            check_tls(tls, key="coordinator", address=each)
+        self._address = self._addresses[0]
+        self._is_lost = len(self._addresses) > 1
+        """Whether the address is to be looked for before the next call."""
         self._receive_bytes = max_message_bytes
         self.send_bytes = max_message_bytes
         """Largest message that this link sends."""
@@ -114,17 +125,32 @@ class Link:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED and lane is not await self._current():
                 raise Unreachable("the certificate was replaced meanwhile", retry_after_s=0.1) from error
+            if error.code() in _SILENT and from_rpc_error(error) is None:
+                self._is_lost = len(self._addresses) > 1
             raise
         finally:
             lane.num_calls -= 1
             await self._sweep()
 
     async def _current(self) -> _Lane:
+        if self._is_lost:
+            self._is_lost = False
+            await self._seek()
         if self._files is not None and self._files.current().number != self._lane.number:
             self._retired.add(self._lane)
             self._lane = self._open()
             await self._sweep()
         return self._lane
+
+    async def _seek(self) -> None:
+        """Go to the address that listens; where none can be seen to, to the next one."""
+        following = self._addresses[(self._addresses.index(self._address) + 1) % len(self._addresses)]
+        found = await _listening(self._addresses) or following
+        if found != self._address:
+            self._address = found
+            self._retired.add(self._lane)
+            self._lane = self._open()
+            await self._sweep()
 
     def _open(self) -> _Lane:
         own = link_options(self._receive_bytes, send_bytes=self.send_bytes)
@@ -142,3 +168,26 @@ class Link:
         for lane in [lane for lane in self._retired if lane.num_calls == 0]:
             self._retired.discard(lane)
             await lane.channel.close()
+
+
+async def _listening(candidates: Sequence[str]) -> str | None:
+    """The first of several addresses to accept a connection: a coordinator that stands by listens on none."""
+
+    async def knock(address: str) -> str:
+        host, _, port = address.rpartition(":")
+        _, writer = await asyncio.open_connection(host.removeprefix("[").removesuffix("]"), int(port))
+        writer.close()
+        return address
+
+    knocks = [asyncio.create_task(knock(address)) for address in candidates]
+    try:
+        for answer in asyncio.as_completed(knocks, timeout=KNOCK_S):
+            with contextlib.suppress(OSError, ValueError):
+                return await answer
+    except TimeoutError:
+        pass
+    finally:
+        for task in knocks:
+            task.cancel()
+        await asyncio.gather(*knocks, return_exceptions=True)
+    return None

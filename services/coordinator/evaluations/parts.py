@@ -7,7 +7,6 @@ nobody answered before. Terms lie in memory and affect liveness only: after a re
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,8 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import PART_SAMPLES, EvaluationPart, EvaluationSet
 from heterorl.coordinator.evaluations.choice import Job
 from heterorl.coordinator.evaluations.plan import draws_of
+from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.dialect import NUMBERS
 
 _COLUMNS = "part, job, first, count, task_set, version, draws"
 
@@ -47,7 +48,7 @@ class Lessee:
     now: float
 
 
-def jobs(connection: sqlite3.Connection, terms: Terms, *, now: float) -> list[Job]:
+def jobs(connection: Connection, terms: Terms, *, now: float) -> list[Job]:
     """All evaluations that are not done."""
     rows = connection.execute(
         "SELECT job, version, task_set, state, EXISTS (SELECT 1 FROM evaluation_parts p WHERE p.job = j.job"
@@ -71,17 +72,19 @@ def jobs(connection: sqlite3.Connection, terms: Terms, *, now: float) -> list[Jo
     ]
 
 
-def digests(connection: sqlite3.Connection) -> dict[str, str]:
+def digests(connection: Connection) -> dict[str, str]:
     """Digest of each set's task: as configured, or as the first site stated it."""
     return dict(connection.execute("SELECT task_set, task_digest FROM evaluation_sets").fetchall())
 
 
-def begin(connection: sqlite3.Connection, job: Job, stated: EvaluationSet) -> None:
+def begin(connection: Connection, job: Job, stated: EvaluationSet) -> None:
     """Cut an evaluation into parts, as long as the task has prompts; the first site's task becomes the set's."""
     (text,) = connection.execute("SELECT draws FROM evaluation_jobs WHERE job = ?", (job.id,)).fetchone()
     draws = draws_of(text)
     wanted = min(draws.num_prompts, stated.num_prompts)
-    connection.execute("INSERT OR IGNORE INTO evaluation_sets VALUES (?, ?)", (job.task_set, stated.task_digest))
+    connection.execute(
+        "INSERT INTO evaluation_sets VALUES (?, ?) ON CONFLICT DO NOTHING", (job.task_set, stated.task_digest)
+    )
     connection.execute(
         "UPDATE evaluation_jobs SET state = 'running', wanted = ?, task_digest = ? WHERE job = ?",
         (wanted, stated.task_digest, job.id),
@@ -93,7 +96,7 @@ def begin(connection: sqlite3.Connection, job: Job, stated: EvaluationSet) -> No
     )
 
 
-def hand_out(connection: sqlite3.Connection, job: int, lessee: Lessee, *, count: int) -> tuple[EvaluationPart, ...]:
+def hand_out(connection: Connection, job: int, lessee: Lessee, *, count: int) -> tuple[EvaluationPart, ...]:
     """Lease the first parts of an evaluation that are with nobody."""
     rows = connection.execute(
         "SELECT part, holders FROM evaluation_parts WHERE job = ? AND is_leased = 0 AND is_done = 0 ORDER BY part"
@@ -113,7 +116,7 @@ def hand_out(connection: sqlite3.Connection, job: int, lessee: Lessee, *, count:
     return _parts(connection, [part for part, _ in rows], lessee)
 
 
-def held(connection: sqlite3.Connection, lessee: Lessee, *, known: Collection[int]) -> tuple[EvaluationPart, ...]:
+def held(connection: Connection, lessee: Lessee, *, known: Collection[int]) -> tuple[EvaluationPart, ...]:
     """Parts of one evaluation that are with a site and that it does not know of: the answer was lost, or it died."""
     rows = connection.execute(
         "SELECT part, job FROM evaluation_parts WHERE site = ? AND incarnation = ? AND is_leased = 1 ORDER BY part",
@@ -126,7 +129,7 @@ def held(connection: sqlite3.Connection, lessee: Lessee, *, known: Collection[in
     return _parts(connection, of_first, lessee)
 
 
-def num_held(connection: sqlite3.Connection, *, site: str, incarnation: str) -> int:
+def num_held(connection: Connection, *, site: str, incarnation: str) -> int:
     """Parts that are with a site."""
     (count,) = connection.execute(
         "SELECT count(*) FROM evaluation_parts WHERE site = ? AND incarnation = ? AND is_leased = 1",
@@ -135,21 +138,19 @@ def num_held(connection: sqlite3.Connection, *, site: str, incarnation: str) -> 
     return int(count)
 
 
-def out(connection: sqlite3.Connection) -> list[tuple[int, str, str]]:
+def out(connection: Connection) -> list[tuple[int, str, str]]:
     """Every part that is with a site, and whose it is."""
     return connection.execute("SELECT part, site, incarnation FROM evaluation_parts WHERE is_leased = 1").fetchall()
 
 
-def take_back(connection: sqlite3.Connection, parts: Sequence[int], terms: Terms) -> None:
+def take_back(connection: Connection, parts: Sequence[int], terms: Terms) -> None:
     """Open parts that are with a site; it may still answer."""
     connection.executemany("UPDATE evaluation_parts SET is_leased = 0 WHERE part = ?", [(part,) for part in parts])
     for part in parts:
         terms.out.pop(part, None)
 
 
-def give_back(
-    connection: sqlite3.Connection, parts: Sequence[int], *, site: str, incarnation: str, terms: Terms
-) -> set[int]:
+def give_back(connection: Connection, parts: Sequence[int], *, site: str, incarnation: str, terms: Terms) -> set[int]:
     """Open parts that this site holds; returns the evaluations that they are of."""
     jobs = set()
     for part in parts:
@@ -164,10 +165,10 @@ def give_back(
     return jobs
 
 
-def _parts(connection: sqlite3.Connection, numbers: Sequence[int], lessee: Lessee) -> tuple[EvaluationPart, ...]:
+def _parts(connection: Connection, numbers: Sequence[int], lessee: Lessee) -> tuple[EvaluationPart, ...]:
     rows = connection.execute(
         f"SELECT {_COLUMNS}, state_root FROM evaluation_parts JOIN evaluation_jobs USING (job)"
-        " JOIN versions USING (version) WHERE part IN (SELECT value FROM json_each(?)) ORDER BY part",
+        f" JOIN versions USING (version) WHERE part IN {NUMBERS} ORDER BY part",
         (json.dumps(list(numbers)),),
     ).fetchall()
     return tuple(

@@ -8,16 +8,16 @@ evaluated whatever its number.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from heterorl.common.evaluation.config import PlannedSetConfig
 from heterorl.common.types.evaluation import EvaluationDraws
+from heterorl.coordinator.store.connection import Connection
 
 
 def plan(
-    connection: sqlite3.Connection,
+    connection: Connection,
     sets: Sequence[PlannedSetConfig],
     *,
     version: int,
@@ -40,13 +40,13 @@ def plan(
             "DELETE FROM evaluation_jobs WHERE task_set = ? AND state = 'open' AND version < ?", (each.name, version)
         )
         connection.execute(
-            "INSERT OR IGNORE INTO evaluation_jobs (version, task_set, draws, state, planned)"
-            " VALUES (?, ?, ?, 'open', ?)",
+            "INSERT INTO evaluation_jobs (version, task_set, draws, state, planned)"
+            " VALUES (?, ?, ?, 'open', ?) ON CONFLICT DO NOTHING",
             (version, each.name, json.dumps(asdict(each.draws)), now),
         )
 
 
-def drop(connection: sqlite3.Connection, versions: Sequence[int]) -> None:
+def drop(connection: Connection, versions: Sequence[int]) -> None:
     """Forget the evaluations of versions that the lineage lost."""
     for version in versions:
         for table in ("evaluation_results", "evaluation_parts"):
@@ -56,7 +56,7 @@ def drop(connection: sqlite3.Connection, versions: Sequence[int]) -> None:
         connection.execute("DELETE FROM evaluation_jobs WHERE version = ?", (version,))
 
 
-def is_pending(connection: sqlite3.Connection) -> bool:
+def is_pending(connection: Connection) -> bool:
     """Whether an evaluation is not done, nor given up."""
     row = connection.execute("SELECT 1 FROM evaluation_jobs WHERE state IN ('open', 'running') LIMIT 1").fetchone()
     return row is not None

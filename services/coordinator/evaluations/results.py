@@ -8,7 +8,6 @@ without a connection, so that nobody waits for the store meanwhile.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from heterorl.common.types.evaluation import (
     ScoredSample,
 )
 from heterorl.coordinator.evaluations.plan import draws_of
+from heterorl.coordinator.store.connection import Connection
 
 _ROW = "job, version, task_set, draws, state, wanted, task_digest, planned, ended, summary, sites"
 _SUMMARY = 9
@@ -95,7 +95,7 @@ class Listed:
 
 
 def count(
-    connection: sqlite3.Connection,
+    connection: Connection,
     *,
     part: int,
     site: str,
@@ -131,7 +131,7 @@ def count(
         result
         for result in results
         if connection.execute(
-            "INSERT OR IGNORE INTO evaluation_results VALUES (?, ?, ?, ?)",
+            "INSERT INTO evaluation_results VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
             (job, result.prompt_index, site, _scores(result)),
         ).rowcount
     )
@@ -149,7 +149,7 @@ def count(
     return Counted(job=job, version=version, new=new, is_whole=is_whole)
 
 
-def whole(connection: sqlite3.Connection) -> list[int]:
+def whole(connection: Connection) -> list[int]:
     """Evaluations of which every prompt is there and that have not ended: a process died in between."""
     rows = connection.execute(
         "SELECT job FROM evaluation_jobs j WHERE state = 'running' AND NOT EXISTS"
@@ -158,7 +158,7 @@ def whole(connection: sqlite3.Connection) -> list[int]:
     return [job for (job,) in rows]
 
 
-def scores_of(connection: sqlite3.Connection, job: int) -> Scores:
+def scores_of(connection: Connection, job: int) -> Scores:
     """All scores of an evaluation."""
     (draws,) = connection.execute("SELECT draws FROM evaluation_jobs WHERE job = ?", (job,)).fetchone() or ("",)
     return Scores(
@@ -173,7 +173,7 @@ def scores_of(connection: sqlite3.Connection, job: int) -> Scores:
 
 
 def end(
-    connection: sqlite3.Connection,
+    connection: Connection,
     job: int,
     state: EvaluationState,
     *,
@@ -188,9 +188,9 @@ def end(
     """
     is_there = connection.execute(
         "SELECT 1 FROM evaluation_jobs j WHERE job = ? AND state = 'running' AND ? ="
-        " (SELECT count(*) FROM evaluation_results r WHERE r.job = j.job) AND (? OR NOT EXISTS"
+        " (SELECT count(*) FROM evaluation_results r WHERE r.job = j.job) AND (? = 1 OR NOT EXISTS"
         " (SELECT 1 FROM evaluation_parts p WHERE p.job = j.job AND is_leased = 1))",
-        (job, len(scores.rows), state is EvaluationState.DONE),
+        (job, len(scores.rows), int(state is EvaluationState.DONE)),
     ).fetchone()
     if is_there is None:
         return [], []
@@ -205,7 +205,7 @@ def end(
     return parts, older
 
 
-def older_with_nobody(connection: sqlite3.Connection, job: int) -> list[int]:
+def older_with_nobody(connection: Connection, job: int) -> list[int]:
     """Evaluations of the same set that were begun for older versions, no part of which is with a site."""
     rows = connection.execute(
         "SELECT o.job FROM evaluation_jobs o JOIN evaluation_jobs n ON n.task_set = o.task_set"
@@ -216,9 +216,7 @@ def older_with_nobody(connection: sqlite3.Connection, job: int) -> list[int]:
     return [older for (older,) in rows]
 
 
-def listed(
-    connection: sqlite3.Connection, *, task_set: str = "", after_version: int = -1, limit: int = 1000
-) -> list[Listed]:
+def listed(connection: Connection, *, task_set: str = "", after_version: int = -1, limit: int = 1000) -> list[Listed]:
     """Evaluations by version and set; all of the last version or none of it, unless it is the first."""
     rows = connection.execute(
         f"SELECT {_ROW} FROM evaluation_jobs WHERE version > ? AND ? IN ('', task_set)"
@@ -231,7 +229,7 @@ def listed(
     return [Listed(row=row, scores=None if row[_SUMMARY] else scores_of(connection, row[0])) for row in rows]
 
 
-def newest_done(connection: sqlite3.Connection, sets: Sequence[str]) -> dict[str, Evaluation]:
+def newest_done(connection: Connection, sets: Sequence[str]) -> dict[str, Evaluation]:
     """The newest evaluation that is done, of each of the sets."""
     found = {}
     for name in sets:

@@ -7,13 +7,14 @@ goes on by itself; and what a step of the wall clock makes too old is only what 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Sequence
 
 from heterorl.common.wire.common import MAX_INT64
+from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.dialect import NUMBERS
 
 
-def superseded_s(connection: sqlite3.Connection, version: int, *, reach: int, now: float) -> float:
+def superseded_s(connection: Connection, version: int, *, reach: int, now: float) -> float:
     """Seconds for which a newer version could be had; 0 for the newest.
 
     Args:
@@ -29,7 +30,7 @@ def superseded_s(connection: sqlite3.Connection, version: int, *, reach: int, no
     return 0.0 if published is None else max(0.0, now - float(published))
 
 
-def oldest_usable(connection: sqlite3.Connection, *, head: int, max_versions: int, max_s: float, now: float) -> int:
+def oldest_usable(connection: Connection, *, head: int, max_versions: int, max_s: float, now: float) -> int:
     """The oldest version whose groups are within both bounds, that on versions and that on seconds."""
     floor = head - max_versions
     row = connection.execute(
@@ -40,10 +41,10 @@ def oldest_usable(connection: sqlite3.Connection, *, head: int, max_versions: in
     return floor if row[0] is None else int(row[0])
 
 
-def abandoned_span(connection: sqlite3.Connection, versions: Sequence[int]) -> int | None:
+def abandoned_span(connection: Connection, versions: Sequence[int]) -> int | None:
     """An abandoned version among those that tokens of a group were drawn from; None when there is none."""
     (found,) = connection.execute(
-        "SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN (SELECT value FROM json_each(?))",
+        f"SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN {NUMBERS}",
         (json.dumps(versions),),
     ).fetchone()
     return None if found is None else int(found)

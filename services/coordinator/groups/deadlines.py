@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from heterorl.coordinator.groups import work
 from heterorl.coordinator.groups.work import Handed
 from heterorl.coordinator.sites import incarnations, shares
 from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
+from heterorl.coordinator.store.connection import Connection
 
 _LOG = logging.getLogger(__name__)
 _HOLDER = "site = ? AND incarnation = ?"
@@ -66,7 +66,7 @@ class Deadlines:
         self._started = started
 
     def begin(
-        self, connection: sqlite3.Connection, handed: Sequence[Handed], holder: Holder, now: float
+        self, connection: Connection, handed: Sequence[Handed], holder: Holder, now: float
     ) -> tuple[WorkAssignment, ...]:
         """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
         if not handed:
@@ -77,7 +77,8 @@ class Deadlines:
         if said.ahead_s > 0:
             # It was heard of just now; some that it held before may have been away, and these are not.
             connection.execute(
-                f"UPDATE temp.holder SET due = min(due, ?) WHERE {_HOLDER}", (now + self._work_lease_s, *holder)
+                f"UPDATE temp.holder SET due = ? WHERE {_HOLDER} AND due > ?",
+                (now + self._work_lease_s, *holder, now + self._work_lease_s),
             )
         starts = (
             connection.execute("SELECT since FROM temp.out_work WHERE assignment = ?", (entry.assignment,)).fetchone()
@@ -93,13 +94,13 @@ class Deadlines:
             for entry, (start,) in zip(handed, starts, strict=True)
         )
 
-    def look(self, connection: sqlite3.Connection, now: float) -> None:
+    def look(self, connection: Connection, now: float) -> None:
         """Hand back what ran out, count it against its holders, and note what is away from now on."""
         due = connection.execute("SELECT site, incarnation FROM temp.holder WHERE due <= ?", (now,)).fetchall()
         for site, incarnation in due:
             self._look_at(connection, (site, incarnation), now)
 
-    def holdings(self, connection: sqlite3.Connection, now: float) -> dict[Holder, tuple[int, int]]:
+    def holdings(self, connection: Connection, now: float) -> dict[Holder, tuple[int, int]]:
         """How many assignments each holder holds, and how many of them are away now, whenever the last look was."""
         found = {}
         rows = connection.execute("SELECT site, incarnation, held, away FROM temp.holder").fetchall()
@@ -110,7 +111,7 @@ class Deadlines:
             found[holder] = held, held if is_away else away
         return found
 
-    def _look_at(self, connection: sqlite3.Connection, holder: Holder, now: float) -> None:
+    def _look_at(self, connection: Connection, holder: Holder, now: float) -> None:
         connection.execute(f"UPDATE temp.out_work SET since = ? WHERE {_HOLDER} AND since IS NULL", (now, *holder))
         seen, is_silent = self._silence(holder, now)
         term = self._term(connection, holder, is_silent=is_silent)
@@ -136,7 +137,7 @@ class Deadlines:
         again = next_look(said, term, oldest=oldest, seen=seen, lease_s=self._work_lease_s, is_silent=is_silent)
         connection.execute(f"UPDATE temp.holder SET due = ? WHERE {_HOLDER}", (again, *holder))
 
-    def _term(self, connection: sqlite3.Connection, holder: Holder, *, is_silent: bool) -> Term:
+    def _term(self, connection: Connection, holder: Holder, *, is_silent: bool) -> Term:
         is_replaced = is_silent and incarnations.is_replaced(connection, *holder)
         said = declared(connection, holder)
         return term_of(said, lease_s=self._work_lease_s, is_silent=is_silent, is_replaced=is_replaced)

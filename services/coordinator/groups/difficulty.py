@@ -11,7 +11,6 @@ MAX_PASSED for each assignment, whatever the number of prompts; one behind so ma
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable
 
 from heterorl.common.errors import MalformedPayload
@@ -20,6 +19,7 @@ from heterorl.common.wire.sample import outline
 from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import DifficultyConfig
 from heterorl.coordinator.groups.schedule import draw_of, prompt_of
+from heterorl.coordinator.store.connection import Connection
 
 MAX_PASSED = 16
 """Assignments that are passed over before one is handed out whatever its prompt."""
@@ -44,7 +44,7 @@ def decide(mean: float | None, config: DifficultyConfig, *, draw: float) -> tupl
 
 
 def choose(
-    connection: sqlite3.Connection, first: int, count: int, *, num_prompts: int, seed: int, config: DifficultyConfig
+    connection: Connection, first: int, count: int, *, num_prompts: int, seed: int, config: DifficultyConfig
 ) -> tuple[list[tuple[int, int]], int]:
     """The next `count` assignments from `first` on with their prompts, and the number behind the last one."""
     chosen: list[tuple[int, int]] = []
@@ -67,7 +67,7 @@ def choose(
     return chosen, number
 
 
-def note_groups(connection: sqlite3.Connection, contents: Iterable[bytes | None], config: DifficultyConfig) -> None:
+def note_groups(connection: Connection, contents: Iterable[bytes | None], config: DifficultyConfig) -> None:
     """Set: count groups in the means of their prompts; those without content were counted before."""
     if not config.is_on:
         return
@@ -82,26 +82,31 @@ def note_groups(connection: sqlite3.Connection, contents: Iterable[bytes | None]
                 _note(connection, prompt, reward, config)
 
 
-def _note(connection: sqlite3.Connection, prompt: int, reward: float, config: DifficultyConfig) -> None:
+def _note(connection: Connection, prompt: int, reward: float, config: DifficultyConfig) -> None:
     row = connection.execute("SELECT mean, num_groups, band FROM prompts WHERE prompt_index = ?", (prompt,)).fetchone()
     mean, num_groups, before = row or (reward, 0, "")
     mean += (reward - mean) * max(NEWEST_WEIGHT, 1.0 / (num_groups + 1))
     band = band_of(mean, config)
-    connection.execute("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", (prompt, mean, num_groups + 1, band))
+    connection.execute(
+        "INSERT INTO prompts VALUES (?, ?, ?, ?) ON CONFLICT (prompt_index)"
+        " DO UPDATE SET mean = excluded.mean, num_groups = excluded.num_groups, band = excluded.band",
+        (prompt, mean, num_groups + 1, band),
+    )
     if band != before:
         _add(connection, band, 1)
         if before:
             _add(connection, before, -1)
 
 
-def _add(connection: sqlite3.Connection, name: str, count: int) -> None:
+def _add(connection: Connection, name: str, count: int) -> None:
     connection.execute(
-        "INSERT INTO prompt_totals VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count",
+        "INSERT INTO prompt_totals VALUES (?, ?) ON CONFLICT (name)"
+        " DO UPDATE SET count = prompt_totals.count + excluded.count",
         (name, count),
     )
 
 
-def counts(connection: sqlite3.Connection, config: DifficultyConfig, *, num_prompts: int) -> PromptCounts | None:
+def counts(connection: Connection, config: DifficultyConfig, *, num_prompts: int) -> PromptCounts | None:
     """Prompts by band, as their newest group found them; None where no window is kept."""
     if not config.is_on:
         return None

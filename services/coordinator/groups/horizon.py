@@ -6,16 +6,16 @@ that is leased behind others is consumed by a later version, whose parent is not
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
 from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
 
 
-def next_lease(connection: sqlite3.Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
+def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
     """How many of `count` groups go into the same version when they are leased now, and how old they may be.
 
     Args:
@@ -34,7 +34,7 @@ def next_lease(connection: sqlite3.Connection, *, head: int, bound: int, count: 
     return min(count, size - leased % size), head + leased // size - bound
 
 
-def too_stale(connection: sqlite3.Connection, ids: Sequence[GroupId], *, head: int, bound: int) -> list[GroupId]:
+def too_stale(connection: Connection, ids: Sequence[GroupId], *, head: int, bound: int) -> list[GroupId]:
     """Those that no version after the head may consume."""
     query = "SELECT oldest_version FROM groups WHERE site = ? AND incarnation = ? AND sequence = ?"
     found = []
@@ -51,9 +51,7 @@ _LEASED = (
 )
 
 
-def oldest_pending(
-    connection: sqlite3.Connection, count: int, *, first_version: int, site: str = ""
-) -> list[tuple[Any, ...]]:
+def oldest_pending(connection: Connection, count: int, *, first_version: int, site: str = "") -> list[tuple[Any, ...]]:
     """Up to `count` pending groups of a version or later ones, oldest policy first; of one site if named."""
     return connection.execute(
         f"{_LEASED} AND ? IN ('', site) AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
@@ -61,15 +59,15 @@ def oldest_pending(
     ).fetchall()
 
 
-def pending_at(connection: sqlite3.Connection, arrival: int) -> list[tuple[Any, ...]]:
+def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:
     """The pending group of an arrival, as a row like those of `oldest_pending`."""
     return connection.execute(f"{_LEASED} AND arrival = ?", (arrival,)).fetchall()
 
 
-def newest_taken(connection: sqlite3.Connection) -> int:
+def newest_taken(connection: Connection) -> int:
     """The newest version of which a group is leased or was consumed; -1 where none is."""
     row = connection.execute(
-        "SELECT max(coalesce((SELECT max(oldest_version) FROM groups WHERE state = 'leased'), -1),"
-        " coalesce((SELECT max(oldest_version) FROM groups WHERE state = 'consumed'), -1))"
+        "SELECT (SELECT max(oldest_version) FROM groups WHERE state = 'leased'),"
+        " (SELECT max(oldest_version) FROM groups WHERE state = 'consumed')"
     ).fetchone()
-    return int(row[0])
+    return max(-1 if version is None else int(version) for version in row)

@@ -6,7 +6,6 @@ group which nobody can read too; an id takes effect once (by watermark, never by
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 
 from heterorl.common.types.common import Contract
@@ -21,6 +20,7 @@ from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites import quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.connection import Connection
 
 RETRY_AFTER_S = 1.0
 
@@ -80,7 +80,7 @@ def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config:
     return examined(sealed(entry), inside, contract, max_prompt_tokens=config.max_prompt_tokens)
 
 
-def take(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings) -> PushOutcome:
+def take(connection: Connection, arrived: Arrival, around: Surroundings) -> PushOutcome:
     """Take one group in, with its outcome."""
     if watermark.is_known(connection, arrived.id):
         return _known(connection, arrived)
@@ -97,7 +97,7 @@ def take(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings)
 
 
 def record(
-    connection: sqlite3.Connection,
+    connection: Connection,
     arrived: Arrival,
     reason: DropReason | None,
     message: str,
@@ -106,7 +106,7 @@ def record(
     """Write one group's row, account and place in the watermark down, and what becomes of its work and its content."""
     group_id = arrived.id
     key = (group_id.site, group_id.incarnation)
-    arrival = connection.execute(insert(1), row_of(arrived, reason, around.now)).lastrowid or 0
+    arrival = connection.execute(insert(1) + " RETURNING arrival", row_of(arrived, reason, around.now)).fetchone()[0]
     watermark.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
     column = "dropped" if reason else "accepted"
@@ -148,7 +148,7 @@ def row_of(arrived: Arrival, reason: DropReason | None, now: float) -> tuple[obj
     )
 
 
-def _busy(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings) -> tuple[float, str]:
+def _busy(connection: Connection, arrived: Arrival, around: Surroundings) -> tuple[float, str]:
     group_id = arrived.id
     known = watermark.read(connection, group_id)
     if not 0 < group_id.sequence <= known + watermark.MAX_GAP:
@@ -168,13 +168,13 @@ def quota(arrived: Arrival, around: Surroundings, *, pending_bytes: int) -> tupl
     )
 
 
-def _facts(connection: sqlite3.Connection, group: SealedGroup, around: Surroundings) -> Facts:
+def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> Facts:
     prompt, is_answered = work.lookup(connection, group.assignment, group.id)
     return facts_of(connection, group, around, prompt=prompt, is_answered=is_answered)
 
 
 def facts_of(
-    connection: sqlite3.Connection, group: SealedGroup, around: Surroundings, *, prompt: int | None, is_answered: bool
+    connection: Connection, group: SealedGroup, around: Surroundings, *, prompt: int | None, is_answered: bool
 ) -> Facts:
     """What surrounds a group, whose assignment is known."""
     config = around.config
@@ -197,7 +197,7 @@ def facts_of(
     )
 
 
-def _known(connection: sqlite3.Connection, arrived: Arrival) -> PushOutcome:
+def _known(connection: Connection, arrived: Arrival) -> PushOutcome:
     group_id = arrived.id
     row = connection.execute(
         "SELECT digest FROM groups WHERE site = ? AND incarnation = ? AND sequence = ?",

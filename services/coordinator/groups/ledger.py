@@ -6,10 +6,9 @@ counted from the groups themselves. So the law can fail, and does when a group i
 
 from __future__ import annotations
 
-import sqlite3
-
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import LedgerCounts
+from heterorl.coordinator.store.connection import Connection
 
 ACKED = "acked"
 CONSUMED = "consumed"
@@ -20,15 +19,15 @@ def account_of(reason: DropReason) -> str:
     return f"dropped/{reason.value}"
 
 
-def add(connection: sqlite3.Connection, account: str, count: int) -> None:
+def add(connection: Connection, account: str, count: int) -> None:
     """Move `count` groups into an account (negative: out of it)."""
     connection.execute(
-        "INSERT INTO ledger VALUES (?, ?) ON CONFLICT (account) DO UPDATE SET count = count + excluded.count",
+        "INSERT INTO ledger VALUES (?, ?) ON CONFLICT (account) DO UPDATE SET count = ledger.count + excluded.count",
         (account, count),
     )
 
 
-def counts(connection: sqlite3.Connection) -> LedgerCounts:
+def counts(connection: Connection) -> LedgerCounts:
     """Read all accounts."""
     accounts = dict(connection.execute("SELECT account, count FROM ledger"))
     waiting = {
@@ -44,7 +43,7 @@ def counts(connection: sqlite3.Connection) -> LedgerCounts:
     )
 
 
-def recount(connection: sqlite3.Connection) -> LedgerCounts:
+def recount(connection: Connection) -> LedgerCounts:
     """Count every account from the groups themselves; slower, independent of the counters."""
     rows = connection.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
     by_state = {state: count for state, _, count in rows if state != "dropped"}

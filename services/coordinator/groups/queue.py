@@ -8,7 +8,6 @@ handed out again.
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,8 @@ from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
+from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.dialect import OLDEST_OF_EACH_SITE
 from heterorl.coordinator.versions import flavours
 
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
@@ -50,7 +51,7 @@ class Queue:
 
     def ingest(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         groups: Sequence[Arrival],
         *,
         head: int,
@@ -63,7 +64,7 @@ class Queue:
         )
         return take_all(connection, groups, around)
 
-    def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
+    def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
         """Lease up to `count` groups to the learner, in the run's order; drops what is too stale on the way."""
         self._drop_stale(connection, head=head, now=now)
         leased: list[LeasedGroup] = []
@@ -97,7 +98,7 @@ class Queue:
                 )
         return leased
 
-    def _next(self, connection: sqlite3.Connection, count: int, head: int) -> list[tuple[Any, ...]]:
+    def _next(self, connection: Connection, count: int, head: int) -> list[tuple[Any, ...]]:
         bound = self.config.max_staleness_versions
         # What would be too old when it is trained on waits: it may come sooner if groups before it are given up.
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
@@ -107,12 +108,7 @@ class Queue:
             return self._newest(connection, first_version)
         oldest = {
             site: (version, arrival)
-            for site, version, arrival in connection.execute(
-                # SQLite takes the bare column from the row that has the minimum.
-                "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
-                " WHERE state = 'pending' AND oldest_version >= ? ORDER BY oldest_version, arrival) GROUP BY site",
-                (first_version,),
-            )
+            for site, version, arrival in connection.execute(OLDEST_OF_EACH_SITE, (first_version,))
         }
         return (
             horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(oldest))
@@ -120,7 +116,7 @@ class Queue:
             else []
         )
 
-    def _newest(self, connection: sqlite3.Connection, first_version: int) -> list[tuple[Any, ...]]:
+    def _newest(self, connection: Connection, first_version: int) -> list[tuple[Any, ...]]:
         taken = horizon.newest_taken(connection)
         floor = oldest_in_window(taken, max_staleness_versions=self.config.max_staleness_versions)
         first: dict[str, tuple[int, ...]] = {}
@@ -136,7 +132,7 @@ class Queue:
         chosen = late if self.turns.is_late_next(has_late=bool(late), has_others=bool(first)) else first
         return horizon.pending_at(connection, chosen[self.turns.next(chosen)][-1]) if chosen else []
 
-    def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
+    def _drop_stale(self, connection: Connection, *, head: int, now: float) -> None:
         config = self.config
         oldest = ages.oldest_usable(
             connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
@@ -149,7 +145,7 @@ class Queue:
         )
 
     def consume(
-        self, connection: sqlite3.Connection, ids: Sequence[GroupId], *, version: int, parent: int
+        self, connection: Connection, ids: Sequence[GroupId], *, version: int, parent: int
     ) -> tuple[list[GroupId], str]:
         """Move groups into a version; or move none, drop those too stale, and return the ones in the way."""
         if len(set(ids)) != len(ids):
@@ -182,9 +178,7 @@ class Queue:
         ledger.add(connection, ledger.CONSUMED, len(ids))
         return [], ""
 
-    def drop(
-        self, connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason, *, detail: str = ""
-    ) -> int:
+    def drop(self, connection: Connection, ids: Sequence[GroupId], reason: DropReason, *, detail: str = "") -> int:
         """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows.
 
         Args:
@@ -218,11 +212,11 @@ class Queue:
         return num_dropped
 
     @staticmethod
-    def _contents(connection: sqlite3.Connection, arrivals: Sequence[int]) -> Iterator[bytes | None]:
+    def _contents(connection: Connection, arrivals: Sequence[int]) -> Iterator[bytes | None]:
         for arrival in arrivals:
             yield connection.execute("SELECT payload FROM groups WHERE arrival = ?", (arrival,)).fetchone()[0]
 
-    def _content(self, connection: sqlite3.Connection, group_id: GroupId, kind: SampleKind) -> SealedGroup | None:
+    def _content(self, connection: Connection, group_id: GroupId, kind: SampleKind) -> SealedGroup | None:
         """A group that is to be kept as a sample; None where it is not, or cannot be read."""
         row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
         if row is None or not self.ring.wants(kind, row[0]):
@@ -230,7 +224,7 @@ class Queue:
         data, digest = connection.execute("SELECT payload, digest FROM groups WHERE arrival = ?", row).fetchone()
         return None if data is None else _verified(data, digest)
 
-    def drop_abandoned(self, connection: sqlite3.Connection, versions: Sequence[int]) -> int:
+    def drop_abandoned(self, connection: Connection, versions: Sequence[int]) -> int:
         """Give up what waits of abandoned versions, with the learner or without it: nobody can have their weights."""
         rows = [
             row
@@ -244,7 +238,7 @@ class Queue:
         ids = [GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence in rows]
         return self.drop(connection, ids, DropReason.UNKNOWN_VERSION)
 
-    def return_leased(self, connection: sqlite3.Connection, *, held: Iterable[GroupId] = ()) -> int:
+    def return_leased(self, connection: Connection, *, held: Iterable[GroupId] = ()) -> int:
         """Put the learner's groups back into the queue, except those it still holds and those of quarantined sites."""
         keep = {_key(group_id) for group_id in held}
         rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
@@ -255,7 +249,7 @@ class Queue:
         return len(back)
 
 
-def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) -> None:
+def abandon_consumed(connection: Connection, versions: Sequence[int]) -> None:
     """Groups of abandoned versions were trained on for nothing: count them, hand their prompts out again."""
     for version in versions:
         rows = connection.execute(
@@ -269,7 +263,7 @@ def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) ->
             work.reopen(connection, assignment)
 
 
-def undo_lease(connection: sqlite3.Connection, ids: Iterable[GroupId]) -> None:
+def undo_lease(connection: Connection, ids: Iterable[GroupId]) -> None:
     """Put groups back that were leased and went to nobody."""
     connection.executemany(
         f"UPDATE groups SET state = 'pending' WHERE state = 'leased' AND {_WHERE_ID}",

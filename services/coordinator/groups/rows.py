@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,12 +21,13 @@ from heterorl.coordinator.groups.admission import Facts, judge, size_problem
 from heterorl.coordinator.groups.intake import Arrival, Surroundings
 from heterorl.coordinator.sites import watermark
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.connection import Connection
 
 ROWS_AT_ONCE = 64
 _Incarnation = tuple[SiteId, str]
 
 
-def take_all(connection: sqlite3.Connection, groups: Sequence[Arrival], around: Surroundings) -> list[PushOutcome]:
+def take_all(connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> list[PushOutcome]:
     """Take groups in, each with its own outcome."""
     rows = _Rows(connection, around)
     rows.look_up(groups)
@@ -39,7 +39,7 @@ def take_all(connection: sqlite3.Connection, groups: Sequence[Arrival], around: 
 class _Rows:
     """Groups that are accepted and not yet written, and what was read for them."""
 
-    def __init__(self, connection: sqlite3.Connection, around: Surroundings) -> None:
+    def __init__(self, connection: Connection, around: Surroundings) -> None:
         self._connection = connection
         self._around = around
         self._accepted: list[Arrival] = []

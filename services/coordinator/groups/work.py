@@ -8,7 +8,6 @@ back is handed out first, with the same prompt and seed; the newest holders whos
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,9 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import difficulty
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.dialect import NUMBERS
 
 REOPENED = frozenset(
     {
@@ -51,7 +52,7 @@ class Handed:
 
 
 def hand_out(
-    connection: sqlite3.Connection,
+    connection: Connection,
     *,
     site: SiteId,
     incarnation: str,
@@ -98,7 +99,7 @@ def hand_out(
     return [*handed, *new]
 
 
-def handed_before(connection: sqlite3.Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
+def handed_before(connection: Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
     """What a request was given whose answer was lost, as far as the site still holds it."""
     if not request_id:
         return []
@@ -110,7 +111,7 @@ def handed_before(connection: sqlite3.Connection, *, site: SiteId, incarnation: 
     return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed in rows]
 
 
-def lookup(connection: sqlite3.Connection, assignment: int, group_id: GroupId) -> tuple[int | None, bool]:
+def lookup(connection: Connection, assignment: int, group_id: GroupId) -> tuple[int | None, bool]:
     """(prompt of the assignment if this site ever held it, whether it has its group already)."""
     if assignment >= int(get_meta(connection, "next_assignment") or 0):
         return None, False
@@ -120,7 +121,7 @@ def lookup(connection: sqlite3.Connection, assignment: int, group_id: GroupId) -
     return (int(row[0]) if _holder(group_id.site, group_id.incarnation) in json.loads(row[1]) else None), False
 
 
-def answer(connection: sqlite3.Connection, assignment: int) -> None:
+def answer(connection: Connection, assignment: int) -> None:
     """The assignment has its group."""
     row = connection.execute(
         "DELETE FROM work WHERE assignment = ? RETURNING prompt_index, seed", (assignment,)
@@ -128,16 +129,14 @@ def answer(connection: sqlite3.Connection, assignment: int) -> None:
     assert row is not None, "admission checked that the assignment is open"
 
 
-def lookup_all(
-    connection: sqlite3.Connection, wanted: Sequence[tuple[int, GroupId]]
-) -> dict[int, tuple[int | None, bool]]:
+def lookup_all(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dict[int, tuple[int | None, bool]]:
     """What `lookup` says of many assignments, of which each is named with one group."""
     following = int(get_meta(connection, "next_assignment") or 0)
     numbers = json.dumps([assignment for assignment, _ in wanted])
     rows = {
         assignment: (prompt, holders)
         for assignment, prompt, holders in connection.execute(
-            "SELECT assignment, prompt_index, holders FROM work WHERE assignment IN (SELECT value FROM json_each(?))",
+            f"SELECT assignment, prompt_index, holders FROM work WHERE assignment IN {NUMBERS}",
             (numbers,),
         ).fetchall()
     }
@@ -152,19 +151,17 @@ def lookup_all(
     return found
 
 
-def answer_all(connection: sqlite3.Connection, assignments: Sequence[int]) -> None:
+def answer_all(connection: Connection, assignments: Sequence[int]) -> None:
     """The assignments have their groups; each is named once."""
-    cursor = connection.execute(
-        "DELETE FROM work WHERE assignment IN (SELECT value FROM json_each(?))", (json.dumps(assignments),)
-    )
+    cursor = connection.execute(f"DELETE FROM work WHERE assignment IN {NUMBERS}", (json.dumps(assignments),))
     assert cursor.rowcount == len(assignments), "admission checked that the assignments are open"
 
 
-def reopen(connection: sqlite3.Connection, assignment: int) -> None:
+def reopen(connection: Connection, assignment: int) -> None:
     """Hand the assignment of a dropped group out again; its prompt and seed follow from the run's seed."""
     (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))
     connection.execute(
-        "INSERT OR IGNORE INTO work VALUES (?, ?, ?, '', '', 0, '[]', '')",
+        "INSERT INTO work VALUES (?, ?, ?, '', '', 0, '[]', '') ON CONFLICT DO NOTHING",
         (
             assignment,
             prompt_of(assignment, num_prompts=num_prompts, seed=seed),
@@ -173,12 +170,12 @@ def reopen(connection: sqlite3.Connection, assignment: int) -> None:
     )
 
 
-def reopen_held(connection: sqlite3.Connection, assignment: int, group_id: GroupId) -> None:
+def reopen_held(connection: Connection, assignment: int, group_id: GroupId) -> None:
     """Take an assignment back from the site whose answer was refused; others' assignments stay."""
     give_back(connection, site=group_id.site, incarnation=group_id.incarnation, assignments=[assignment])
 
 
-def give_back(connection: sqlite3.Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
+def give_back(connection: Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
     """Open assignments that the site holds and will not answer, nor may any more; those of others stay."""
     holder = _holder(site, incarnation)
     for assignment in assignments:
@@ -193,7 +190,7 @@ def give_back(connection: sqlite3.Connection, *, site: SiteId, incarnation: str,
             )
 
 
-def keep_only(connection: sqlite3.Connection, held: Collection[int], *, site: SiteId, incarnation: str) -> None:
+def keep_only(connection: Connection, held: Collection[int], *, site: SiteId, incarnation: str) -> None:
     """Open what the incarnation holds beside `held`: its process begins anew and has lost the rest."""
     rows = connection.execute(
         "SELECT assignment FROM temp.out_work WHERE site = ? AND incarnation = ?", (site, incarnation)
@@ -203,13 +200,13 @@ def keep_only(connection: sqlite3.Connection, held: Collection[int], *, site: Si
     give_back(connection, site=site, incarnation=incarnation, assignments=lost)
 
 
-def open_held(connection: sqlite3.Connection, site: SiteId) -> None:
+def open_held(connection: Connection, site: SiteId) -> None:
     """Open all assignments that a site holds, which it may still answer."""
     rows = connection.execute("SELECT assignment FROM temp.out_work WHERE site = ?", (site,)).fetchall()
     expire(connection, [assignment for (assignment,) in rows])
 
 
-def expire(connection: sqlite3.Connection, assignments: Sequence[int]) -> None:
+def expire(connection: Connection, assignments: Sequence[int]) -> None:
     """Open assignments whose lease ran out; their holders may still answer."""
     connection.executemany(
         "UPDATE work SET is_leased = 0 WHERE assignment = ? AND is_leased = 1",

@@ -31,6 +31,7 @@ from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import typed_error
 from heterorl.coordinator.versions import lineage
@@ -141,8 +142,10 @@ class Backups:
         return num_bytes
 
 
-def _copy(connection: sqlite3.Connection, path: Path) -> tuple[list[Digest], int | None, str]:
+def _copy(connection: Connection, path: Path) -> tuple[list[Digest], int | None, str]:
     """Store operation, outside any transaction: copy the store; returns what the copy names, its head, its audit."""
+    if not isinstance(connection, sqlite3.Connection):
+        raise InvalidRequest("the store of this run is in PostgreSQL: dump it with pg_dump, then copy data_dir/blobs")
     digests = [Digest(row[0]) for row in connection.execute("SELECT DISTINCT digest FROM payloads")]
     last = connection.execute("SELECT digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
     head = lineage.head_version(connection)

@@ -5,7 +5,6 @@ Each flavour is a graph of its own over the same versions; what may go as a file
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.payloads.retention import Graph
 from heterorl.coordinator.payloads.snapshots import Work
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto, payload_of
@@ -88,7 +88,7 @@ def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
     inserted = 0
     if chain.is_in_lineage(payload.to_version):
         inserted = chain.connection.execute(
-            "INSERT OR IGNORE INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
             (
                 payload.to_version,
                 payload.kind.value,
@@ -120,7 +120,7 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
         return ()
 
 
-def strike_out(connection: sqlite3.Connection, digest: Digest) -> None:
+def strike_out(connection: Connection, digest: Digest) -> None:
     """Offer a payload no longer."""
     connection.execute("DELETE FROM verified WHERE digest = ?", (digest,))
     connection.execute("DELETE FROM payloads WHERE digest = ?", (digest,))
@@ -139,42 +139,42 @@ def retire(chain: Chain, payloads: Iterable[PayloadRef]) -> None:
         retire_digests(connection, [payload.digest])
 
 
-def retire_digests(connection: sqlite3.Connection, digests: Iterable[Digest]) -> None:
+def retire_digests(connection: Connection, digests: Iterable[Digest]) -> None:
     """Write down files that may go, unless a version names them."""
     for digest in digests:
         if not is_named(connection, digest):
-            connection.execute("INSERT OR IGNORE INTO retired VALUES (?)", (digest,))
+            connection.execute("INSERT INTO retired VALUES (?) ON CONFLICT DO NOTHING", (digest,))
 
 
-def retired(connection: sqlite3.Connection) -> list[Digest]:
+def retired(connection: Connection) -> list[Digest]:
     """Files that may go; those that a version came to name again are forgotten here."""
     connection.execute("DELETE FROM retired WHERE digest IN (SELECT digest FROM payloads)")
     return [Digest(row[0]) for row in connection.execute("SELECT digest FROM retired ORDER BY digest")]
 
 
-def forget_retired(connection: sqlite3.Connection, freed: Mapping[Digest, int]) -> None:
+def forget_retired(connection: Connection, freed: Mapping[Digest, int]) -> None:
     """Note that files are gone, and their bytes."""
     connection.executemany("DELETE FROM retired WHERE digest = ?", [(digest,) for digest in freed])
     set_meta(connection, "reclaimed_bytes", str(reclaimed_bytes(connection) + sum(freed.values())))
 
 
-def reclaimed_bytes(connection: sqlite3.Connection) -> int:
+def reclaimed_bytes(connection: Connection) -> int:
     """Bytes of payloads deleted since the run began."""
     return int(get_meta(connection, "reclaimed_bytes") or 0)
 
 
-def is_named(connection: sqlite3.Connection, digest: Digest) -> bool:
+def is_named(connection: Connection, digest: Digest) -> bool:
     """Whether a version offers a payload."""
     return connection.execute("SELECT 1 FROM payloads WHERE digest = ? LIMIT 1", (digest,)).fetchone() is not None
 
 
-def named(connection: sqlite3.Connection) -> tuple[frozenset[Digest], int]:
+def named(connection: Connection) -> tuple[frozenset[Digest], int]:
     """Every payload that a version offers or that may go already, and how many versions there are."""
     rows = connection.execute("SELECT digest FROM payloads UNION SELECT digest FROM retired")
     return frozenset(Digest(row[0]) for row in rows), lineage.num_versions(connection)
 
 
-def newest_snapshot(connection: sqlite3.Connection) -> tuple[int, float] | None:
+def newest_snapshot(connection: Connection) -> tuple[int, float] | None:
     """The newest verified snapshot and when its version was published, once there is one."""
     row = connection.execute(
         "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"

@@ -6,7 +6,6 @@ that is looked at row by row, so many rows at most in one operation: then the pa
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 
 from heterorl.common.errors import UnknownSample
@@ -14,6 +13,7 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage, SampleSummary
 from heterorl.common.wire.sample import StoredSample
+from heterorl.coordinator.store.connection import Connection
 
 ROWS_AT_ONCE = 1000
 """Rows that one operation looks at: some milliseconds of the store's only thread."""
@@ -25,9 +25,7 @@ _COLUMNS = (
 )
 
 
-def read_page(
-    connection: sqlite3.Connection, wanted: SampleFilter, page: SamplePage
-) -> tuple[list[SampleSummary], int | None]:
+def read_page(connection: Connection, wanted: SampleFilter, page: SamplePage) -> tuple[list[SampleSummary], int | None]:
     """Up to `page.limit` samples, and the id up to which it was looked; None at the end."""
     found: list[SampleSummary] = []
     number = 0
@@ -39,7 +37,7 @@ def read_page(
     return found, None
 
 
-def _along(connection: sqlite3.Connection, wanted: SampleFilter, page: SamplePage) -> Iterator[SampleSummary]:
+def _along(connection: Connection, wanted: SampleFilter, page: SamplePage) -> Iterator[SampleSummary]:
     order = "ASC" if page.is_oldest_first else "DESC"
     bounds = (page.after, page.before or _MAX_ID)
     column, value = _driving(wanted)
@@ -78,7 +76,7 @@ def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
     )
 
 
-def read_sample(connection: sqlite3.Connection, number: int) -> StoredSample:
+def read_sample(connection: Connection, number: int) -> StoredSample:
     """One sample.
 
     Raises:

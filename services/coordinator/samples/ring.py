@@ -15,7 +15,6 @@ never what is there. Nothing of the run depends on it: while the disk is full no
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from heterorl.common.types.sample import (
 )
 from heterorl.common.wire.sample import Outline, outline, outline_of_evaluation
 from heterorl.common.wire.sample_notes import evaluation_to_bytes
+from heterorl.coordinator.store.connection import Connection
 
 SHARES = {
     SampleKind.CONSUMED: 0.5,
@@ -48,6 +48,7 @@ _INSERT = (
     "INSERT INTO samples (kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept,"
     " prompt_index, num_rollouts, num_truncated, num_tokens, reward_min, reward_mean, reward_max, num_bytes, has_texts,"
     " prompt_preview, completion_preview) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " RETURNING id"
 )
 
 
@@ -69,20 +70,16 @@ class Ring:
         """Whether a group is kept that arrived with this number; the same answer at its lease and at its end."""
         return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
 
-    def keep_consumed(self, connection: sqlite3.Connection, group: SealedGroup, *, version: int) -> None:
+    def keep_consumed(self, connection: Connection, group: SealedGroup, *, version: int) -> None:
         """Keep a group that became part of a version."""
         self._keep_group(connection, group, CONSUMED, SampleKind.CONSUMED, detail="", version=version)
 
-    def keep_dropped(
-        self, connection: sqlite3.Connection, group: SealedGroup, reason: DropReason, *, detail: str = ""
-    ) -> None:
+    def keep_dropped(self, connection: Connection, group: SealedGroup, reason: DropReason, *, detail: str = "") -> None:
         """Keep a group that is not trained on."""
         (head,) = connection.execute("SELECT coalesce(max(version), -1) FROM versions").fetchone()
         self._keep_group(connection, group, reason.value, kind_of(reason), detail=detail, version=head)
 
-    def keep_evaluation(
-        self, connection: sqlite3.Connection, sample: EvaluationSample, data: bytes | None = None
-    ) -> None:
+    def keep_evaluation(self, connection: Connection, sample: EvaluationSample, data: bytes | None = None) -> None:
         """Keep a held-out prompt with its completions; `data` are the bytes of its message, where they are made."""
         # As the key of a group has none of it: said again because an answer was lost, it is kept once.
         name, number = f"{sample.version}/{line(sample.task_set)}", sample.prompt_index + 1
@@ -98,7 +95,7 @@ class Ring:
             previews=(preview(sample.prompt), preview(sample.rollouts[0].completion if sample.rollouts else "")),
         )
 
-    def note(self, connection: sqlite3.Connection, note: SampleNote, data: bytes) -> bool:
+    def note(self, connection: Connection, note: SampleNote, data: bytes) -> bool:
         """Give a kept group its texts, in place of earlier ones; returns whether it is kept and has room for them.
 
         Args:
@@ -126,13 +123,13 @@ class Ring:
         self._make_room(connection)
         return True
 
-    def trim(self, connection: sqlite3.Connection) -> bool:
+    def trim(self, connection: Connection) -> bool:
         """Make room for what is there, some of it at once; returns whether all is within the bound."""
         return self._make_room(connection, most=TRIM_ROWS)
 
     def _keep_group(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         group: SealedGroup,
         kept_because: str,
         kind: SampleKind,
@@ -155,7 +152,7 @@ class Ring:
 
     def _keep(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         content: bytes,
         found: Outline,
         *,
@@ -173,12 +170,12 @@ class Ring:
         )  # fmt: skip
         texts = (previews is not None, *(previews or ("", "")))
         row = (kind.value, *values, self.wall(), prompt_index, *numbers, num_bytes, *texts)
-        number = connection.execute(_INSERT, row).lastrowid
+        (number,) = connection.execute(_INSERT, row).fetchone()
         connection.execute("INSERT INTO sample_payloads (id, content) VALUES (?, ?)", (number, content))
         _count(connection, kind, num_samples=1, num_bytes=num_bytes)
         self._make_room(connection)
 
-    def _make_room(self, connection: sqlite3.Connection, *, most: int | None = None) -> bool:
+    def _make_room(self, connection: Connection, *, most: int | None = None) -> bool:
         held = {SampleKind(kind): num_bytes for kind, num_bytes in connection.execute(_TOTALS)}
         while sum(held.values()) > self.limit_bytes:
             if most is not None:
@@ -200,7 +197,7 @@ _KNOWN = "SELECT 1 FROM samples WHERE site = ? AND incarnation = ? AND sequence 
 _TOTALS = "SELECT kind, num_bytes FROM sample_totals"
 
 
-def totals(connection: sqlite3.Connection) -> dict[SampleKind, tuple[int, int]]:
+def totals(connection: Connection) -> dict[SampleKind, tuple[int, int]]:
     """Samples and bytes of each part of the ring."""
     rows = connection.execute("SELECT kind, num_samples, num_bytes FROM sample_totals")
     return {SampleKind(kind): (int(num), int(num_bytes)) for kind, num, num_bytes in rows}
@@ -216,10 +213,11 @@ def preview(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text[:MAX_PREVIEW])
 
 
-def _count(connection: sqlite3.Connection, kind: SampleKind, *, num_samples: int, num_bytes: int) -> None:
+def _count(connection: Connection, kind: SampleKind, *, num_samples: int, num_bytes: int) -> None:
     connection.execute(
         "INSERT INTO sample_totals VALUES (?, ?, ?) ON CONFLICT (kind) DO UPDATE"
-        " SET num_samples = num_samples + excluded.num_samples, num_bytes = num_bytes + excluded.num_bytes",
+        " SET num_samples = sample_totals.num_samples + excluded.num_samples,"
+        " num_bytes = sample_totals.num_bytes + excluded.num_bytes",
         (kind.value, num_samples, num_bytes),
     )
 

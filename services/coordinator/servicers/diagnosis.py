@@ -6,7 +6,6 @@ Guarantees: reads only; an answer is short enough that whoever asks and does not
 from __future__ import annotations
 
 import platform
-import sqlite3
 from typing import Any
 
 import grpc
@@ -18,6 +17,7 @@ from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.versions import lineage
 from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
@@ -39,7 +39,7 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         if request.answer_bytes > MAX_ANSWER_BYTES:
             raise InvalidRequest(f"answer_bytes: {request.answer_bytes}, at most {MAX_ANSWER_BYTES} are sent back")
 
-        def operation(connection: sqlite3.Connection) -> tuple[lineage.Head | None, Contract | None]:
+        def operation(connection: Connection) -> tuple[lineage.Head | None, Contract | None]:
             return lineage.read_head(connection), lineage.read_contract(connection)
 
         head, contract = await self._parts.database.run(operation)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import enum
 import logging
-import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import blake3
+
+from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.dialect import HAS_AUDIT
 
 _LOG = logging.getLogger(__name__)
 _HEADER = b"heterorl-audit-1\n"
@@ -65,7 +67,7 @@ def row_digest(row: AuditRow) -> str:
     return hasher.hexdigest()
 
 
-def append(connection: sqlite3.Connection, kind: AuditKind, *, subject: str, detail: str, now: float) -> str:
+def append(connection: Connection, kind: AuditKind, *, subject: str, detail: str, now: float) -> str:
     """Set: add one row; returns its digest.
 
     Args:
@@ -96,9 +98,9 @@ def append(connection: sqlite3.Connection, kind: AuditKind, *, subject: str, det
     return digest
 
 
-def read(connection: sqlite3.Connection) -> list[AuditRow]:
+def read(connection: Connection) -> list[AuditRow]:
     """All rows in order; none of a store that no program with this log has opened."""
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'audit'").fetchone() is None:
+    if connection.execute(HAS_AUDIT).fetchone() is None:
         return []
     rows = connection.execute(
         "SELECT sequence, at_us, kind, subject, detail, previous, digest FROM audit ORDER BY sequence"
@@ -140,7 +142,7 @@ def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
     return faults
 
 
-def note_refusals(connection: sqlite3.Connection, counts: Mapping[tuple[str, str], int], *, now: float) -> None:
+def note_refusals(connection: Connection, counts: Mapping[tuple[str, str], int], *, now: float) -> None:
     """Set: add a row for each site with what its quotas refused since the last one."""
     sites: dict[str, list[str]] = {}
     for (site, quota), count in sorted(counts.items()):
@@ -149,7 +151,7 @@ def note_refusals(connection: sqlite3.Connection, counts: Mapping[tuple[str, str
         append(connection, AuditKind.QUOTA_REFUSALS, subject=site, detail=", ".join(parts), now=now)
 
 
-def note_revoked(connection: sqlite3.Connection, serials: Iterable[int], *, now: float) -> None:
+def note_revoked(connection: Connection, serials: Iterable[int], *, now: float) -> None:
     """Set: add a row for each serial number that no row told before."""
     kind = AuditKind.REVOCATION
     for name in sorted(f"{serial:x}" for serial in serials):

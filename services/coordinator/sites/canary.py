@@ -7,7 +7,6 @@ restarted coordinator must not trust what the last one did not.
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from heterorl.common.errors import InvalidRequest, Quarantined
 from heterorl.common.types.policy import PublishRequest
 from heterorl.common.types.run import CanaryReport, CanaryVerdict
+from heterorl.coordinator.store.connection import Connection
 
 MAX_LOGPROBS = 4096
 KEPT_VERSIONS = 4096
@@ -44,7 +44,7 @@ def judge(report: CanaryReport, stated: tuple[float, ...], *, threshold: float) 
     return Judgement(difference=difference, quarantine=reason if difference > threshold else "")
 
 
-def write_stated(connection: sqlite3.Connection, version: int, request: PublishRequest) -> None:
+def write_stated(connection: Connection, version: int, request: PublishRequest) -> None:
     """Set: record the learner's canary of a version, and of each of its flavours.
 
     Raises:
@@ -56,12 +56,16 @@ def write_stated(connection: sqlite3.Connection, version: int, request: PublishR
             raise InvalidRequest(f"canary_logprobs: more than {MAX_LOGPROBS}, or not all finite")
         if stated:
             logprobs = np.asarray(stated, "<f4").tobytes()
-            connection.execute("INSERT OR REPLACE INTO canaries VALUES (?, ?, ?)", (version, logprobs, flavour))
+            connection.execute(
+                "INSERT INTO canaries VALUES (?, ?, ?) ON CONFLICT (flavour, version)"
+                " DO UPDATE SET logprobs = excluded.logprobs",
+                (version, logprobs, flavour),
+            )
         oldest = version - KEPT_VERSIONS
         connection.execute("DELETE FROM canaries WHERE flavour = ? AND version < ?", (flavour, oldest))
 
 
-def read_stated(connection: sqlite3.Connection, version: int, flavour: str = "") -> tuple[float, ...]:
+def read_stated(connection: Connection, version: int, flavour: str = "") -> tuple[float, ...]:
     """The learner's canary of a version; empty when it stated none."""
     row = connection.execute(
         "SELECT logprobs FROM canaries WHERE flavour = ? AND version = ?", (flavour, version)
@@ -69,28 +73,28 @@ def read_stated(connection: sqlite3.Connection, version: int, flavour: str = "")
     return tuple(np.frombuffer(row[0], "<f4").tolist()) if row else ()
 
 
-def compare(
-    connection: sqlite3.Connection, report: CanaryReport, *, threshold: float, flavour: str = ""
-) -> CanaryVerdict:
+def compare(connection: Connection, report: CanaryReport, *, threshold: float, flavour: str = "") -> CanaryVerdict:
     """Set: judge a site's canary by what the learner computes with the same weights, and keep the outcome."""
     if len(report.logprobs) > MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
     judgement = judge(report, read_stated(connection, report.version, flavour), threshold=threshold)
     if judgement.quarantine:
         connection.execute(
-            "INSERT OR REPLACE INTO quarantines VALUES (?, ?, ?)", (report.site, report.version, judgement.quarantine)
+            "INSERT INTO quarantines VALUES (?, ?, ?) ON CONFLICT (site)"
+            " DO UPDATE SET version = excluded.version, reason = excluded.reason",
+            (report.site, report.version, judgement.quarantine),
         )
     elif judgement.quarantine is not None:
         connection.execute("DELETE FROM quarantines WHERE site = ?", (report.site,))
     return CanaryVerdict(difference=judgement.difference, quarantine=read_quarantines(connection).get(report.site, ""))
 
 
-def read_quarantines(connection: sqlite3.Connection) -> dict[str, str]:
+def read_quarantines(connection: Connection) -> dict[str, str]:
     """Reasons by site."""
     return dict(connection.execute("SELECT site, reason FROM quarantines"))
 
 
-def check_site(connection: sqlite3.Connection, site: str) -> None:
+def check_site(connection: Connection, site: str) -> None:
     """Refuse a site in quarantine.
 
     Raises:

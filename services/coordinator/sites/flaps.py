@@ -6,13 +6,13 @@ write it full. The quarantine itself takes effect with every report, whatever is
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heterorl.common.types.common import SiteId
 from heterorl.coordinator.sites import audit, canary
 from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.connection import Connection
 
 MAX_RECORDED = 6
 """Changes of one site in a period that have a row each."""
@@ -52,7 +52,7 @@ class Flaps:
         return {site: count for site, count in counts.items() if count}
 
 
-def note_left_out(connection: sqlite3.Connection, counts: Mapping[SiteId, int], *, now: float) -> None:
+def note_left_out(connection: Connection, counts: Mapping[SiteId, int], *, now: float) -> None:
     """Set: add a row for each site with how many changes had none, and how it stands now."""
     reasons = canary.read_quarantines(connection)
     for site, count in sorted(counts.items()):

@@ -8,12 +8,13 @@ repetitions; beyond the newest few it is shown in one row with all others of its
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.dialect import NAMES
 
 KEPT = 8
 """Newest incarnations of a site that are kept whatever they did, and shown one by one."""
@@ -36,7 +37,7 @@ class Row:
     ahead_s: float = 0.0
 
 
-def note(connection: sqlite3.Connection, site: str, incarnation: str) -> list[str]:
+def note(connection: Connection, site: str, incarnation: str) -> list[str]:
     """Make a registered incarnation its site's newest; returns those that are forgotten for it."""
     key = f"incarnations/{site}"
     stored = get_meta(connection, key)
@@ -59,20 +60,20 @@ def note(connection: sqlite3.Connection, site: str, incarnation: str) -> list[st
     return forgotten
 
 
-def is_replaced(connection: sqlite3.Connection, site: str, incarnation: str) -> bool:
+def is_replaced(connection: Connection, site: str, incarnation: str) -> bool:
     """Whether another incarnation of the site registered after this one."""
     newest = json.loads(get_meta(connection, f"incarnations/{site}") or "[]")
     return bool(newest) and newest[0] != incarnation
 
 
-def _has_pushed(connection: sqlite3.Connection, site: str, incarnation: str) -> bool:
+def _has_pushed(connection: Connection, site: str, incarnation: str) -> bool:
     row = connection.execute(
         "SELECT accepted + dropped FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation)
     ).fetchone()
     return row is not None and row[0] > 0
 
 
-def shown(connection: sqlite3.Connection, active: Collection[tuple[str, str]]) -> list[Row]:
+def shown(connection: Connection, active: Collection[tuple[str, str]]) -> list[Row]:
     """Rows of all sites: the newest incarnations and those in `active`, one more for each site's others."""
     rows: list[Row] = []
     totals = connection.execute(
@@ -94,8 +95,7 @@ def shown(connection: sqlite3.Connection, active: Collection[tuple[str, str]]) -
         names = sorted({*newest, *(incarnation for each, incarnation in active if each == site)})
         # One value, however many they are: SQLite takes so many and no more.
         found = connection.execute(
-            f"SELECT {_COLUMNS} FROM sites WHERE site = ? AND incarnation IN (SELECT value FROM json_each(?))"
-            " ORDER BY incarnation",
+            f"SELECT {_COLUMNS} FROM sites WHERE site = ? AND incarnation IN {NAMES} ORDER BY incarnation",
             (site, json.dumps(names)),
         )
         own = [Row(*row) for row in found]

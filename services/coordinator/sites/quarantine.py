@@ -7,7 +7,6 @@ are dropped and its work is handed to others in the same one. Only an operator e
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 
 from heterorl.common.errors import InvalidRequest, Quarantined
@@ -16,6 +15,7 @@ from heterorl.common.types.rollout import DropReason, GroupId
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.sites import audit, canary
 from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.connection import Connection
 
 REJECTABLE = frozenset({DropReason.REWARD_MISMATCH, DropReason.LOGPROB_MISMATCH, DropReason.SAMPLING_MISMATCH})
 """Reasons that a check of the learner may give."""
@@ -48,7 +48,7 @@ def decide(failed_at: list[int], *, accepted: int, rule: Rule) -> tuple[bool, st
 
 
 def note_failure(
-    connection: sqlite3.Connection, site: SiteId, reason: DropReason, detail: str, *, rule: Rule, now: float
+    connection: Connection, site: SiteId, reason: DropReason, detail: str, *, rule: Rule, now: float
 ) -> str:
     """Set: count one failed group; returns why the site goes into quarantine with it, empty when it does not."""
     (accepted,) = connection.execute("SELECT coalesce(sum(accepted), 0) FROM sites WHERE site = ?", (site,)).fetchone()
@@ -67,7 +67,7 @@ def note_failure(
     return text
 
 
-def release(connection: sqlite3.Connection, site: SiteId, *, reason: str, now: float) -> str:
+def release(connection: Connection, site: SiteId, *, reason: str, now: float) -> str:
     """Set: end a site's quarantine of either kind and forget its failures; returns why it was there.
 
     Raises:
@@ -85,28 +85,28 @@ def release(connection: sqlite3.Connection, site: SiteId, *, reason: str, now: f
     return before
 
 
-def conviction_of(connection: sqlite3.Connection, site: SiteId) -> str:
+def conviction_of(connection: Connection, site: SiteId) -> str:
     """Why the learner's checks put a site into quarantine; empty when they did not."""
     row = connection.execute("SELECT reason FROM convictions WHERE site = ?", (site,)).fetchone()
     return str(row[0]) if row else ""
 
 
-def read_reasons(connection: sqlite3.Connection) -> dict[str, str]:
+def read_reasons(connection: Connection) -> dict[str, str]:
     """Reasons of all quarantines of both kinds, by site."""
     return canary.read_quarantines(connection) | dict(connection.execute("SELECT site, reason FROM convictions"))
 
 
-def count_failures(connection: sqlite3.Connection, rule: Rule) -> dict[str, int]:
+def count_failures(connection: Connection, rule: Rule) -> dict[str, int]:
     """Failures that still count, by site: those among the newest groups that the rule looks at."""
     rows = connection.execute(
-        "SELECT f.site, count(*) FROM failures f JOIN (SELECT site, sum(accepted) AS total FROM sites GROUP BY site)"
+        "SELECT f.site, count(*) FROM failures f JOIN (SELECT site, sum(accepted) AS total FROM sites GROUP BY site) t"
         " USING (site) WHERE f.accepted > total - ? GROUP BY f.site",
         (rule.window_groups,),
     )
     return dict(rows.fetchall())
 
 
-def check_site(connection: sqlite3.Connection, site: SiteId) -> None:
+def check_site(connection: Connection, site: SiteId) -> None:
     """Refuse a site in quarantine of either kind.
 
     Raises:
@@ -122,18 +122,18 @@ def check_site(connection: sqlite3.Connection, site: SiteId) -> None:
     canary.check_site(connection, site)
 
 
-def convicted_sites(connection: sqlite3.Connection) -> list[SiteId]:
+def convicted_sites(connection: Connection) -> list[SiteId]:
     """Sites that the learner's checks put into quarantine."""
     return [SiteId(site) for (site,) in connection.execute("SELECT site FROM convictions")]
 
 
-def pending_groups(connection: sqlite3.Connection, site: SiteId) -> list[GroupId]:
+def pending_groups(connection: Connection, site: SiteId) -> list[GroupId]:
     """Groups of a site that nobody has taken yet."""
     rows = connection.execute("SELECT incarnation, sequence FROM groups WHERE state = 'pending' AND site = ?", (site,))
     return [GroupId(site=site, incarnation=incarnation, sequence=sequence) for incarnation, sequence in rows]
 
 
-def _trained(connection: sqlite3.Connection, site: str) -> str:
+def _trained(connection: Connection, site: str) -> str:
     """Which versions hold groups of the site: what an operator may want to go back from."""
     count, first, last = connection.execute(
         "SELECT count(*), min(version), max(version) FROM groups WHERE site = ? AND state = 'consumed'", (site,)

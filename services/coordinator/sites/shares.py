@@ -8,10 +8,10 @@ with every group that it delivers. A site whose assignments are all away takes n
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.connection import Connection
 
 ASKED_S = 60.0
 """A site that asked for work so recently, or holds some that counts, is one of those that share."""
@@ -55,20 +55,18 @@ def decide_share(claim: Claim) -> tuple[int, int]:
     return max(1, share - owed), owed
 
 
-def note_asked(connection: sqlite3.Connection, site: str, now: float) -> None:
+def note_asked(connection: Connection, site: str, now: float) -> None:
     """Note that a site wants work."""
-    connection.execute("INSERT OR IGNORE INTO temp.sharer (site) VALUES (?)", (site,))
+    connection.execute("INSERT INTO temp.sharer (site) VALUES (?) ON CONFLICT DO NOTHING", (site,))
     connection.execute("UPDATE temp.sharer SET asked = ? WHERE site = ?", (now, site))
 
 
-def note_expired(connection: sqlite3.Connection, site: str, count: int) -> None:
+def note_expired(connection: Connection, site: str, count: int) -> None:
     """Count assignments that ran out unanswered; what is taken of the site counts them down (store/tallies.py)."""
     connection.execute("UPDATE temp.sharer SET owed = owed + ? WHERE site = ?", (count, site))
 
 
-def allowance(
-    connection: sqlite3.Connection, site: str, *, limit: int, at_least: int, works_ahead: bool, now: float
-) -> int:
+def allowance(connection: Connection, site: str, *, limit: int, at_least: int, works_ahead: bool, now: float) -> int:
     """Assignments that a site may hold; see `Claim`."""
     # Of one age, oldest first: each is forgotten once.
     connection.execute("UPDATE temp.sharer SET asked = NULL WHERE asked < ?", (now - ASKED_S,))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, Sit
 from heterorl.coordinator.sites import incarnations, quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.connection import Connection
 
 _LOG = logging.getLogger(__name__)
 MAX_SEEN = 16
@@ -111,7 +111,7 @@ class Sites:
         # Copied at once: a registration on the store's thread may forget one meanwhile.
         return frozenset(seen.policy_version for seen in [*self._seen.values()] if seen.at >= since)
 
-    def register(self, connection: sqlite3.Connection, registration: Registration) -> int:
+    def register(self, connection: Connection, registration: Registration) -> int:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
         key = (registration.site, registration.incarnation)
         connection.execute(
@@ -134,20 +134,20 @@ class Sites:
         missing = watermark.pass_over(connection, *key, lowest=registration.lowest_sequence)
         if missing:
             _LOG.warning("site %s, incarnation %s: %d groups that it settled are not known here", *key, missing)
-        (highest,) = connection.execute(
-            "SELECT max(watermark, coalesce((SELECT max(sequence) FROM beyond_watermark b"
-            " WHERE b.site = sites.site AND b.incarnation = sites.incarnation), 0))"
+        dense, beyond = connection.execute(
+            "SELECT watermark, (SELECT max(sequence) FROM beyond_watermark b"
+            " WHERE b.site = sites.site AND b.incarnation = sites.incarnation)"
             " FROM sites WHERE site = ? AND incarnation = ?",
             key,
         ).fetchone()
-        return int(highest)
+        return max(int(dense), int(beyond or 0))
 
-    def is_known(self, connection: sqlite3.Connection, site: str, incarnation: str) -> bool:
+    def is_known(self, connection: Connection, site: str, incarnation: str) -> bool:
         """Whether the incarnation is registered."""
         row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return row.fetchone() is not None
 
-    def require(self, connection: sqlite3.Connection, site: str, incarnation: str) -> None:
+    def require(self, connection: Connection, site: str, incarnation: str) -> None:
         """Refuse an incarnation that is not registered.
 
         Raises:
@@ -156,14 +156,14 @@ class Sites:
         if not self.is_known(connection, site, incarnation):
             raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
 
-    def flavour(self, connection: sqlite3.Connection, site: str, incarnation: str) -> str:
+    def flavour(self, connection: Connection, site: str, incarnation: str) -> str:
         """Form of the weights that a registered incarnation pulls."""
         row = connection.execute("SELECT flavour FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return str((row.fetchone() or ("",))[0])
 
     def statuses(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         now: float,
         *,
         quotas: Quotas,
@@ -207,7 +207,7 @@ class Sites:
         return tuple(statuses)
 
 
-def declared(connection: sqlite3.Connection, holder: Holder) -> Declared:
+def declared(connection: Connection, holder: Holder) -> Declared:
     """What a holder declared; nothing where it never registered."""
     row = connection.execute(
         "SELECT max_delay_s, work_ahead_s FROM sites WHERE site = ? AND incarnation = ?", holder

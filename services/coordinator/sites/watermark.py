@@ -5,15 +5,14 @@ Guarantees: an id takes effect once, by watermark, never by time; memory is boun
 
 from __future__ import annotations
 
-import sqlite3
-
 from heterorl.common.types.rollout import GroupId
+from heterorl.coordinator.store.connection import Connection
 
 MAX_GAP = 100_000
 """Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""
 
 
-def read(connection: sqlite3.Connection, group_id: GroupId) -> int:
+def read(connection: Connection, group_id: GroupId) -> int:
     """Highest sequence below which nothing is missing, of the group's incarnation."""
     row = connection.execute(
         "SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", (group_id.site, group_id.incarnation)
@@ -21,17 +20,17 @@ def read(connection: sqlite3.Connection, group_id: GroupId) -> int:
     return int(row[0])
 
 
-def dense(connection: sqlite3.Connection, site: str, incarnation: str) -> int | None:
+def dense(connection: Connection, site: str, incarnation: str) -> int | None:
     """The watermark of an incarnation of which nothing is known beyond it; None of one with a gap."""
     row = connection.execute(
-        "SELECT watermark FROM sites WHERE site = ?1 AND incarnation = ?2 AND NOT EXISTS"
-        " (SELECT 1 FROM beyond_watermark WHERE site = ?1 AND incarnation = ?2)",
-        (site, incarnation),
+        "SELECT watermark FROM sites WHERE site = ? AND incarnation = ? AND NOT EXISTS"
+        " (SELECT 1 FROM beyond_watermark WHERE site = ? AND incarnation = ?)",
+        (site, incarnation, site, incarnation),
     ).fetchone()
     return None if row is None else int(row[0])
 
 
-def is_known(connection: sqlite3.Connection, group_id: GroupId) -> bool:
+def is_known(connection: Connection, group_id: GroupId) -> bool:
     """Whether the id took effect before."""
     if 0 < group_id.sequence <= read(connection, group_id):
         return True
@@ -42,7 +41,7 @@ def is_known(connection: sqlite3.Connection, group_id: GroupId) -> bool:
     return row.fetchone() is not None
 
 
-def remember(connection: sqlite3.Connection, group_id: GroupId) -> None:
+def remember(connection: Connection, group_id: GroupId) -> None:
     """Set: add a sequence; the watermark rises over what is dense, the rest waits beside it."""
     connection.execute(
         "INSERT INTO beyond_watermark VALUES (?, ?, ?)", (group_id.site, group_id.incarnation, group_id.sequence)
@@ -51,7 +50,7 @@ def remember(connection: sqlite3.Connection, group_id: GroupId) -> None:
     _rise(connection, group_id.site, group_id.incarnation, start=start, reached=start)
 
 
-def pass_over(connection: sqlite3.Connection, site: str, incarnation: str, *, lowest: int) -> int:
+def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: int) -> int:
     """Set: what lies below `lowest` will never be pushed again; returns over how many that were missing it rises.
 
     The site says so of its own incarnation; the watermark only ever rises. A site that lies loses its own groups.
@@ -68,17 +67,17 @@ def pass_over(connection: sqlite3.Connection, site: str, incarnation: str, *, lo
     return lowest - 1 - start - known
 
 
-def is_gap_wide(connection: sqlite3.Connection, site: str, incarnation: str) -> bool:
+def is_gap_wide(connection: Connection, site: str, incarnation: str) -> bool:
     """Whether half of the gap is used up, so that the site had better say what it can still push."""
     row = connection.execute(
-        "SELECT max(sequence) - (SELECT watermark FROM sites s WHERE s.site = b.site AND s.incarnation = b.incarnation)"
-        " FROM beyond_watermark b WHERE site = ? AND incarnation = ?",
+        "SELECT (SELECT max(sequence) FROM beyond_watermark b WHERE b.site = s.site AND b.incarnation = s.incarnation)"
+        " - watermark FROM sites s WHERE site = ? AND incarnation = ?",
         (site, incarnation),
     ).fetchone()
-    return row[0] is not None and int(row[0]) > MAX_GAP // 2
+    return row is not None and row[0] is not None and int(row[0]) > MAX_GAP // 2
 
 
-def _rise(connection: sqlite3.Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:
+def _rise(connection: Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:
     """Raise the watermark from `start` to `reached` and over what is dense behind it."""
     key = (site, incarnation)
     for (sequence,) in connection.execute(

@@ -1,22 +1,18 @@
-"""SQLite with one connection, one thread and group commit: an operation answers only after its bytes are on disk.
+"""One connection, one thread and group commit: an operation answers only after its bytes are on disk.
 
 Guarantees: operations run one after another, each wholly or not at all; those that wait together share one fsync;
 a full disk fails them with StoreFull and leaves the store as it was; any other I/O error is fatal at once, because
 an fsync that failed cannot be repeated. Operations that met a full disk together run again one by one, so that what
-needs no room is done. Never opens a second connection: SQLite before 3.51.3 can corrupt its log when two connections
-write and checkpoint at the same time.
+needs no room is done. Which database holds the bytes is the engine's (`store/engine.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import itertools
 import logging
-import os
 import queue
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -24,20 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from heterorl.common.errors import CorruptStore, DiskFull, Draining, StoreFull
+from heterorl.common.errors import CorruptStore, Draining, StoreFull
 from heterorl.common.process import metrics
-from heterorl.common.process.files import make_directory
-from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.schema import EARLIER, EVALUATIONS, INDEXES, PROMPTS, SCHEMA, SCHEMA_VERSION
-from heterorl.coordinator.store.soundness import check_file
+from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.dialect import SET_META
+from heterorl.coordinator.store.engine import Engine, Fault
+from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
-Operation = Callable[[sqlite3.Connection], Any]
+Operation = Callable[[Connection], Any]
 
 MAX_BATCH = 256
-_OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
-"""Errors of one operation; every other error of SQLite is the store's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +40,12 @@ class _Alone:
 
     operation: Operation
 
-    def __call__(self, connection: sqlite3.Connection) -> Any:
+    def __call__(self, connection: Connection) -> Any:
         return self.operation(connection)
+
+
+class _Failed(Exception):
+    """The store failed before this batch."""
 
 
 def _ignore() -> None:
@@ -57,10 +55,8 @@ def _ignore() -> None:
 class Database:
     """Runs operations on the store's thread."""
 
-    def __init__(
-        self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop, *, on_full: Callable[[], None]
-    ) -> None:
-        self._connection = connection
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, *, on_full: Callable[[], None]) -> None:
+        self._engine = engine
         self._loop = loop
         self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.on_fatal: asyncio.Future[None] = loop.create_future()
@@ -75,15 +71,20 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path, *, on_full: Callable[[], None] = _ignore) -> Self:
-        """Open or create the store and check it; `on_full` is called on the event loop when the disk refuses.
+        """Open or create the store in a file of SQLite's; as `over`."""
+        return await cls.over(lambda: SqliteEngine.open(path), on_full=on_full)
+
+    @classmethod
+    async def over(cls, opened: Callable[[], Engine], *, on_full: Callable[[], None] = _ignore) -> Self:
+        """Open a store and check it; `on_full` is called on the event loop when the disk refuses.
 
         Raises:
-            CorruptStore: the file fails SQLite's check, or was written by another schema.
+            CorruptStore: the store fails its check, or was written by another schema.
             DiskFull: the store cannot be opened for want of space.
         """
-        return cls(await asyncio.to_thread(_connect, path), asyncio.get_running_loop(), on_full=on_full)
+        return cls(await asyncio.to_thread(opened), asyncio.get_running_loop(), on_full=on_full)
 
-    async def run(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+    async def run(self, operation: Callable[[Connection], ResultT]) -> ResultT:
         """Run one operation in a transaction; returns after the commit.
 
         Raises:
@@ -93,7 +94,7 @@ class Database:
         """
         return await self.submit(operation)
 
-    def submit(self, operation: Callable[[sqlite3.Connection], ResultT]) -> asyncio.Future[ResultT]:
+    def submit(self, operation: Callable[[Connection], ResultT]) -> asyncio.Future[ResultT]:
         """Queue one operation, which runs whether or not anybody still waits for the future."""
         if self._is_failed:
             raise CorruptStore("the store failed; the process must be restarted")
@@ -103,8 +104,8 @@ class Database:
         self._operations.put((operation, future))
         return future
 
-    async def run_alone(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        """Run one operation between two transactions, for what SQLite does in none; it must change nothing.
+    async def run_alone(self, operation: Callable[[Connection], ResultT]) -> ResultT:
+        """Run one operation between two transactions, for what the engine does in none; it must change nothing.
 
         Raises:
             CorruptStore, Draining: as `run`.
@@ -118,7 +119,7 @@ class Database:
         self._tell(self.on_fatal, None, None)
 
     async def close(self) -> None:
-        """Finish what is queued, fold the log into the file, close."""
+        """Finish what is queued, close the engine."""
         if not self._is_closed:
             self._is_closed = True
             self._operations.put(None)
@@ -139,26 +140,28 @@ class Database:
             for is_alone, entries in itertools.groupby(batch, key=lambda entry: isinstance(entry[0], _Alone)):
                 for part in ([entry] for entry in entries) if is_alone else [list(entries)]:
                     self._commit(part)
-        self._connection.close()
+        self._engine.close()
 
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
         results: list[tuple[Any, BaseException | None]] = []
-        connection = self._connection
+        engine = self._engine
         # Real time, whatever clock the run has: it is the disk that is measured.
         started = time.perf_counter()
         try:
             if self._is_failed:
-                raise sqlite3.OperationalError("it failed earlier")
+                raise _Failed("it failed earlier")
             if isinstance(batch[0][0], _Alone):
-                self._tell(batch[0][1], *_run_alone(connection, batch[0][0]))
+                self._tell(batch[0][1], *_run_alone(engine.connection, batch[0][0]))
                 return
-            connection.execute("BEGIN IMMEDIATE")
+            engine.begin()
             for operation, _ in batch:
-                results.append(_run_one(connection, operation))
-            connection.execute("COMMIT")
+                results.append(_run_one(engine, operation))
+            engine.commit()
             metrics.COMMIT_SECONDS.observe(time.perf_counter() - started)
             metrics.COMMIT_OPERATIONS.inc(len(batch))
-        except sqlite3.Error as error:
+        except Exception as error:
+            if not isinstance(error, (_Failed, *engine.errors)):
+                raise
             is_full, problem = self._undo(error)
             if is_full and len(batch) > 1:
                 for entry in batch:
@@ -171,13 +174,12 @@ class Database:
         for (_, future), (result, exception) in zip(batch, results, strict=True):
             self._tell(future, result, exception)
 
-    def _undo(self, error: sqlite3.Error) -> tuple[bool, str]:
+    def _undo(self, error: Exception) -> tuple[bool, str]:
         """Undo the transaction; returns whether the disk is full, else the store has failed, and why."""
-        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        is_full = not isinstance(error, _Failed) and self._engine.fault(error) is Fault.FULL
         try:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-        except sqlite3.Error as second:
+            self._engine.rollback()
+        except self._engine.errors as second:
             error, is_full = second, False
         if not is_full:
             self.fail(str(error))
@@ -198,24 +200,23 @@ def _failure(problem: str, *, is_full: bool) -> Exception:
     return CorruptStore(f"the store failed: {problem}")
 
 
-def _run_alone(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:
+def _run_alone(connection: Connection, operation: Operation) -> tuple[Any, BaseException | None]:
     try:
         return operation(connection), None
     except Exception as error:  # noqa: BLE001 - handed to the caller of run_alone()
         return None, error
 
 
-def _run_one(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:
-    connection.execute("SAVEPOINT one")
+def _run_one(engine: Engine, operation: Operation) -> tuple[Any, BaseException | None]:
+    engine.save()
     try:
-        result = operation(connection)
+        result = operation(engine.connection)
     except Exception as error:  # handed to the caller of run(), whose operation raised it
-        if isinstance(error, sqlite3.Error) and not isinstance(error, _OPERATION_ERRORS):
+        if isinstance(error, engine.errors) and engine.fault(error) is not Fault.OPERATION:
             raise
-        connection.execute("ROLLBACK TO one")
-        connection.execute("RELEASE one")
+        engine.undo()
         return None, error
-    connection.execute("RELEASE one")
+    engine.keep()
     return result, None
 
 
@@ -228,72 +229,14 @@ def _resolve(future: asyncio.Future[Any], result: Any, exception: BaseException 
         future.set_result(result)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    try:
-        make_directory(path.parent, mode=0o700)
-        if not path.exists() and path.name != ":memory:":
-            # Before SQLite makes it: its log takes the file's mode. Groups and audit are nobody else's to read.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(str(path.parent)) from error
-        raise CorruptStore(f"{path} cannot be opened: {error}", action="check data_dir and its permissions") from error
-    try:
-        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-        connection.execute("PRAGMA synchronous=FULL")
-        # Else a large operation opens a file in the middle, which fails when the process is out of descriptors.
-        connection.execute("PRAGMA temp_store=MEMORY")
-        level = connection.execute("PRAGMA synchronous").fetchone()[0]
-        if (mode, level) != ("wal", 2):
-            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")
-        check_file(connection, path)
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version in EARLIER:
-            _LOG.info("%s is brought from schema %d to %d", path, version, SCHEMA_VERSION)
-            connection.executescript(f"BEGIN; {EARLIER[version]} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version != SCHEMA_VERSION:
-            raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
-        connection.executescript(EVALUATIONS + PROMPTS)
-        _make_indexes(connection)
-        tallies.begin(connection)
-    except sqlite3.OperationalError as error:
-        connection.close()
-        if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise CorruptStore(f"{path} is in use", action="stop the other coordinator") from error
-        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-            raise DiskFull(str(path.parent)) from error
-        raise CorruptStore(f"{path}: {error}") from error
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise CorruptStore(f"{path}: {error}") from error
-    except CorruptStore:
-        connection.close()
-        raise
-    return connection
-
-
-def _make_indexes(connection: sqlite3.Connection) -> None:
-    try:
-        connection.executescript(INDEXES)
-    except sqlite3.OperationalError as error:
-        # They can wait for room; what they are for is slower until then.
-        if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
-            raise
-        _LOG.warning("the disk is full: indexes are made at the next start")
-
-
-def get_meta(connection: sqlite3.Connection, key: str) -> str | None:
+def get_meta(connection: Connection, key: str) -> str | None:
     """Read one durable setting."""
     row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return None if row is None else str(row[0])
+    if row is None:
+        return None
+    return row[0].decode() if isinstance(row[0], bytes) else str(row[0])
 
 
-def set_meta(connection: sqlite3.Connection, key: str, value: str) -> None:
+def set_meta(connection: Connection, key: str, value: str) -> None:
     """Write one durable setting."""
-    connection.execute(
-        "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
-    )
+    connection.execute(SET_META, (key, value))

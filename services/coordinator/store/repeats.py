@@ -7,21 +7,21 @@ whose answer was lost may come late, behind other orders, and still has its effe
 from __future__ import annotations
 
 import json
-import sqlite3
 
 from heterorl.common.errors import InvalidRequest
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 
 MAX_KEPT = 64
 MAX_REQUEST_ID = 64
 
 
-def answer_to(connection: sqlite3.Connection, kind: str, request_id: str) -> str | None:
+def answer_to(connection: Connection, kind: str, request_id: str) -> str | None:
     """The answer that this id was given; None when it is new, or states nothing."""
     return dict(_known(connection, kind)).get(request_id) if request_id else None
 
 
-def remember(connection: sqlite3.Connection, kind: str, request_id: str, answer: str) -> None:
+def remember(connection: Connection, kind: str, request_id: str, answer: str) -> None:
     """Set: note an order that has had its effect.
 
     Raises:
@@ -34,7 +34,7 @@ def remember(connection: sqlite3.Connection, kind: str, request_id: str, answer:
         set_meta(connection, _key(kind), json.dumps(kept))
 
 
-def _known(connection: sqlite3.Connection, kind: str) -> list[tuple[str, str]]:
+def _known(connection: Connection, kind: str) -> list[tuple[str, str]]:
     return [(name, answer) for name, answer in json.loads(get_meta(connection, _key(kind)) or "[]")]
 
 

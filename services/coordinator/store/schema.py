@@ -34,18 +34,22 @@ CREATE VIEW stated AS
     SELECT flavour, version, f.manifest, f.manifest_digest, f.state_root, f.bytes_full, f.changed_fraction, is_abandoned
     FROM flavour_versions f JOIN versions USING (version);
 """
-_CHECKS = """
+AUDIT_TRIGGERS = """CREATE TRIGGER audit_keeps_rows BEFORE DELETE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
+CREATE TRIGGER audit_keeps_content BEFORE UPDATE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
+"""
+_CHECKS = (
+    """
 CREATE TABLE failures (site TEXT NOT NULL, accepted INTEGER NOT NULL, reason TEXT NOT NULL,
     detail TEXT NOT NULL);
 CREATE INDEX failures_by_site ON failures (site);
 CREATE TABLE convictions (site TEXT PRIMARY KEY, reason TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE audit (sequence INTEGER PRIMARY KEY, at_us INTEGER NOT NULL, kind TEXT NOT NULL,
     subject TEXT NOT NULL, detail TEXT NOT NULL, previous TEXT NOT NULL, digest TEXT NOT NULL);
-CREATE TRIGGER audit_keeps_rows BEFORE DELETE ON audit
-    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
-CREATE TRIGGER audit_keeps_content BEFORE UPDATE ON audit
-    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
 """
+    + AUDIT_TRIGGERS
+)
 _SAMPLES = """
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, kept_because TEXT NOT NULL, detail TEXT NOT NULL,

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import sqlite3
 
+from heterorl.coordinator.store.connection import Connection
+
 SOON = -1e300
 """An instant before all others: look at the next chance."""
 _TABLES = f"""
@@ -113,12 +115,12 @@ def begin(connection: sqlite3.Connection) -> None:
     connection.executescript(f"{_TABLES} {_TRIGGERS} {_FILL}")
 
 
-def read(connection: sqlite3.Connection, name: str) -> int:
+def read(connection: Connection, name: str) -> int:
     """One count of `tally`."""
     return int(connection.execute("SELECT count FROM temp.tally WHERE name = ?", (name,)).fetchone()[0])
 
 
-def outstanding(connection: sqlite3.Connection) -> int:
+def outstanding(connection: Connection) -> int:
     """Groups that are queued or with the learner, and assignments that are out and count."""
     (count,) = connection.execute(
         "SELECT sum(count) FROM temp.tally WHERE name IN ('pending', 'leased', 'out')"
@@ -126,18 +128,18 @@ def outstanding(connection: sqlite3.Connection) -> int:
     return int(count)
 
 
-def waiting_bytes(connection: sqlite3.Connection, site: str) -> int:
+def waiting_bytes(connection: Connection, site: str) -> int:
     """Bytes of a site's groups that are queued or with the learner."""
     row = connection.execute("SELECT num_bytes FROM temp.waiting WHERE site = ?", (site,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
-def held(connection: sqlite3.Connection, site: str) -> int:
+def held(connection: Connection, site: str) -> int:
     """Assignments that a site holds, those that are away included."""
     row = connection.execute("SELECT held FROM temp.sharer WHERE site = ?", (site,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
-def look_soon(connection: sqlite3.Connection, site: str) -> None:
+def look_soon(connection: Connection, site: str) -> None:
     """Look at the terms of what a site holds at the next chance: something was said of it."""
     connection.execute("UPDATE temp.holder SET due = ? WHERE site = ?", (SOON, site))

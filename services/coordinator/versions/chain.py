@@ -7,7 +7,6 @@ checks no signature: whoever trusts a key does.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from heterorl.common.errors import InvalidRequest, UnknownVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
+from heterorl.coordinator.store.connection import Connection
 
 TRAINED = ""
 """The name of the weights that are trained."""
@@ -47,7 +47,7 @@ class Chain:
     Example: `await database.run(lambda connection: Chain(connection, "int8").manifest(3))`
     """
 
-    connection: sqlite3.Connection
+    connection: Connection
     flavour: str = TRAINED
 
     def is_in_lineage(self, version: int) -> bool:
@@ -148,7 +148,9 @@ class Chain:
     def note_verified(self, snapshot: PayloadRef) -> None:
         """Set: remember that a snapshot was decoded and is its version's state."""
         self.connection.execute(
-            "INSERT OR REPLACE INTO verified VALUES (?, ?, ?)", (snapshot.to_version, snapshot.digest, self.flavour)
+            "INSERT INTO verified VALUES (?, ?, ?) ON CONFLICT (flavour, version)"
+            " DO UPDATE SET digest = excluded.digest",
+            (snapshot.to_version, snapshot.digest, self.flavour),
         )
 
     def _one(self, query: str, version: int) -> tuple[Any, ...] | None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import ContractMismatch, InvalidRequest
 from heterorl.common.types.policy import Manifest, PayloadKind, PublishRequest, stated_version, version_or_none
 from heterorl.common.types.run import FlavourStatus
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import TRAINED, Chain
@@ -40,17 +40,17 @@ def check_names(names: Sequence[str]) -> None:
             raise InvalidRequest(f"flavours: {name!r} is not 1 to 32 of a-z, 0-9 and _")
 
 
-def offer(connection: sqlite3.Connection, names: Sequence[str]) -> None:
+def offer(connection: Connection, names: Sequence[str]) -> None:
     """Record what the learner publishes from now on."""
     set_meta(connection, _OFFERED, json.dumps(sorted(names)))
 
 
-def offered(connection: sqlite3.Connection) -> tuple[str, ...]:
+def offered(connection: Connection) -> tuple[str, ...]:
     """What the learner publishes beside the weights that it trains."""
     return tuple(json.loads(get_meta(connection, _OFFERED) or "[]"))
 
 
-def check_offered(connection: sqlite3.Connection, flavour: str) -> None:
+def check_offered(connection: Connection, flavour: str) -> None:
     """Refuse a sampler whose flavour nobody publishes.
 
     Raises:
@@ -65,7 +65,7 @@ def check_offered(connection: sqlite3.Connection, flavour: str) -> None:
         )
 
 
-def stored(connection: sqlite3.Connection) -> tuple[str, ...]:
+def stored(connection: Connection) -> tuple[str, ...]:
     """All flavours of which there ever was a version, the weights that are trained first."""
     # From name to name by the index: a row a version would be read for DISTINCT.
     rows = connection.execute(
@@ -76,7 +76,7 @@ def stored(connection: sqlite3.Connection) -> tuple[str, ...]:
     return (TRAINED, *(str(row[0]) for row in rows))
 
 
-def of_state(connection: sqlite3.Connection, version: int, state_root: str) -> str:
+def of_state(connection: Connection, version: int, state_root: str) -> str:
     """The flavour in which a version has this state.
 
     A group says by the state what it was generated with: a site that changed its flavour still pushes groups of before.
@@ -88,7 +88,7 @@ def of_state(connection: sqlite3.Connection, version: int, state_root: str) -> s
 
 
 def check_publication(
-    connection: sqlite3.Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
+    connection: Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
 ) -> None:
     """Compare before set: each flavour's manifest against the version's own, which is checked already.
 
@@ -122,7 +122,7 @@ def check_publication(
         )
 
 
-def write_versions(connection: sqlite3.Connection, request: PublishRequest, parsed: Mapping[str, Manifest]) -> None:
+def write_versions(connection: Connection, request: PublishRequest, parsed: Mapping[str, Manifest]) -> None:
     """Set: record each flavour of a version."""
     for entry in request.flavours:
         manifest, chain = parsed[entry.flavour], Chain(connection, entry.flavour)
@@ -142,7 +142,7 @@ def write_versions(connection: sqlite3.Connection, request: PublishRequest, pars
         chain.offer(manifest.payloads)
 
 
-def statuses(connection: sqlite3.Connection) -> tuple[FlavourStatus, ...]:
+def statuses(connection: Connection) -> tuple[FlavourStatus, ...]:
     """The newest version of each flavour that the learner publishes."""
     found = []
     for flavour in offered(connection):

@@ -7,7 +7,6 @@ heterorl.coordinator.store.database.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from heterorl.common.types.policy import (
 )
 from heterorl.common.wire.common import bytes_digest, contract_from_bytes, contract_to_bytes
 from heterorl.common.wire.policy import manifest_digest
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions.chain import Chain
 from heterorl.coordinator.versions.lease import contract_difference
@@ -47,7 +47,7 @@ class Head:
     changed_fraction: float
 
 
-def check_epoch(connection: sqlite3.Connection, epoch: int) -> None:
+def check_epoch(connection: Connection, epoch: int) -> None:
     """Fence: only the newest epoch, not released, has effects.
 
     Raises:
@@ -60,7 +60,7 @@ def check_epoch(connection: sqlite3.Connection, epoch: int) -> None:
         raise StaleEpoch(f"epoch {epoch} was released")
 
 
-def agree(connection: sqlite3.Connection, contract: Contract, *, may_state: bool) -> bool:
+def agree(connection: Connection, contract: Contract, *, may_state: bool) -> bool:
     """Compare with the run's contract; the first learner states it. Returns False when none is stated yet.
 
     Raises:
@@ -77,13 +77,13 @@ def agree(connection: sqlite3.Connection, contract: Contract, *, may_state: bool
     return True
 
 
-def read_contract(connection: sqlite3.Connection) -> Contract | None:
+def read_contract(connection: Connection) -> Contract | None:
     """The run's contract, once stated."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'contract'").fetchone()
     return None if row is None else contract_from_bytes(row[0])
 
 
-def read_head(connection: sqlite3.Connection) -> Head | None:
+def read_head(connection: Connection) -> Head | None:
     """The newest version, once there is one."""
     row = connection.execute(
         "SELECT version, manifest_digest, published, bytes_full, bytes_last, changed_fraction FROM versions"
@@ -95,21 +95,19 @@ def read_head(connection: sqlite3.Connection) -> Head | None:
     return Head(**dict(zip(names, row, strict=True)))
 
 
-def head_version(connection: sqlite3.Connection) -> int | None:
+def head_version(connection: Connection) -> int | None:
     """The number of the newest version, once there is one."""
     row = connection.execute("SELECT version FROM versions ORDER BY version DESC LIMIT 1").fetchone()
     return None if row is None else int(row[0])
 
 
-def num_versions(connection: sqlite3.Connection) -> int:
+def num_versions(connection: Connection) -> int:
     """How many versions were ever published: they are dense."""
     head = head_version(connection)
     return 0 if head is None else head + 1
 
 
-def check_publication(
-    connection: sqlite3.Connection, request: PublishRequest, manifest: Manifest, run_id: str
-) -> int | None:
+def check_publication(connection: Connection, request: PublishRequest, manifest: Manifest, run_id: str) -> int | None:
     """Compare before set; returns the version when this step id is committed already.
 
     Raises:
@@ -187,7 +185,7 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_
 
 
 def write_version(
-    connection: sqlite3.Connection, request: PublishRequest, manifest: Manifest, *, now: float, reports: list[bytes]
+    connection: Connection, request: PublishRequest, manifest: Manifest, *, now: float, reports: list[bytes]
 ) -> None:
     """Set: record the version, its payloads and its steps."""
     sizes = [payload.num_bytes for payload in manifest.payloads]
@@ -211,12 +209,12 @@ def write_version(
     chain.write_signature(manifest.version, request.signature)
     chain.offer(manifest.payloads)
     connection.executemany(
-        "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)",
+        "INSERT INTO steps VALUES (?, ?, ?) ON CONFLICT (step, version) DO UPDATE SET report = excluded.report",
         [(step.step, manifest.version, data) for step, data in zip(request.reports, reports, strict=True)],
     )
 
 
-def abandon_versions(connection: sqlite3.Connection, request: PublishRequest) -> list[int]:
+def abandon_versions(connection: Connection, request: PublishRequest) -> list[int]:
     """Mark the versions between the lineage and the parent as abandoned; returns them."""
     rows = connection.execute(
         "UPDATE versions SET is_abandoned = 1"
@@ -228,13 +226,13 @@ def abandon_versions(connection: sqlite3.Connection, request: PublishRequest) ->
     return versions
 
 
-def version_of_step(connection: sqlite3.Connection, step_id: str) -> int | None:
+def version_of_step(connection: Connection, step_id: str) -> int | None:
     """The version that a step id became."""
     row = connection.execute("SELECT version FROM versions WHERE step_id = ?", (step_id,)).fetchone()
     return None if row is None else int(row[0])
 
 
-def _parent_digest(connection: sqlite3.Connection, version: int) -> str:
+def _parent_digest(connection: Connection, version: int) -> str:
     if version == NO_VERSION:
         return ""
     row = connection.execute(

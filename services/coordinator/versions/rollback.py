@@ -8,11 +8,11 @@ Numbers go on: nothing is abandoned, and the version that carries an order out i
 from __future__ import annotations
 
 import functools
-import sqlite3
 
 from heterorl.common.errors import InvalidRequest, UnknownVersion
 from heterorl.common.types.policy import NO_VERSION, Manifest, PlanKind, PullPlan, stated_version, version_or_none
 from heterorl.coordinator.store import repeats
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import plans
 from heterorl.coordinator.versions.chain import Chain
@@ -22,19 +22,19 @@ _EARLIER = "rollback_request_id"
 """Where an earlier program kept the newest id alone."""
 
 
-def ordered(connection: sqlite3.Connection) -> int | None:
+def ordered(connection: Connection) -> int | None:
     """The version to go back to, where there is an order."""
     return version_or_none(int(get_meta(connection, _ORDER) or NO_VERSION))
 
 
-def is_known(connection: sqlite3.Connection, request_id: str) -> bool:
+def is_known(connection: Connection, request_id: str) -> bool:
     """Whether an order was given under this id: it is said again because an answer was lost."""
     if request_id and get_meta(connection, _EARLIER) == request_id:
         return True
     return repeats.answer_to(connection, _KIND, request_id) is not None
 
 
-def place(connection: sqlite3.Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
+def place(connection: Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
     """Replace the order (None takes it back); returns the plans by which the learner can carry it out.
 
     Raises:
@@ -51,14 +51,14 @@ def place(connection: sqlite3.Connection, *, to_version: int | None, request_id:
     return ways
 
 
-def settle(connection: sqlite3.Connection, manifest: Manifest) -> None:
+def settle(connection: Connection, manifest: Manifest) -> None:
     """End an order that a version carries out: one is published, and it has the state asked for."""
     version = ordered(connection)
     if version is not None and Chain(connection).state_root(version) == manifest.state_root:
         set_meta(connection, _ORDER, str(NO_VERSION))
 
 
-def _ways(connection: sqlite3.Connection, version: int) -> tuple[PullPlan, ...]:
+def _ways(connection: Connection, version: int) -> tuple[PullPlan, ...]:
     """From the version to the head, to be undone, and from nothing to the version; one of them is enough."""
     chain = Chain(connection)
     root = chain.state_root(version)

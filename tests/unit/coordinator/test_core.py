@@ -551,7 +551,7 @@ async def test_stream_ends_with_its_credits_and_with_the_coordinator(core, run):
 
 async def test_corrupt_group_is_quarantined_and_counted(core, run):
     await run.push(2)
-    await core.database.run(lambda c: c.execute("UPDATE groups SET payload = x'00' WHERE sequence = 1"))
+    await core.database.run(lambda c: c.execute("UPDATE groups SET payload = ? WHERE sequence = 1", (b"\0",)))
 
     (queued,) = await leased(core, run, 1)
 
@@ -648,6 +648,7 @@ async def test_data_directory_of_another_run_or_seed_is_refused(tmp_path, clock)
         await Coordinator.open(config(tmp_path, seed=5), clock)
 
 
+@pytest.mark.sqlite
 async def test_damaged_foreign_or_busy_store_is_refused_with_advice(tmp_path, clock):
     path = tmp_path / "data" / "coordinator.sqlite"
     core = await Coordinator.open(config(tmp_path), clock)
@@ -671,6 +672,7 @@ async def test_damaged_foreign_or_busy_store_is_refused_with_advice(tmp_path, cl
         await Coordinator.open(config(tmp_path), clock)
 
 
+@pytest.mark.sqlite
 async def test_failed_store_refuses_everything_and_says_so(core, run):
     def broken(connection):
         connection.execute("SELECT * FROM no_such_table")

@@ -15,6 +15,8 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from tests.support.crash_child import config
 
+pytestmark = pytest.mark.sqlite
+
 ROOT = Path(__file__).parents[3]
 
 

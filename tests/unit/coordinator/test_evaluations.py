@@ -405,6 +405,7 @@ async def test_a_list_goes_on_behind_whole_versions(tmp_path):
     assert [each.version for each in of_b] == [0, 1, 2]
 
 
+@pytest.mark.sqlite
 async def test_a_store_of_an_earlier_program_is_opened(tmp_path):
     world = await World(tmp_path).open(tmp_path)
     await world.core.close()

@@ -15,6 +15,8 @@ from heterorl.coordinator.groups import ledger
 from tests.support.clock import ManualClock
 from tests.support.run import Run, frames
 
+pytestmark = pytest.mark.sqlite
+
 
 @pytest.fixture
 def disk(tmp_path):

@@ -268,12 +268,13 @@ async def test_group_whose_bytes_are_no_group_is_not_trained_on(begin):
     core, run = await begin()
     await run.push(2)
     digest = bytes_digest(b"\xff")
-    sql = "UPDATE groups SET payload = x'ff', digest = ? WHERE sequence = 1"
-    await core.database.run(lambda c: c.execute(sql, (digest,)).rowcount)
+    sql = "UPDATE groups SET payload = ?, digest = ? WHERE sequence = 1"
+    await core.database.run(lambda c: c.execute(sql, (b"\xff", digest)).rowcount)
     stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(5))
     assert [queued.group.id.sequence async for queued in stream] == [2]
 
 
+@pytest.mark.sqlite
 async def test_push_wakes_no_watcher_of_the_head_and_a_publication_wakes_all(tmp_path):
     core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=100), ManualClock())
     run = Run(core, tmp_path)

@@ -71,7 +71,7 @@ async def test_sites_and_bytes_are_shown_by_flavour_and_no_longer_than_they_are_
     await core.database.run(lambda c: flavours.offer(c, ["int8"]))
     await core.register(run.registration(site=SiteId("small"), flavour="int8"))
     await core.database.run(
-        lambda c: c.execute("INSERT INTO flavour_versions VALUES ('int8', 0, x'', 'd', 'r', 44, 0.5)")
+        lambda c: c.execute("INSERT INTO flavour_versions VALUES ('int8', 0, ?, 'd', 'r', 44, 0.5)", (b"",))
     )
 
     await observe.observe_run(core)

@@ -12,7 +12,7 @@ from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleFi
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.store import database
+from heterorl.coordinator.store.sqlite.engine import connect
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 
@@ -26,6 +26,8 @@ GROWING = frozenset(
 OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed", "evaluation_parts_out"})
 """Indexes of a few rows of such a table."""
 NEWEST = re.compile(r"ORDER BY [\w., ]+ DESC LIMIT 1$")
+
+pytestmark = pytest.mark.sqlite
 
 
 def scans(connection, statement):
@@ -56,7 +58,7 @@ def statements(monkeypatch):
         connection.set_trace_callback(lambda text: None if text.startswith("--") else seen.setdefault(text))
         return connection
 
-    monkeypatch.setattr(database.sqlite3, "connect", traced)
+    monkeypatch.setattr(sqlite3, "connect", traced)
     return seen
 
 
@@ -171,6 +173,6 @@ async def test_no_statement_reads_what_grows(tmp_path, statements):
     ],
 )
 def test_a_scan_is_seen(tmp_path, statement, is_bad):
-    connection = database._connect(tmp_path / "store.sqlite")
+    connection = connect(tmp_path / "store.sqlite")
     assert bool(scans(connection, statement)) == is_bad
     connection.close()

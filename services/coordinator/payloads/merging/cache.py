@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +22,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.container import read_roots
 from heterorl.coordinator.payloads.merging.spans import Span, to_evict
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import file_size
 
@@ -138,7 +138,7 @@ def _is_gone(path: Path) -> bool:
         return False
 
 
-def _state_roots(connection: sqlite3.Connection, versions: Iterable[int]) -> dict[str, dict[int, str]]:
+def _state_roots(connection: Connection, versions: Iterable[int]) -> dict[str, dict[int, str]]:
     # Of these alone: a history is as long as the run, and each row as long as a manifest.
     roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for each in versions:

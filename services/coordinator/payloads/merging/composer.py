@@ -16,7 +16,6 @@ import contextlib
 import functools
 import logging
 import os
-import sqlite3
 import sys
 import threading
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.spans import Span, due_blocks
+from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours, lineage
@@ -188,7 +188,7 @@ class Composer:
 
     def _choose(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         *,
         requests: tuple[Span, ...],
         skipped: frozenset[Span],

@@ -108,6 +108,7 @@ async def test_together_or_one_after_another_is_the_same(tmp_path, seed, changes
         }  # fmt: skip
 
 
+@pytest.mark.sqlite
 async def test_statements_of_a_push_do_not_grow_with_its_groups(tmp_path):
     core, run = await _open(tmp_path)
     try:

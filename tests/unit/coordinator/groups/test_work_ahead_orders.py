@@ -16,6 +16,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 from heterorl.lab.inline_store import InlineDatabase
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run
@@ -151,7 +152,8 @@ async def play(steps):
             max_staleness_versions=64, max_policy_age_s=1e9, work_lease_s=LEASE_S,
         )  # fmt: skip
         core = await Coordinator.open(config, clock, store=InlineDatabase)
-        core.database._connection.execute("PRAGMA synchronous = OFF")
+        if isinstance(core.database._engine, SqliteEngine):
+            core.database._engine.connection.execute("PRAGMA synchronous = OFF")
         run = Run(core, Path(directory))
         await run.begin()
         await run.publish()

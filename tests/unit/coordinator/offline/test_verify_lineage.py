@@ -28,6 +28,8 @@ from heterorl.coordinator.versions.chain import Chain
 from tests.support.merging import keeping, published
 from tests.support.run import Run
 
+pytestmark = pytest.mark.sqlite
+
 
 def read_history(directory):
     return read_histories(directory)[0]

@@ -112,6 +112,7 @@ async def test_bounds_of_ids_are_left_out(core):
     assert listed.next_page == SamplePage(limit=3, before=997)
 
 
+@pytest.mark.sqlite
 @pytest.mark.parametrize(
     "wanted",
     [

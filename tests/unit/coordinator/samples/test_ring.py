@@ -344,6 +344,7 @@ async def test_ring_survives_a_restart_and_shrinks_with_its_bound(tmp_path):
     await core.close()
 
 
+@pytest.mark.sqlite
 async def test_store_of_an_earlier_program_keeps_samples_from_now_on(tmp_path):
     core = await Coordinator.open(config_of(tmp_path), ManualClock())
     run = await begin(core, tmp_path)

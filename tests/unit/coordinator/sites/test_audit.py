@@ -95,8 +95,10 @@ async def test_store_refuses_to_change_or_delete_rows(database):
     await fill(database)
 
     for statement in ("DELETE FROM audit WHERE sequence = 1", "UPDATE audit SET detail = '' WHERE sequence = 1"):
-        with pytest.raises(sqlite3.IntegrityError, match="only appended to"):
+        with pytest.raises(Exception, match="only appended to") as refused:
             await database.run(lambda connection, statement=statement: connection.execute(statement))
+        # The name is the same in every engine.
+        assert refused.type.__name__.startswith("Integrity")
     assert audit.find_faults(await database.run(audit.read)) == []
 
 
@@ -122,6 +124,7 @@ async def test_row_of_an_operation_that_fails_is_not_there(database):
     assert await database.run(audit.read) == []
 
 
+@pytest.mark.sqlite
 async def test_command_verifies_and_shows_a_closed_store_and_finds_a_change(tmp_path):
     directory = tmp_path / "data"
     core = await Coordinator.open(CoordinatorConfig(data_dir=directory), ManualClock())

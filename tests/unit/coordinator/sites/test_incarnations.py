@@ -106,6 +106,7 @@ async def test_site_registered_by_an_earlier_program_is_pruned_too(run):
     assert await _rows(run) == KEPT
 
 
+@pytest.mark.sqlite
 async def test_many_that_pushed_and_push_again_are_neither_remembered_nor_shown(run):
     """Of each a sign of life would be kept, and named in one statement: SQLite takes so many values and no more."""
     await run.api.database.run(lambda connection: connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 30))
@@ -135,6 +136,7 @@ async def test_incarnation_that_is_seen_most_recently_is_remembered(run):
     assert len(sites._seen) == MAX_SEEN
 
 
+@pytest.mark.sqlite
 async def test_many_that_hold_work_are_named_whatever_sqlite_takes_at_once(run):
     def hold(connection):
         connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 30)

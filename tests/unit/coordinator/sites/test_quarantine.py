@@ -225,7 +225,7 @@ async def test_group_is_checked_in_the_form_that_it_was_made_with_whatever_its_s
 
     def add_flavour(connection):
         flavours.offer(connection, ["int8"])
-        connection.execute("INSERT INTO flavour_versions VALUES ('int8', 0, x'', 'd', ?, 44, 0.5)", (quantised,))
+        connection.execute("INSERT INTO flavour_versions VALUES ('int8', 0, ?, 'd', ?, 44, 0.5)", (b"", quantised))
 
     await core.database.run(add_flavour)
     before, after = await run.lease(2)

@@ -8,14 +8,14 @@ from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import shares
-from heterorl.coordinator.store.database import _connect
+from heterorl.coordinator.store.sqlite.engine import connect
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run
 
 
 @pytest.fixture
 def connection(tmp_path):
-    connection = _connect(tmp_path / "store.sqlite")
+    connection = connect(tmp_path / "store.sqlite")
     yield connection
     connection.close()
 

@@ -9,8 +9,10 @@ import pytest
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
 from heterorl.coordinator.offline.history import read_histories
-from heterorl.coordinator.store import soundness
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.sqlite import soundness
+
+pytestmark = pytest.mark.sqlite
 
 
 @pytest.fixture

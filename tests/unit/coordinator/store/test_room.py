@@ -24,6 +24,8 @@ from heterorl.coordinator.store.steady import PAUSE_S, Steady
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
+pytestmark = pytest.mark.sqlite
+
 BALLAST_BYTES = 64 << 10
 
 

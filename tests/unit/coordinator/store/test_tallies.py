@@ -6,12 +6,12 @@ import sqlite3
 import pytest
 
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database import _connect
+from heterorl.coordinator.store.sqlite.engine import connect
 
 
 @pytest.fixture
 def connection(tmp_path):
-    connection = _connect(tmp_path / "store.sqlite")
+    connection = connect(tmp_path / "store.sqlite")
     yield connection
     connection.close()
 

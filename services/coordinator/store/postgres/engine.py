@@ -1,0 +1,224 @@
+"""The engine of PostgreSQL: one session that holds the store's lock and writes, and ends with either.
+
+Guarantees: a session takes the advisory lock of the store before it writes anything, and the store's epoch with it;
+each transaction reads that epoch first and keeps it from changing, so at most one epoch commits at any time, whatever
+became of the lock. A commit is durable when it is answered. A lost connection is the end of this process: what its last
+transaction did is unknown, and another coordinator may have the lock already.
+
+Never through a pooler that hands sessions around: the lock would stay behind in one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+import psycopg
+from psycopg import errors
+
+from heterorl.common.errors import CorruptStore, DiskFull, HeterorlError, OperatorError
+from heterorl.coordinator.store.engine import Fault
+from heterorl.coordinator.store.postgres import tallies
+from heterorl.coordinator.store.postgres.connection import PostgresConnection
+from heterorl.coordinator.store.postgres.schema import WRITER, migrated_from
+from heterorl.coordinator.store.schema import SCHEMA_VERSION
+
+_LOG = logging.getLogger(__name__)
+_OPERATION_ERRORS = (errors.IntegrityError, errors.ProgrammingError, errors.DataError, errors.NotSupportedError)
+MIN_SERVER = 150000
+CONNECT_S = 5
+_DEAD_S = 5
+_LINK: dict[str, Any] = {
+    "autocommit": True,
+    "connect_timeout": CONNECT_S,
+    "client_encoding": "utf8",
+    "application_name": "heterorl coordinator",
+    "target_session_attrs": "read-write",
+    # A server that is gone is noticed in seconds, also by a session that waits for it.
+    "keepalives_idle": 2,
+    "keepalives_interval": 1,
+    "keepalives_count": 3,
+    "tcp_user_timeout": _DEAD_S * 1000,
+}
+_SESSION = f"""
+SET tcp_keepalives_idle = 2; SET tcp_keepalives_interval = 1; SET tcp_keepalives_count = 3;
+SET tcp_user_timeout = {_DEAD_S * 1000};
+SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0;
+SET idle_session_timeout = 0; SET default_transaction_isolation = 'read committed';
+SET standard_conforming_strings = on; SET timezone = 'UTC'; SET jit = off;
+"""
+"""The server notices in seconds that this host is gone, and frees the lock; nothing else ends the session."""
+_KEY = "hashtextextended('heterorl ' || current_schema(), 0)"
+
+
+class _Fenced(psycopg.OperationalError):
+    """Another coordinator has written since."""
+
+
+class PostgresEngine:
+    """A session that holds the store's lock."""
+
+    errors: tuple[type[Exception], ...] = (psycopg.Error,)
+
+    def __init__(self, raw: psycopg.Connection[Any]) -> None:
+        """Take over a session that holds the lock: make or migrate the tables, and begin an epoch.
+
+        Raises:
+            CorruptStore: the store was written by another schema.
+        """
+        self._raw = raw
+        self.connection = PostgresConnection(raw)
+        try:
+            self.store_id, self.epoch = _begin_epoch(raw)
+        except psycopg.Error as error:
+            raw.close()
+            raise _failure(error) from error
+        except HeterorlError:
+            raw.close()
+            raise
+
+    def begin(self) -> None:
+        """Begin a transaction, and keep others from beginning an epoch while it runs."""
+        cursor = self._raw.execute("BEGIN; SELECT epoch FROM store FOR SHARE")
+        cursor.nextset()
+        row = cursor.fetchone()
+        if row is None or row[0] != self.epoch:
+            raise _Fenced("another coordinator has taken the store")
+
+    def commit(self) -> None:
+        """Make the transaction durable."""
+        self._raw.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """Undo the transaction, if there is one."""
+        if self._raw.info.transaction_status is not psycopg.pq.TransactionStatus.IDLE:
+            self._raw.execute("ROLLBACK")
+
+    def save(self) -> None:
+        """Begin an operation inside the transaction."""
+        self._raw.execute("SAVEPOINT one")
+
+    def keep(self) -> None:
+        """End the operation."""
+        self._raw.execute("RELEASE one")
+
+    def undo(self) -> None:
+        """Undo the operation alone."""
+        self._raw.execute("ROLLBACK TO one; RELEASE one")
+
+    def fault(self, error: Exception) -> Fault:
+        """What one of PostgreSQL's errors says."""
+        if self._raw.broken or isinstance(error, _Fenced):
+            return Fault.FATAL
+        if isinstance(error, errors.DiskFull):
+            return Fault.FULL
+        return Fault.OPERATION if isinstance(error, _OPERATION_ERRORS) else Fault.FATAL
+
+    def close(self) -> None:
+        """End the session, and with it the lock."""
+        self._raw.close()
+
+
+def connect(url: str) -> psycopg.Connection[Any]:
+    """Begin a session that waits for nobody else's limits and in which a dead end of it is noticed in seconds.
+
+    Raises:
+        OperatorError: the server cannot be reached, or is none that keeps what it acknowledges.
+    """
+    try:
+        raw = psycopg.connect(url, **_LINK)
+    except psycopg.Error as error:
+        raise OperatorError(
+            f"PostgreSQL cannot be reached: {_brief(error)}",
+            action="check store.url, the server and the password (PGPASSFILE or PGPASSWORD)",
+        ) from error
+    try:
+        raw.execute(_SESSION)
+        _check_server(raw)
+    except psycopg.Error as error:
+        raw.close()
+        raise OperatorError(f"PostgreSQL refuses the session: {_brief(error)}") from error
+    except HeterorlError:
+        raw.close()
+        raise
+    return raw
+
+
+def try_lock(raw: psycopg.Connection[Any]) -> bool:
+    """Take the store's lock for as long as the session lasts; returns whether nobody has it."""
+    row = raw.execute(f"SELECT pg_try_advisory_lock({_KEY})").fetchone()
+    return bool(row and row[0])
+
+
+def open_store(url: str) -> PostgresEngine:
+    """Take the store at once.
+
+    Raises:
+        OperatorError: the server cannot be reached, or another coordinator has the store.
+        CorruptStore: the store was written by another schema.
+    """
+    raw = connect(url)
+    if not try_lock(raw):
+        raw.close()
+        raise OperatorError(
+            "another coordinator has the store", action="stop it, or start this one with --standby to follow it"
+        )
+    return PostgresEngine(raw)
+
+
+def _check_server(raw: psycopg.Connection[Any]) -> None:
+    info = raw.info
+    if info.server_version < MIN_SERVER:
+        raise OperatorError(f"PostgreSQL {info.server_version // 10000} is too old", action="use version 15 or newer")
+    row = raw.execute(
+        "SELECT pg_backend_pid(), current_setting('server_encoding'), current_setting('fsync'),"
+        " current_setting('synchronous_commit'), current_schema()"
+    ).fetchone()
+    assert row is not None
+    pid, encoding, fsync, synchronous, schema = row
+    if pid != info.backend_pid:
+        raise OperatorError("store.url leads to a pooler of sessions", action="name the server itself")
+    if encoding != "UTF8" or fsync != "on" or schema is None:
+        raise OperatorError(
+            f"the database has encoding {encoding}, fsync {fsync} and schema {schema}",
+            action="it must have UTF8, fsync on and a schema in its search_path",
+        )
+    if synchronous in ("off", "local"):
+        raw.execute("SET synchronous_commit = on")
+
+
+def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
+    with raw.transaction():
+        raw.execute("SET LOCAL client_min_messages = warning")
+        raw.execute(WRITER)
+        row = raw.execute("SELECT schema_version FROM store FOR UPDATE").fetchone()
+        version = 0 if row is None else int(row[0])
+        try:
+            script = migrated_from(version)
+        except KeyError as error:
+            raise CorruptStore(f"the store has schema {version}, this program needs {SCHEMA_VERSION}") from error
+        if version not in (0, SCHEMA_VERSION):
+            _LOG.info("the store is brought from schema %d to %d", version, SCHEMA_VERSION)
+        raw.execute(script.encode())
+        if row is None:
+            raw.execute(
+                "INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (uuid.uuid4().hex, SCHEMA_VERSION)
+            )
+        raw.execute(tallies.BEGIN)
+        row = raw.execute(
+            "UPDATE store SET schema_version = %s, epoch = epoch + 1, taken = now() RETURNING id, epoch",
+            (SCHEMA_VERSION,),
+        ).fetchone()
+    assert row is not None
+    return str(row[0]), int(row[1])
+
+
+def _failure(error: psycopg.Error) -> HeterorlError:
+    if isinstance(error, errors.DiskFull):
+        return DiskFull("PostgreSQL's data directory")
+    return CorruptStore(f"the store in PostgreSQL cannot be opened: {_brief(error)}")
+
+
+def _brief(error: psycopg.Error) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,139 @@
+"""SQLite with one connection: the store of a coordinator that has its own disk.
+
+Never opens a second connection: SQLite before 3.51.3 can corrupt its log when two connections write and checkpoint at
+the same time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+from pathlib import Path
+
+from heterorl.common.errors import CorruptStore, DiskFull
+from heterorl.common.process.files import make_directory
+from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.engine import Fault
+from heterorl.coordinator.store.schema import EARLIER, EVALUATIONS, INDEXES, PROMPTS, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.sqlite.soundness import check_file
+
+_LOG = logging.getLogger(__name__)
+_OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
+"""Errors of one operation; every other error of SQLite is the store's."""
+
+
+class SqliteEngine:
+    """A file of SQLite's, locked for this process."""
+
+    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    @classmethod
+    def open(cls, path: Path) -> SqliteEngine:
+        """Open or create the file and check it.
+
+        Raises:
+            CorruptStore: the file fails SQLite's check, or was written by another schema.
+            DiskFull: the store cannot be opened for want of space.
+        """
+        return cls(connect(path))
+
+    def begin(self) -> None:
+        """Take the file's lock for writing."""
+        self.connection.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        """Make the transaction durable."""
+        self.connection.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """Undo the transaction, if there is one."""
+        if self.connection.in_transaction:
+            self.connection.execute("ROLLBACK")
+
+    def save(self) -> None:
+        """Begin an operation inside the transaction."""
+        self.connection.execute("SAVEPOINT one")
+
+    def keep(self) -> None:
+        """End the operation."""
+        self.connection.execute("RELEASE one")
+
+    def undo(self) -> None:
+        """Undo the operation alone."""
+        self.connection.execute("ROLLBACK TO one")
+        self.connection.execute("RELEASE one")
+
+    def fault(self, error: Exception) -> Fault:
+        """What one of SQLite's errors says."""
+        if isinstance(error, _OPERATION_ERRORS):
+            return Fault.OPERATION
+        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        return Fault.FULL if is_full else Fault.FATAL
+
+    def close(self) -> None:
+        """Fold the log into the file, close."""
+        self.connection.close()
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """The connection of a file that is in its durable mode, checked and of this schema."""
+    try:
+        make_directory(path.parent, mode=0o700)
+        if not path.exists() and path.name != ":memory:":
+            # Before SQLite makes it: its log takes the file's mode. Groups and audit are nobody else's to read.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    except (OSError, sqlite3.Error) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(str(path.parent)) from error
+        raise CorruptStore(f"{path} cannot be opened: {error}", action="check data_dir and its permissions") from error
+    try:
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        connection.execute("PRAGMA synchronous=FULL")
+        # Else a large operation opens a file in the middle, which fails when the process is out of descriptors.
+        connection.execute("PRAGMA temp_store=MEMORY")
+        level = connection.execute("PRAGMA synchronous").fetchone()[0]
+        if (mode, level) != ("wal", 2):
+            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")
+        check_file(connection, path)
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version in EARLIER:
+            _LOG.info("%s is brought from schema %d to %d", path, version, SCHEMA_VERSION)
+            connection.executescript(f"BEGIN; {EARLIER[version]} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
+        connection.executescript(EVALUATIONS + PROMPTS)
+        _make_indexes(connection)
+        tallies.begin(connection)
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise CorruptStore(f"{path} is in use", action="stop the other coordinator") from error
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            raise DiskFull(str(path.parent)) from error
+        raise CorruptStore(f"{path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise CorruptStore(f"{path}: {error}") from error
+    except CorruptStore:
+        connection.close()
+        raise
+    return connection
+
+
+def _make_indexes(connection: sqlite3.Connection) -> None:
+    try:
+        connection.executescript(INDEXES)
+    except sqlite3.OperationalError as error:
+        # They can wait for room; what they are for is slower until then.
+        if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+            raise
+        _LOG.warning("the disk is full: indexes are made at the next start")

@@ -1,0 +1,155 @@
+"""Coordinators over PostgreSQL that follow one another: real processes, a real server, and what each death costs."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from heterorl.common.errors import ConfigError, CorruptStore, OperatorError
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.rollout import PushStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.store.choice import open_engine
+from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.demo.processes import start, stop
+from tests.support.clock import ManualClock
+from tests.support.cluster import free_port
+from tests.support.run import Run
+
+psycopg = pytest.importorskip("psycopg")
+
+from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402 - needs psycopg
+from tests.support.postgres import PostgresServer, binaries  # noqa: E402
+
+pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make postgres")
+TAKEOVER_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = PostgresServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def url(server):
+    yield server.make_schema("standby")
+    server.drop_schemas()
+
+
+async def open_at(url):
+    return await Database.over(lambda: open_store(url))
+
+
+async def changed(path, before):
+    """Wait until a coordinator that serves has said where."""
+    async with asyncio.timeout(30):
+        while path.read_text().strip() == before:  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.02)
+
+
+async def test_second_coordinator_is_refused_and_one_that_was_passed_over_commits_nothing_more(url):
+    first = await open_at(url)
+    await first.run(lambda c: set_meta(c, "key", "first"))
+    with pytest.raises(OperatorError, match="--standby"):
+        await open_at(url)
+
+    # As if the lock had been lost without the session: somebody else began an epoch.
+    with psycopg.connect(url, autocommit=True) as other:
+        other.execute("UPDATE store SET epoch = epoch + 1")
+    with pytest.raises(CorruptStore, match="another coordinator has taken the store"):
+        await first.run(lambda c: set_meta(c, "key", "passed over"))
+
+    assert first.on_fatal.done()
+    await first.close()
+    second = await open_at(url)
+    assert await second.run(lambda c: get_meta(c, "key")) == "first"
+    await second.close()
+
+
+async def test_what_is_acknowledged_outlives_the_server_and_what_is_under_way_fails(server, url):
+    database = await open_at(url)
+    await asyncio.gather(*(database.run(lambda c, n=n: set_meta(c, f"key {n}", "1")) for n in range(50)))
+
+    server.kill()
+    with pytest.raises(CorruptStore):
+        await database.run(lambda c: set_meta(c, "late", "1"))
+    assert database.on_fatal.done()
+    await database.close()
+
+    server.start()
+    again = await open_at(url)
+    assert await again.run(lambda c: [get_meta(c, f"key {n}") for n in range(50)]) == ["1"] * 50
+    assert await again.run(lambda c: get_meta(c, "late")) is None
+    await again.close()
+
+
+async def test_payloads_of_another_store_are_refused(url, tmp_path):
+    config = CoordinatorConfig(data_dir=tmp_path / "data", store={"url": url})
+    core = await Coordinator.open(config, ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await core.close()
+
+    with pytest.raises(ConfigError, match="has not the payloads of this store"):
+        open_engine(tmp_path / "elsewhere", url)
+    with pytest.raises(ConfigError, match="payloads of a store in PostgreSQL"):
+        open_engine(tmp_path / "data", "")
+    (tmp_path / "data" / "coordinator.sqlite").touch()
+    with pytest.raises(ConfigError, match="its own coordinator.sqlite"):
+        open_engine(tmp_path / "data", url)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_standby_serves_after_the_other_was_killed_and_nothing_acknowledged_is_lost(url, server, tmp_path):
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("a", "b")}
+    children = {}
+
+    def begin(name):
+        own = {"data_dir": str(tmp_path / "data"), "listen": addresses[name], "tls": {"insecure": True}}
+        config = {**own, "store": {"url": url}, "metrics_port": 0, "learner_lease_s": 600.0}
+        # Both ask for the lock at the same time.
+        children[name] = start("coordinator", name=name, tables=config, directory=tmp_path, options=["--standby"])
+
+    for name in addresses:
+        begin(name)
+    patient = RetryPolicy(base_s=0.05, cap_s=0.2, budget_s=60.0)
+    try:
+        async with CoordinatorClient(
+            ",".join(addresses.values()), tls=TlsConfig(insecure=True), policy=patient
+        ) as client:
+            run = Run(client, tmp_path)
+            await run.begin()
+            await run.publish()
+            await run.register()
+            acknowledged, took = [], []
+            for _ in range(2):
+                acknowledged += await run.push(5)
+                active = (tmp_path / "data" / "address").read_text().strip()
+                name = next(name for name, address in addresses.items() if address == active)
+                os.kill(children[name].process.pid, signal.SIGKILL)
+                started = time.monotonic()
+                status = await client.get_status()
+                took.append(time.monotonic() - started)
+                assert status.ledger.acked == status.ledger.pending == len(acknowledged)
+                await changed(tmp_path / "data" / "address", active)
+                children[name].process.wait(10)
+                children[name].file.close()
+                begin(name)
+            again = [run.group(work) for work in await run.lease(1)]
+            assert (await client.push_groups(again))[0].status is PushStatus.ACCEPTED
+            assert (await client.push_groups(again))[0].status is PushStatus.DUPLICATE
+            await run.publish(consumed=acknowledged[:4])
+        assert max(took) < TAKEOVER_S, took
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT epoch FROM store").fetchone() == (3,)
+    finally:
+        stop(list(children.values()))

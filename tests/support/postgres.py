@@ -1,0 +1,103 @@
+"""PostgreSQL for tests: a real server in a directory of its own, reached by a Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psycopg
+from psycopg import sql
+
+START_S = 60.0
+
+
+def binaries() -> Path | None:
+    """The newest PostgreSQL of Debian's, or that on the path."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3]))
+    which = shutil.which("postgres")
+    return found[-1].parent if found else Path(which).resolve().parent if which else None
+
+
+class PostgresServer:
+    """A server whose commits are durable as far as its disk is; the disk is memory where there is some."""
+
+    def __init__(self) -> None:
+        folder = binaries()
+        assert folder is not None, "PostgreSQL is not installed: apt-get install postgresql"
+        self._binaries = folder
+        shm = Path("/dev/shm")
+        self.directory = Path(tempfile.mkdtemp(prefix="heterorl-pg-", dir=shm if os.access(shm, os.W_OK) else None))
+        # The server refuses to run as root.
+        self._user: dict[str, Any] = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
+        if self._user:
+            shutil.chown(self.directory, "postgres", "postgres")
+        made = [folder / "initdb", "-D", self.directory / "data", "-A", "trust", "-U", "test", "-E", "UTF8", "-N"]
+        subprocess.run(made, check=True, capture_output=True, cwd=self.directory, **self._user)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        command = [
+            self._binaries / "postgres", "-D", self.directory / "data", "-k", self.directory,
+            "-c", "listen_addresses=", "-c", "shared_buffers=32MB", "-c", "max_connections=40",
+        ]  # fmt: skip
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.directory, **self._user)
+        deadline = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(psycopg.OperationalError):
+                psycopg.connect(self.url()).close()
+                return
+            is_late = self._process.poll() is not None or time.monotonic() > deadline
+            assert not is_late, (self.directory / "log").read_text()
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """Kill the server and its sessions, as a crash of its host does."""
+        assert self._process is not None
+        children = (Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")).read_text().split()
+        for pid in (self._process.pid, *map(int, children)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait(START_S)
+
+    def stop(self) -> None:
+        """Stop the server, remove what it had."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait(START_S)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def url(self, schema: str = "public") -> str:
+        """A store.url of this server; the schema must be there."""
+        options = quote(f"-csearch_path={schema}")
+        return f"postgresql:///postgres?host={quote(str(self.directory), safe='')}&user=test&options={options}"
+
+    def make_schema(self, name: str) -> str:
+        """The store.url of a schema that is made where it is missing; any text is a name."""
+        schema = "s" + hashlib.sha256(name.encode()).hexdigest()[:16]
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
+        return self.url(schema)
+
+    def drop_schemas(self) -> None:
+        """Drop all schemas of tests, and end the sessions that use them."""
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+                " WHERE pid <> pg_backend_pid() AND application_name LIKE 'heterorl%'"
+            )
+            names = connection.execute("SELECT nspname FROM pg_namespace WHERE nspname ~ '^s[0-9a-f]{16}$'").fetchall()
+            for (name,) in names:
+                connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(name)))

@@ -22,6 +22,10 @@ EMPTY_WHEN_HEALTHY = {
     "Evaluated version": "as above",
     "Groups trained by source": "this run has one source of prompts",
     "Reward by source": "as above",
+    "Payload bytes of relays": "this run has no relay",
+    "Payload reads at relays": "as above",
+    "Cache of relays": "as above",
+    "Calls at relays": "as above",
 }
 """Panels that may show nothing, and why."""
 ALERTS = [

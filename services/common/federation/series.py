@@ -65,7 +65,7 @@ def rendered(series: Sequence[Series], *, service: Service, added: Mapping[str, 
             continue
         _check(one, reserved)
         blocks[one.name] = "".join(
-            f"{one.name}{{{prefix}{',' if labels else ''}{labels}}} {floatToGoString(value)}\n"
+            f"{one.name}{{{prefix}{',' if labels else ''}{labels}}} {floatToGoString(value)}\n"  # type: ignore[no-untyped-call]
             for labels, value in zip(one.labels, one.values, strict=True)
         )
     return blocks

@@ -30,6 +30,7 @@ from heterorl.common.pull.trusted import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION, FlavourVersion
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.learner.backends.versions.weights import whole_of
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
 
@@ -227,7 +228,7 @@ class Flavours:
             return Form(version=version, digest=digest, shadow=None, scales=scales)
         if scales is not None:
             arena = Arena(self._layouts[name])
-            await in_thread(quantise, position.shadow, arena, name, frozen=scales)
+            await in_thread(quantise, whole_of(position.shadow), arena, name, frozen=scales)
             if await in_thread(arena.state_root, threads=self._threads) == manifest.state_root:
                 return Form(version=version, digest=digest, shadow=arena, scales=arena)
         try:

@@ -285,8 +285,7 @@ class Publisher:
     def _advance(self, arena: Weights, encoded: Encoded) -> None:
         old = self.position.shadow
         # The old shadow becomes the next staging arena: two arenas, however many versions.
-        is_spare = isinstance(old, Arena) and old.layout.layout_id == self._layout.layout_id
-        self._spare = old if is_spare else None
+        self._spare = old if isinstance(old, Arena) and old.layout.layout_id == self._layout.layout_id else None
         self.position = Position(
             head_version=encoded.manifest.version,
             lineage_version=encoded.manifest.version,

@@ -97,8 +97,8 @@ def _forget_packed_experts(model: Any) -> None:
     (`_setup_kernel`); a later load finds the kernel and puts unpacked weights where packed ones are read.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        method: Any = getattr(module, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 

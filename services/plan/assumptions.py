@@ -31,7 +31,7 @@ class Assumptions:
     hbm_gb_s: float = _number(3350.0, "GB/s", "its bandwidth", _H100)
     gpu_link_gb_s: float = _number(450.0, "GB/s", "GPU to GPU on one node, each way", _H100)
     node_link_gb_s: float = _number(50.0, "GB/s", "a node to others, each way", f"{_ASSUMED}: 400 Gbit/s")
-    gather_gb_s: float = _number(1.0, "GB/s", "into rank 0's memory, tensor by tensor over gloo", _ASSUMED)
+    gather_gb_s: float = _number(1.0, "GB/s", "that a rank sends to the others over gloo", _ASSUMED)
     pcie_gb_s: float = _number(20.0, "GB/s", "from one GPU into its host's memory", _ASSUMED)
     disk_gb_s: float = _number(2.0, "GB/s", "written and synchronised", f"{_ASSUMED}: one NVMe disk")
     micro_batch_tokens: float = _number(16384, "tokens", "of one pass", "default of `backend.micro_batch_tokens`")

@@ -5,8 +5,8 @@ passes        t tokens of sequences of s tokens: 6 P t + 6 L s q t FLOPs, q = he
 sharding      fsdp2 and zero-3 gather the weights twice and divide the gradients once a pass; fsdp2 does so beside
               the products, zero after them
 optimizer     28 bytes a parameter through the memory of the GPU
-publication   rank 0 gathers the masters tensor by tensor, codes them, writes and sends the delta
-checkpoint    rank 0 gathers masters and moments, and writes 14 bytes a parameter
+publication   ranks round their masters and exchange them by chunk; all code, rank 0 writes and sends the delta
+checkpoint    each rank writes its masters and moments, 14 bytes a parameter with the version, to one `state_dir`
 """
 
 from __future__ import annotations
@@ -76,11 +76,10 @@ def optimizer_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> f
     return OPTIMIZER_BYTES * parameters / cluster.gpus / given.hbm_gb_s / _GIGA
 
 
-def gather_s(num_bytes: float, *, cluster: Cluster, given: Assumptions, is_sharded: bool = False) -> float:
-    """Seconds until rank 0's host has had these bytes of all ranks, or each rank's host its share of them."""
-    if is_sharded or cluster.gpus == 1:
-        return num_bytes / cluster.gpus / given.pcie_gb_s / _GIGA
-    return num_bytes / given.gather_gb_s / _GIGA
+def gather_s(num_bytes: float, *, cluster: Cluster, given: Assumptions, exchanged: float = 0.0) -> float:
+    """Seconds until each rank's host has its share of these bytes, and ranks have exchanged theirs of the others."""
+    between = exchanged / cluster.gpus / given.gather_gb_s if cluster.gpus > 1 else 0.0
+    return (num_bytes / cluster.gpus / given.pcie_gb_s + between) / _GIGA
 
 
 def encode_s(num_bytes: float, *, given: Assumptions, machines: int = 1) -> float:
@@ -88,9 +87,9 @@ def encode_s(num_bytes: float, *, given: Assumptions, machines: int = 1) -> floa
     return num_bytes / machines / given.encode_gb_s / given.coding_threads / _GIGA
 
 
-def write_s(num_bytes: float, *, given: Assumptions, machines: int = 1) -> float:
-    """Seconds until bytes are on the disks."""
-    return num_bytes / machines / given.disk_gb_s / _GIGA
+def write_s(num_bytes: float, *, given: Assumptions) -> float:
+    """Seconds until bytes are on the disk of `state_dir`."""
+    return num_bytes / given.disk_gb_s / _GIGA
 
 
 def send_s(num_bytes: float, *, link_bits_per_s: float, rtt_s: float) -> float:

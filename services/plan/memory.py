@@ -94,7 +94,7 @@ def rank_memory(
 
 
 def host_memory(parameters: float, *, backend: str) -> float:
-    """Bytes of rank 0's host: two arenas of published weights in bf16, and of backend torch a checkpoint's copy."""
+    """Bytes of all hosts: two versions of the published weights in bf16, and of backend torch a checkpoint's copy."""
     return 2 * 2 * parameters + (MASTER + MOMENTS) * parameters * (backend == "torch")
 
 

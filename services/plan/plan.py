@@ -1,7 +1,7 @@
 """The plan of a run: what a model, a number of GPUs and a link come to.
 
-It describes the learner as it is: fp32 masters and AdamW moments, versions in bf16 of all weights, and a rank 0 that
-gathers what it publishes and writes. Samplers are not planned: how fast they draw tokens is theirs.
+It describes the learner as it is: fp32 masters and AdamW moments, versions in bf16 of all weights, which all ranks round
+and code, and checkpoints that all write. Samplers are not planned: how fast they draw tokens is theirs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class Question:
     """What is asked.
 
     `shape` has the layers, None for those of the published model nearest in size; `changed` is the share of the
-    published elements that a version changes; `tokens_per_step` counts prompts and completions; `is_sharded` says that
-    each rank codes and writes its own share, on every machine at once, instead of rank 0 alone.
+    published elements that a version changes; `tokens_per_step` counts prompts and completions.
 
     Example: Question(parameters=8e9, gpus=8, link_bits_per_s=1e9)
     """
@@ -39,7 +38,6 @@ class Question:
     rtt_s: float = 0.1
     tokens_per_step: float = 1 << 20
     changed: float = 0.014
-    is_sharded: bool = False
     given: Assumptions = field(default_factory=Assumptions)
 
 
@@ -125,30 +123,26 @@ def plan(asked: Question) -> Plan:
     delta = traffic.delta_bytes(parameters, changed=asked.changed, step_bits=given.step_bits)
     snapshot = traffic.snapshot_bytes(parameters, ratio=given.snapshot_ratio)
     weights = traffic.ELEMENT * parameters
-    machines = cluster.nodes if asked.is_sharded else 1
     applying = weights / given.pull_gb_s / 1e9
 
     def send(num_bytes: float) -> float:
         return duration.send_s(num_bytes, link_bits_per_s=asked.link_bits_per_s, rtt_s=asked.rtt_s)
 
-    def gather(num_bytes: float) -> float:
-        return duration.gather_s(num_bytes, cluster=cluster, given=given, is_sharded=asked.is_sharded)
-
     return Plan(
         question=asked,
         shape=shape,
         memory=memory,
-        host_bytes=host_memory(parameters, backend=asked.backend) / (asked.gpus if asked.is_sharded else 1),
+        host_bytes=host_memory(parameters, backend=asked.backend) * min(1.0, asked.gpus_per_node / asked.gpus),
         compute_s=compute,
         sharding_s=sharding,
         optimizer_s=optimizer,
         step_s=duration.step_s(compute, sharding, optimizer, backend=asked.backend),
-        gather_s=gather(MASTER * parameters),
-        encode_s=duration.encode_s(weights, given=given, machines=machines),
+        gather_s=duration.gather_s(MASTER * parameters, exchanged=weights, cluster=cluster, given=given),
+        encode_s=duration.encode_s(weights, given=given, machines=cluster.nodes),
         write_s=duration.write_s(delta, given=given),
         send_s=send(delta),
-        checkpoint_s=gather((MASTER + MOMENTS) * parameters)
-        + duration.write_s(duration.CHECKPOINT_BYTES * parameters, given=given, machines=machines),
+        checkpoint_s=duration.gather_s((MASTER + MOMENTS) * parameters, cluster=cluster, given=given)
+        + duration.write_s(duration.CHECKPOINT_BYTES * parameters, given=given),
         delta_bytes=delta,
         snapshot_bytes=snapshot,
         groups_bytes=asked.tokens_per_step * given.token_bytes,

@@ -24,10 +24,10 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "publication",
             time_words(plan.publication_s),
-            f"gather {time_words(plan.gather_s)}, code {time_words(plan.encode_s)}, write {time_words(plan.write_s)},"
-            f" send {time_words(plan.send_s)}; most of it beside the next step",
+            f"round and exchange {time_words(plan.gather_s)}, code {time_words(plan.encode_s)}, write {time_words(plan.write_s)},"
+            f" send {time_words(plan.send_s)}; writing and sending beside the next step",
         ),
-        ("checkpoint", time_words(plan.checkpoint_s), "masters and moments gathered by rank 0 and written"),
+        ("checkpoint", time_words(plan.checkpoint_s), "masters and moments, written by all ranks to one disk"),
         (
             "memory of a rank",
             size_words(memory.total),
@@ -36,7 +36,11 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
             f" {size_words(memory.gathered)}, activations {size_words(memory.activations)}, logits"
             f" {size_words(memory.logits)}; {room}",
         ),
-        ("memory of rank 0's host", size_words(plan.host_bytes), "two arenas of published weights; buffers on top"),
+        (
+            "memory of rank 0's host",
+            size_words(plan.host_bytes),
+            "its share of two versions; whole ones for flavours and evaluation",
+        ),
         ("WAN, a version up", size_words(plan.delta_bytes), f"{asked.changed:.2%} of the elements change"),
         ("WAN, a pull", size_words(plan.delta_bytes), f"{time_words(plan.pull_s)}, one version behind"),
         ("WAN, a new sampler", size_words(plan.snapshot_bytes), f"{time_words(plan.join_s)} for a snapshot"),

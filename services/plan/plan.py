@@ -1,7 +1,7 @@
 """The plan of a run: what a model, a number of GPUs and a link come to.
 
-It describes the learner as it is: fp32 masters and AdamW moments, versions in bf16 of all weights, which all ranks round
-and code, and checkpoints that all write. Samplers are not planned: how fast they draw tokens is theirs.
+It describes the learner as it is: fp32 masters and AdamW moments, versions in bf16 of all weights, which all ranks
+round and code, and checkpoints that all write. Samplers are not planned: how fast they draw tokens is theirs.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "publication",
             time_words(plan.publication_s),
-            f"round and exchange {time_words(plan.gather_s)}, code {time_words(plan.encode_s)}, write {time_words(plan.write_s)},"
-            f" send {time_words(plan.send_s)}; writing and sending beside the next step",
+            f"round and exchange {time_words(plan.gather_s)}, code {time_words(plan.encode_s)},"
+            f" write {time_words(plan.write_s)}, send {time_words(plan.send_s)}; the last two beside a step",
         ),
         ("checkpoint", time_words(plan.checkpoint_s), "masters and moments, written by all ranks to one disk"),
         (

@@ -30,7 +30,7 @@ from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.policy import NO_VERSION, FlavourVersion, PayloadRef, PublishRequest
+from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest
@@ -199,7 +199,9 @@ class Publisher:
             self._is_under_way = False
 
     async def _carry_out(self, draft: Draft, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> None:
-        encoded = draft.encoded or await in_thread(self._encode, draft.arena, draft.step)
+        encoded = draft.encoded
+        if encoded is None:
+            encoded = await in_thread(self._encode, draft.arena, draft.step)
         forms: tuple[EncodedFlavour, ...] = ()
         if self.flavours is not None:
             forms = await in_thread(
@@ -265,9 +267,7 @@ class Publisher:
     def _request(
         self, cursor: Cursor, draft: Draft, forms: Sequence[EncodedFlavour], *, encode_s: float
     ) -> PublishRequest:
-        flavours: tuple[FlavourVersion, ...] = ()
-        if self.flavours is not None:
-            flavours = self.flavours.state(forms, signer=self._signer)
+        flavours = () if self.flavours is None else self.flavours.state(forms, signer=self._signer)
         return PublishRequest(
             epoch=self._epoch,
             step_id=cursor.step_id,

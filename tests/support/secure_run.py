@@ -22,14 +22,17 @@ from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
 from heterorl.coordinator.servicers.evaluation import EvaluationServicer
+from heterorl.coordinator.servicers.metrics import MetricsServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.coordinator.servicers.sample import SampleServicer
+from heterorl.coordinator.sites.reported import Reported
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
     evaluation_pb2_grpc,
+    metrics_pb2_grpc,
     policy_pb2_grpc,
     rollout_pb2_grpc,
     run_pb2_grpc,
@@ -72,6 +75,8 @@ class SecureRun:
             EvaluationServicer(self.core.evaluation), self.server.grpc
         )
         sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(self.core.sample), self.server.grpc)
+        reported = Reported(run_id=self.core.config.run_id, most_nodes=8, clock=self.core.clock)
+        metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(reported), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
         self.address = f"127.0.0.1:{self.port}"
         self.learner, self.sampler, self.operator = (

@@ -32,6 +32,7 @@ COMMANDS = [
     "coordinator",
     "learner",
     "sampler",
+    "relay",
     "demo",
     "export",
     "evaluate",
@@ -46,6 +47,7 @@ COMMANDS = [
     "view",
     "track",
     "check-config",
+    "plan",
     "print-config",
     "verify-lineage",
 ]

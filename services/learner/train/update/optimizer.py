@@ -11,12 +11,13 @@ rank that has some of them would take another step than one that has all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-OptimizerName = Literal["adamw", "adafactor"]
+from heterorl.learner.train.update.names import OptimizerName
+
 STEP = "step"
 """Beside the moments of every parameter: how many steps they have seen."""
 _EPSILONS = (1e-16, 1e-3)

@@ -20,7 +20,7 @@ import numpy as np
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.versions.weights import read_snapshot
+from heterorl.learner.backends.ranks.versions.weights import read_snapshot
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.publish.encode import Position, encode_version
 from tests.support.training import random_groups

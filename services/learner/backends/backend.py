@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backends.versions.divided import Source
-from heterorl.learner.backends.versions.engine import DividedArena
 from heterorl.learner.train.ratios import LogRatios
 
 if TYPE_CHECKING:
@@ -70,27 +68,4 @@ class TrainBackend(Protocol):
 
     def restore(self, directory: Path) -> None:
         """Read what `freeze` left; the next step is then bit for bit the step after `freeze`."""
-        ...
-
-
-@runtime_checkable
-class VersionMaker(Protocol):
-    """A backend whose ranks may hold, compare and code versions together."""
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether there is more than one rank; `store` is for one."""
-        ...
-
-    def stage(self, *, published: DividedArena | None) -> DividedArena:
-        """`TrainBackend.store` into weights that all ranks hold together."""
-        ...
-
-    def divide(self, source: Source) -> DividedArena:
-        """Take the chunks of published weights, each by the rank that holds it.
-
-        Raises:
-            CorruptData: the source is broken.
-            OSError: it cannot be read.
-        """
         ...

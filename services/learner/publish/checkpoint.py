@@ -29,8 +29,9 @@ from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
-from heterorl.learner.backends.backend import TrainBackend, VersionMaker
-from heterorl.learner.backends.versions.weights import Weights, read_snapshot, write_snapshot
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.ranks.versions.maker import VersionMaker
+from heterorl.learner.backends.ranks.versions.weights import Weights, read_snapshot, write_snapshot
 from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
 CURSOR_FILE = "cursor.json"
@@ -287,9 +288,8 @@ def _set_aside(path: Path) -> None:
 
 
 def _sync_tree(root: Path) -> None:
-    for path in sorted(root.rglob("*"), reverse=True):
+    for path in (*sorted(root.rglob("*"), reverse=True), root):
         _sync(path)
-    _sync(root)
 
 
 def _sync(path: Path) -> None:

@@ -30,8 +30,8 @@ from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.division import Division
 from heterorl.learner.backends.ranks.passes import Passes
-from heterorl.learner.backends.versions.divided import DividedVersions, Source
-from heterorl.learner.backends.versions.engine import DividedArena, VersionEngine
+from heterorl.learner.backends.ranks.versions.divided import DividedVersions, Source
+from heterorl.learner.backends.ranks.versions.engine import DividedArena, VersionEngine
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch

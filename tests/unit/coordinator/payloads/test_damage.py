@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import Busy, UnknownPayload
+from heterorl.common.pull import reader
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads import index, reader
+from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.damage import Damage
 from tests.support.clock import ManualClock
 from tests.support.run import Run

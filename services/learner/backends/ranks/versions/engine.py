@@ -13,7 +13,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Layout, state_root
 from heterorl.common.weights.payload import CodedChunk
 from heterorl.learner.backends.ranks.commands import Command, Do
-from heterorl.learner.backends.versions.divided import DividedVersions, Source
+from heterorl.learner.backends.ranks.versions.divided import DividedVersions, Source
 
 
 class DividedArena:

@@ -24,7 +24,7 @@ from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
 from heterorl.common.weights.parallel import in_order
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.state import DividedState, Piece
-from heterorl.learner.backends.versions.exchange import Exchange, Segment
+from heterorl.learner.backends.ranks.versions.exchange import Exchange, Segment
 
 Source = Callable[[int], tuple[int, bytes]]
 """Method and bytes of a chunk that is coded without a state before it."""

@@ -7,9 +7,10 @@ from pathlib import Path
 from heterorl.common.weights import payload
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, PayloadInfo
-from heterorl.learner.backends.backend import TrainBackend, VersionMaker
-from heterorl.learner.backends.versions.divided import source_of
-from heterorl.learner.backends.versions.engine import DividedArena
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.ranks.versions.divided import source_of
+from heterorl.learner.backends.ranks.versions.engine import DividedArena
+from heterorl.learner.backends.ranks.versions.maker import VersionMaker
 
 Weights = Arena | DividedArena
 

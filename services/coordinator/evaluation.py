@@ -83,7 +83,7 @@ class EvaluationColumn:
                 can_pull=can_pull,
                 refused=[job for job, by in self._refused if by == site],
             )
-            is_ending = bool(get_meta(connection, "draining")) or config.is_finished(lineage.head_version(connection))
+            is_ending = self._is_ending(connection)
             under_way = store.jobs(connection, self._terms, now=now)
             known = {each.id for each in under_way}
             self._refused = {(job, by) for job, by in self._refused if job in known}
@@ -100,8 +100,7 @@ class EvaluationColumn:
             if not job.is_begun:
                 store.begin(connection, job, asker.sets[job.task_set])
                 self._terms.answered[job.id] = now
-                silent = {each.id for each in under_way if each.silent_s >= config.evaluation_lease_s}
-                over[:] = silent.intersection(scores.older_with_nobody(connection, job.id))
+                over[:] = self._given_up(connection, scores.older_with_nobody(connection, job.id), now)
             return store.hand_out(connection, job.id, lessee, count=room), reason, RETRY_AFTER_S
 
         for job in await self._parts.database.run(scores.whole):
@@ -148,13 +147,15 @@ class EvaluationColumn:
         found = await self._parts.database.run(lambda connection: scores.scores_of(connection, job))
         if not found.draws:
             return
-        summary, now = await in_thread(found.summed_up), self._parts.clock.wall()
+        clock = self._parts.clock
+        summary, now, instant = await in_thread(found.summed_up), clock.wall(), clock.monotonic()
 
         def operation(connection: Connection) -> list[int]:
             parts, older = scores.end(connection, job, state, scores=found, summary=summary, now=now)
             if parts:
                 self._terms.forget(job, parts)
-            return older
+            # The run waits for no other than the last version's.
+            return older if self._is_ending(connection) else self._given_up(connection, older, instant)
 
         for each in await self._parts.database.run(operation):
             await self._end(each, EvaluationState.INCOMPLETE)
@@ -221,6 +222,16 @@ class EvaluationColumn:
     def _digests(self, connection: Connection) -> dict[str, str]:
         configured = {each.name: each.task_digest for each in self._parts.config.evaluation if each.task_digest}
         return store.digests(connection) | configured
+
+    def _is_ending(self, connection: Connection) -> bool:
+        return bool(get_meta(connection, "draining")) or self._parts.config.is_finished(
+            lineage.head_version(connection)
+        )
+
+    def _given_up(self, connection: Connection, older: Sequence[int], now: float) -> list[int]:
+        """Those that nothing came back of for as long as a site may take; the others are gone on with."""
+        silent_s = {each.id: each.silent_s for each in store.jobs(connection, self._terms, now=now)}
+        return [job for job in older if silent_s.get(job, 0.0) >= self._parts.config.evaluation_lease_s]
 
     def _expire(self, connection: Connection, now: float) -> None:
         """Open the parts of sites that took too long, or that are silent."""

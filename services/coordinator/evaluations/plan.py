@@ -1,8 +1,8 @@
 """Which versions are evaluated on which sets, as store operations.
 
 Guarantees: a version has at most one evaluation of each set; one that nobody has begun gives way to a newer one of its
-set, and one that was begun and is worked on by nobody gives way when a newer one is done; the last version of a run is
-evaluated whatever its number.
+set, and one that was begun gives way when nothing comes back of it for as long as a site may take, or at the end of a
+run; the last version of a run is evaluated whatever its number.
 """
 
 from __future__ import annotations

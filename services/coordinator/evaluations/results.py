@@ -184,7 +184,7 @@ def end(
     """End an evaluation with what was computed of its scores; nothing where more came meanwhile or it has ended.
 
     Returns:
-        its parts, and the evaluations that now give way: of the same set, begun before, and with nobody.
+        its parts, and the evaluations that may give way: of the same set, begun before, and with nobody.
     """
     is_there = connection.execute(
         "SELECT 1 FROM evaluation_jobs j WHERE job = ? AND state = 'running' AND ? ="

@@ -202,12 +202,37 @@ async def test_what_nobody_goes_on_with_is_finished_by_a_site_that_fetches_its_v
     assert (await world.ask(B, can_pull=True)).parts[0].id == part.id
 
 
-async def test_an_older_one_that_stands_still_ends_incomplete_when_a_newer_one_is_done(world):
+async def test_an_older_one_that_was_just_left_is_gone_on_with_though_a_newer_one_is_done(world):
+    (first,) = (await world.ask(version=0)).parts
+    for _ in range(2):
+        await world.run.publish()
+    newer = (await world.ask(B, max_parts=3)).parts
+    await world.core.abandon_evaluation(site=SITE, incarnation=INCARNATION, parts=[first.id])
+    for part in newer:
+        await world.answer(part, B)
+
+    assert [(await world.of(version)).state for version in (0, 2)] == [EvaluationState.RUNNING, EvaluationState.DONE]
+    world.clock.advance(60.0)
+    for part in (await world.ask(B, can_pull=True, max_parts=3)).parts:
+        await world.answer(part, B)
+    assert (await world.of(0)).state is EvaluationState.DONE
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+async def test_an_older_one_that_stands_still_ends_incomplete_when_a_newer_one_is_done(world, is_silent):
     (part,) = (await world.ask(version=0)).parts
     await world.answer(part)
     for _ in range(2):
         await world.run.publish()
-    for part in (await world.ask(B, max_parts=3)).parts:
+    newer = (await world.ask(B, max_parts=3)).parts
+    # For as long as a site may take, or the run is ending.
+    world.clock.advance(1790.0)
+    await world.answer(newer[0], B)
+    if is_silent:
+        world.clock.advance(20.0)
+    else:
+        await world.core.drain(reason="tests")
+    for part in newer[1:]:
         await world.answer(part, B)
 
     old, new = await world.of(0), await world.of(2)

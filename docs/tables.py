@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from docs import plans
-from heterorl.common.evaluation.intervals import interval
-from heterorl.lab.report.data import Results, Run
-from heterorl.lab.report.reading import load_table
+from docs.lab_tables import LAB
+from docs.markdown import SOURCES, table
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md", "docs/plan.md", "docs/machines.md")
+DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md", "docs/one-side.md", "docs/plan.md", "docs/machines.md")
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-_LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
-_STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
-_SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
-_HORIZON = (0.0, 64.0)
-_CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
 _FAULTS = {
     "machine": "agent and process killed",
     "rank": "process killed",
@@ -34,7 +27,6 @@ _FAULTS = {
     "cut off": "cable pulled",
     "parted": "parted",
 }
-_COLUMNS = {0.0: "no delay", 8.0: "8 versions", 64.0: "64 versions", 128.0: "128 versions", 256.0: "256 versions"}
 
 
 def filled(text: str) -> str:
@@ -50,97 +42,13 @@ def filled(text: str) -> str:
     return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
 
 
-def cell(runs: Sequence[Run]) -> str:
-    """Last accuracy over seeds: mean, half of the 95 % t-interval, worst seed; and how many runs failed."""
-    failed = sum(bool(run.failed) for run in runs)
-    found = interval([run.last for run in runs if not run.failed and run.last is not None])
-    if found is None:
-        text = "-"
-    else:
-        half = "" if found.half is None else f" +- {found.half:.3f}"
-        text = f"{found.mean:.3f}{half}, worst {found.lowest:.3f}"
-    return f"{text}, {failed} failed" if failed else text
-
-
-def accuracies(results: Results, delays: Sequence[float], algorithms: Sequence[str] = ()) -> str:
-    """A row for each algorithm, a column for each delay; without `algorithms` all: gepo first, then by name."""
-    names = algorithms or sorted({run.algorithm for run in results.runs}, key=lambda name: (name != "gepo", name))
-    return _table(
-        ["algorithm", *(_COLUMNS[delay] for delay in delays)],
-        [
-            [name, *(cell([r for r in results.runs if (r.algorithm, r.delay) == (name, delay)]) for delay in delays)]
-            for name in names
-        ],
-    )
-
-
-def paired(algorithm: str, baseline: str, runs: Iterable[Run], delay: float) -> str:
-    """Last accuracy minus the baseline's on equal seeds: mean, half interval, worst seed, seeds above the baseline."""
-    last = {
-        (run.algorithm, run.seed): run.last
-        for run in runs
-        if run.delay == delay and not run.failed and run.last is not None
-    }
-    seeds = sorted(seed for name, seed in last if name == algorithm and (baseline, seed) in last)
-    differences = [last[algorithm, seed] - last[baseline, seed] for seed in seeds]
-    found = interval(differences)
-    if found is None or found.half is None:
-        return "-"
-    above = sum(difference > 0 for difference in differences)
-    return f"{found.mean:+.3f} +- {found.half:.3f}, worst {found.lowest:+.3f}, {above} of {found.num}"
-
-
-def _lab(name: str) -> Results:
-    return load_table(SOURCES / "lab" / f"{name}.json")
-
-
-def _beside_gepo() -> str:
-    short, long = _lab("recommend").runs, [*_lab("stale256").runs, *_lab("gspo64").runs]
-    return _table(
-        ["algorithm", "220 steps, 10 seeds", "400 steps, 5 seeds"],
-        [
-            [name, *(paired(name, "gepo", runs, 64.0) for runs in (short, long))]
-            for name in ("gspo", "topr", "gepo-topr")
-        ],
-    )
-
-
-def _horizon_beside_gepo() -> str:
-    runs = _lab("horizon").runs
-    names = sorted({run.algorithm for run in runs} - {"gepo"})
-    return _table(
-        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
-        [[name, *(paired(name, "gepo", runs, delay) for delay in _HORIZON)] for name in names],
-    )
-
-
-def _horizon_rates() -> str:
-    rates = {(run.algorithm, run.delay): run.lr for run in _lab("horizon").runs}
-    names = sorted({name for name, _ in rates}, key=lambda name: (name != "gepo", name))
-    return _table(
-        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
-        [[name, *(f"{rates[name, delay]:g}" for delay in _HORIZON)] for name in names],
-    )
-
-
-def _clips() -> str:
-    runs = _lab("clips").runs
-    return _table(
-        ["weights", *(f"clip: {text}" for text in _CLIPS.values())],
-        [
-            [name, *(cell([run for run in runs if run.algorithm == name + half]) for half in _CLIPS)]
-            for name in ("gepo", "gepo-one", "gspo", "gspo-one")
-        ],
-    )
-
-
 def _benchmark(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((SOURCES / f"{name}.json").read_bytes())
     return found
 
 
 def _overlap() -> str:
-    return _table(
+    return table(
         ["a publication, as a share of a step", "waits for each commit: idle", "publishes beside the step: idle"],
         [
             [f"{r['publication_share']:.1f}", _percent(r["sequential_idle_share"]), _percent(r["idle_share"])]
@@ -150,7 +58,7 @@ def _overlap() -> str:
 
 
 def _publish() -> str:
-    return _table(
+    return table(
         ["backend", "ranks", "parameters", "step", "to the ack", "checkpoint", "digests equal", "loss beside torch"],
         [
             [
@@ -179,7 +87,7 @@ def _loss_difference(row: dict[str, Any]) -> str:
 
 def _publish_memory() -> str:
     phases = ("load", "step", "publish", "checkpoint")
-    return _table(
+    return table(
         ["backend", "ranks", *phases],
         [
             [
@@ -199,7 +107,7 @@ def _publish_memory() -> str:
 
 
 def _loop() -> str:
-    return _table(
+    return table(
         ["engine, model", "completion, tokens", "outage", "alone, tokens/s", "in the loop", "share", "lost"],
         [
             [
@@ -219,7 +127,7 @@ def _loop() -> str:
 
 def _sites() -> str:
     found = _benchmark("sites")
-    return _table(
+    return table(
         ["sites", "groups stored", "groups/s", "CPU without groups", "lease p50", "p99", "heartbeat p99", "memory"],
         [
             [
@@ -240,7 +148,7 @@ def _sites() -> str:
 def _ingest() -> str:
     rows = {(r["group_bytes"], r["system"]): r for r in _benchmark("ingest")["rows"]}
     systems = ("heterorl", "postgres", "jetstream", "disk")
-    return _table(
+    return table(
         ["bytes of a group", *(f"{system}, groups/s" for system in systems)],
         [
             [f"{size:,}", *(f"{rows[size, system]['groups_per_s']:,.0f}" for system in systems)]
@@ -250,7 +158,7 @@ def _ingest() -> str:
 
 
 def _pull() -> str:
-    return _table(
+    return table(
         ["1 GB model", "sent", "plan to verified state", "fetch", "bare gRPC", "gRPC to a file", "share", "to a file"],
         [
             [
@@ -274,7 +182,7 @@ def _nodes() -> str:
     for r in _benchmark("nodes")["faults"]:
         on = "between them" if r["fault"] == "parted" else where[r["machine"], r["machines"]]
         rows.setdefault((r["fault"], on), []).append(r)
-    return _table(
+    return table(
         ["fault", "of", "times", "longest until all ended", "longest from there to a new version"],
         [
             [
@@ -293,22 +201,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(header)} |", f"|---|{'---:|' * (len(header) - 1)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "horizon-short": lambda: accuracies(_lab("horizon"), _HORIZON, _SHORT),
-    "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
-    "horizon-beside-gepo": _horizon_beside_gepo,
-    "horizon-rates": _horizon_rates,
-    "clips": _clips,
-    "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
-    "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
-    "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),
-    "beside-gepo": _beside_gepo,
-    "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),
+    **LAB,
     "overlap": _overlap,
     "loop": _loop,
     "publish": _publish,
@@ -316,9 +210,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "sites": _sites,
     "ingest": _ingest,
     "pull": _pull,
-    "plan": lambda: _table(*plans.plans()),
-    "plan-assumptions": lambda: _table(*plans.assumptions()),
-    "plan-checks": lambda: _table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
+    "plan": lambda: table(*plans.plans()),
+    "plan-assumptions": lambda: table(*plans.assumptions()),
+    "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
     "nodes": _nodes,
 }
 """What a marker may name, and what is written there."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from docs import tables
+from docs import lab_tables, tables
 from heterorl.lab.report.data import Run
 
 
@@ -49,13 +49,13 @@ def test_cells_have_mean_interval_worst_seed_and_failures():
     # t of two degrees of freedom is 4.3027, and s of these three is 0.1.
     three = [run(0, 0.4), run(1, 0.5), run(2, 0.6)]
 
-    assert tables.cell(three) == "0.500 +- 0.248, worst 0.400"
-    assert tables.cell([*three, run(3, None, failed="lost")]) == "0.500 +- 0.248, worst 0.400, 1 failed"
-    assert tables.cell([run(0, 0.4)]) == "0.400, worst 0.400"
-    assert tables.cell([]) == "-"
+    assert lab_tables.cell(three) == "0.500 +- 0.248, worst 0.400"
+    assert lab_tables.cell([*three, run(3, None, failed="lost")]) == "0.500 +- 0.248, worst 0.400, 1 failed"
+    assert lab_tables.cell([run(0, 0.4)]) == "0.400, worst 0.400"
+    assert lab_tables.cell([]) == "-"
 
 
 def test_pairs_are_of_equal_seeds():
     runs = [run(0, 0.4), run(1, 0.5), run(2, 0.9), run(0, 0.5, algorithm="topr"), run(1, 0.4, algorithm="topr")]
 
-    assert tables.paired("topr", "gepo", runs, 64.0) == "+0.000 +- 1.271, worst -0.100, 1 of 2"
+    assert lab_tables.paired("topr", "gepo", runs, 64.0) == "+0.000 +- 1.271, worst -0.100, 1 of 2"

@@ -1,6 +1,7 @@
 """The demonstration as a person runs it: one command, four processes, every promise checked."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,13 +10,20 @@ import psutil
 import pytest
 
 
+@pytest.fixture
+def cache(tmp_path_factory):
+    """Warm starts for all tests of the demonstration, whichever process runs them."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "warm-starts"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path):
+def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path, cache):
     result = subprocess.run(
         [
             sys.executable, "-m", "heterorl", "demo", "--tiny", "--out", str(tmp_path / "demo"),
-            "--cache", str(tmp_path / "cache"),
+            "--cache", str(cache),
         ],
         capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
@@ -46,10 +54,10 @@ def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ctrl_c_in_the_middle_stops_every_process_in_order_and_says_what_is_known(tmp_path):
+def test_ctrl_c_in_the_middle_stops_every_process_in_order_and_says_what_is_known(tmp_path, cache):
     out = tmp_path / "demo"
     demo = subprocess.Popen(
-        [sys.executable, "-m", "heterorl", "demo", "--tiny", "--out", str(out), "--cache", str(tmp_path / "cache")],
+        [sys.executable, "-m", "heterorl", "demo", "--tiny", "--out", str(out), "--cache", str(cache)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     children = []

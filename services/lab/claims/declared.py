@@ -243,7 +243,7 @@ def _better() -> Iterator[Claim]:
         yield _claim(
             _BETTER, f"On seeds that chose nothing, {CONFIRMED} ends above {baseline} in the mean over learning rates",
             "confirm", _side(CONFIRMED, variant=None), _side(baseline, variant=None), direction="above",
-            source="project", suggested_by=("candidates", "candidates_ends"),
+            source="project", suggested_by=("candidates",),
         )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ def _panel(axes: Any, key: str, runs: list[Run], legend: Mapping[Arm, Look]) -> 
             [x for x, _ in known],
             [point.mean for _, point in known],
             yerr=[point.half or 0.0 for _, point in known],
-            color=look.color, marker=look.marker, linewidth=look.width, markersize=4.5, elinewidth=1.0, capsize=2,
+            color=look.color, linestyle=look.dash, marker=look.marker, linewidth=look.width, markersize=4.5,
+            elinewidth=1.0, capsize=2,
         )  # fmt: skip
         default = interval(numbers((run for run in own if key not in settings(run.variant)), "last"))
         if default is not None:

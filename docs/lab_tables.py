@@ -1,0 +1,146 @@
+"""Committed results of the lab -> tables: accuracies over seeds, and differences on equal seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from docs.markdown import SOURCES, table
+from heterorl.common.evaluation.intervals import interval
+from heterorl.lab.report.data import Results, Run
+from heterorl.lab.report.reading import load_table
+
+_LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
+_STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
+_SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
+_HORIZON = (0.0, 64.0)
+_CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
+_COLUMNS = {0.0: "no delay", 8.0: "8 versions", 64.0: "64 versions", 128.0: "128 versions", 256.0: "256 versions"}
+
+
+def cell(runs: Sequence[Run]) -> str:
+    """Last accuracy over seeds: mean, half of the 95 % t-interval, worst seed; and how many runs failed."""
+    failed = sum(bool(run.failed) for run in runs)
+    found = interval([run.last for run in runs if not run.failed and run.last is not None])
+    if found is None:
+        text = "-"
+    else:
+        half = "" if found.half is None else f" +- {found.half:.3f}"
+        text = f"{found.mean:.3f}{half}, worst {found.lowest:.3f}"
+    return f"{text}, {failed} failed" if failed else text
+
+
+def accuracies(results: Results, delays: Sequence[float], algorithms: Sequence[str] = ()) -> str:
+    """A row for each algorithm, a column for each delay; without `algorithms` all: gepo first, then by name."""
+    names = algorithms or sorted({run.algorithm for run in results.runs}, key=lambda name: (name != "gepo", name))
+    return table(
+        ["algorithm", *(_COLUMNS[delay] for delay in delays)],
+        [
+            [name, *(cell([r for r in results.runs if (r.algorithm, r.delay) == (name, delay)]) for delay in delays)]
+            for name in names
+        ],
+    )
+
+
+def paired(algorithm: str, baseline: str, runs: Iterable[Run], delay: float) -> str:
+    """Last accuracy minus the baseline's on equal seeds: mean, half interval, worst seed, seeds above the baseline."""
+    last = {
+        (run.algorithm, run.seed): run.last
+        for run in runs
+        if run.delay == delay and not run.failed and run.last is not None
+    }
+    seeds = sorted(seed for name, seed in last if name == algorithm and (baseline, seed) in last)
+    differences = [last[algorithm, seed] - last[baseline, seed] for seed in seeds]
+    found = interval(differences)
+    if found is None or found.half is None:
+        return "-"
+    above = sum(difference > 0 for difference in differences)
+    return f"{found.mean:+.3f} +- {found.half:.3f}, worst {found.lowest:+.3f}, {above} of {found.num}"
+
+
+def _lab(name: str) -> Results:
+    return load_table(SOURCES / "lab" / f"{name}.json")
+
+
+def _beside_gepo() -> str:
+    short, long = _lab("recommend").runs, [*_lab("stale256").runs, *_lab("gspo64").runs]
+    return table(
+        ["algorithm", "220 steps, 10 seeds", "400 steps, 5 seeds"],
+        [
+            [name, *(paired(name, "gepo", runs, 64.0) for runs in (short, long))]
+            for name in ("gspo", "topr", "gepo-topr")
+        ],
+    )
+
+
+def _horizon_beside_gepo() -> str:
+    runs = _lab("horizon").runs
+    names = sorted({run.algorithm for run in runs} - {"gepo"})
+    return table(
+        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
+        [[name, *(paired(name, "gepo", runs, delay) for delay in _HORIZON)] for name in names],
+    )
+
+
+def _horizon_rates() -> str:
+    rates = {(run.algorithm, run.delay): run.lr for run in _lab("horizon").runs}
+    names = sorted({name for name, _ in rates}, key=lambda name: (name != "gepo", name))
+    return table(
+        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
+        [[name, *(f"{rates[name, delay]:g}" for delay in _HORIZON)] for name in names],
+    )
+
+
+def _clips() -> str:
+    runs = _lab("clips").runs
+    return table(
+        ["weights", *(f"clip: {text}" for text in _CLIPS.values())],
+        [
+            [name, *(cell([run for run in runs if run.algorithm == name + half]) for half in _CLIPS)]
+            for name in ("gepo", "gepo-one", "gspo", "gspo-one")
+        ],
+    )
+
+
+def _by_rate(name: str, shown: Callable[[str, Sequence[Run]], str]) -> str:
+    """A row for each algorithm of an experiment whose axis is the learning rate, best worst mean first."""
+    runs = _lab(name).runs
+    rates = sorted({run.lr for run in runs})
+
+    def worst(algorithm: str) -> float:
+        means = (interval([run.last for run in runs if (run.algorithm, run.lr) == (algorithm, rate)]) for rate in rates)
+        return min(found.mean for found in means if found is not None)
+
+    return table(
+        ["algorithm", *(f"rate {rate:g}" for rate in rates)],
+        [
+            [one, *(shown(one, [run for run in runs if run.lr == rate]) for rate in rates)]
+            for one in sorted({run.algorithm for run in runs}, key=worst, reverse=True)
+        ],
+    )
+
+
+def _rates(name: str) -> str:
+    return _by_rate(name, lambda algorithm, runs: cell([run for run in runs if run.algorithm == algorithm]))
+
+
+def _rates_beside(name: str, baseline: str) -> str:
+    return _by_rate(
+        name, lambda algorithm, runs: "-" if algorithm == baseline else paired(algorithm, baseline, runs, 64.0)
+    )
+
+
+LAB: dict[str, Callable[[], str]] = {
+    "horizon-short": lambda: accuracies(_lab("horizon"), _HORIZON, _SHORT),
+    "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
+    "horizon-beside-gepo": _horizon_beside_gepo,
+    "horizon-rates": _horizon_rates,
+    "clips": _clips,
+    "candidates": lambda: _rates("candidates"),
+    "candidates-beside-1s": lambda: _rates_beside("candidates", "gepo-1s"),
+    "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
+    "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
+    "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),
+    "beside-gepo": _beside_gepo,
+    "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),
+}
+"""What a marker may name, and what is written there."""

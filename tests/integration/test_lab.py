@@ -1,5 +1,6 @@
 """The lab: the services' own code on virtual time, run by real worker processes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -218,7 +219,9 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):
     process = start(tmp_path)
     try:
         while not list(results.glob("runs/*.json")):
-            assert process.poll() is None, process.stderr.read()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.1)
+            assert process.returncode is None, process.stderr.read()
         process.send_signal(signal.SIGINT)
         _, heard = process.communicate(timeout=120)
     finally:

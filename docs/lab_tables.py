@@ -137,6 +137,8 @@ LAB: dict[str, Callable[[], str]] = {
     "clips": _clips,
     "candidates": lambda: _rates("candidates"),
     "candidates-beside-1s": lambda: _rates_beside("candidates", "gepo-1s"),
+    "confirm": lambda: _rates("confirm"),
+    "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
     "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),

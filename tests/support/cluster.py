@@ -39,6 +39,8 @@ class Cluster:
     coordinator: dict[str, Any] = field(default_factory=dict)
     learner: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
+    relay: dict[str, Any] = field(default_factory=dict)
+    """Of the node `relay`, which serves site `eu`; samplers take its address as their `coordinator`."""
     certificates: Certificates | None = None
     children: dict[str, Child] = field(default_factory=dict)
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -57,6 +59,12 @@ class Cluster:
                 "max_staleness_versions": 1000, "stop_grace_s": 1.0,
             }  # fmt: skip
             return "coordinator", {**own, **self.coordinator}
+        if name == "relay":
+            own = {
+                "coordinator": self.address, "listen": "127.0.0.1:0", "cache_dir": str(self.directory / name),
+                "tls": self._tls(name, "eu"), "metrics_port": 0,
+            }  # fmt: skip
+            return "relay", {**own, **self.relay}
         base = {
             **RUN,
             "coordinator": self.address,
@@ -104,7 +112,10 @@ class Cluster:
 
     def stop(self) -> None:
         """End samplers, then learners, then the coordinator, by SIGTERM."""
-        order = sorted(self.children, key=lambda name: (name == "coordinator", name.startswith("learner")))
+        last = ("learner", "relay", "coordinator")
+        order = sorted(
+            self.children, key=lambda name: next((n for n, one in enumerate(last) if name.startswith(one)), -1)
+        )
         stop([self.children[name] for name in order])
 
     async def until(self, client: Any, condition: Any, *, timeout_s: float) -> RunStatus:

@@ -92,6 +92,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     """One row, in rank 0's process."""
     import torch
 
+    from heterorl.common.rpc.allocator import keep_freed_frames
     from heterorl.demo.processes import start, stop
     from heterorl.learner.assembly import build_divided
     from heterorl.learner.backends.ranks import checkpoint
@@ -101,6 +102,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     from heterorl.learner.backends.torch import TorchBackend
     from tests.support.training import random_groups
 
+    # As a learner's own process does.
+    keep_freed_frames()
     name, directory = job["backend"], Path(job["directory"])
     address = f"127.0.0.1:{free_port()}"
     tiny, config = (_config(name, job[key], directory, address) for key in ("tiny", "model_dir"))

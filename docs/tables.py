@@ -88,11 +88,12 @@ def _loss_difference(row: dict[str, Any]) -> str:
 def _publish_memory() -> str:
     phases = ("load", "step", "publish", "checkpoint")
     return table(
-        ["backend", "ranks", *phases],
+        ["backend", "ranks", "parameters", *phases],
         [
             [
                 r["backend"],
                 str(r["ranks"]),
+                f"{r['parameters'] / 1e6:.0f} M",
                 *(
                     ", ".join(
                         f"{peak - base:,.0f}"

@@ -28,7 +28,7 @@ OutOption = Annotated[Path | None, typer.Option(help="Directory of the results; 
 JobsOption = Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
 EngineOption = Annotated[
-    Engine, typer.Option(help="`services`: their own code; `fast`: many runs at once, delays in versions alone.")
+    Engine, typer.Option(help="`services`: their own code; `fast`: many runs at once, no messages under way.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where the engine `fast` computes: cpu, cuda or cuda:N.")]
 

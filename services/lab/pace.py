@@ -15,7 +15,7 @@ from heterorl.common.types.rollout import WorkGrant
 from heterorl.lab.cell import Cell
 from heterorl.learner.train.interval import UcbIntervalConfig, largest
 from heterorl.sampler.policy.delay import version_lags
-from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
+from heterorl.sampler.policy.delay_models import DelayConfig, FixedDelay, NoDelay
 
 STEP_S = 1.0
 """Virtual seconds of a learner step."""
@@ -72,6 +72,13 @@ def left_over_versions(cell: Cell) -> int:
 def delay_seed(cell: Cell, number: int) -> int:
     """Seed of the delays of a cell's sampler."""
     return 1000 * cell.seed + number
+
+
+def in_steps(cell: Cell) -> DelayConfig:
+    """The delay of a cell on a clock whose second is a step."""
+    if isinstance(cell.delay, NoDelay):
+        return cell.delay
+    return cell.delay.model_copy(update={"time_scale": cell.regime.seconds_per_step / STEP_S})
 
 
 def lags(cell: Cell, number: int = 0) -> list[int]:

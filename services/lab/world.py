@@ -42,6 +42,7 @@ from heterorl.lab.pace import (
     delay_seed,
     group_s,
     groups_per_version,
+    in_steps,
     lags,
     left_over_versions,
     needs_gate,
@@ -58,7 +59,6 @@ from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.policy.delay_models import NoDelay
 from heterorl.sampler.policy.record import VersionRecord, record_name
 
 _HOUR = 3600.0
@@ -231,10 +231,6 @@ def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerC
 
 
 def _sampler_config(cell: Cell, number: int, *, model_dir: Path, directory: Path) -> SamplerConfig:
-    delay = cell.delay
-    if not isinstance(delay, NoDelay):
-        # A virtual second is a step.
-        delay = delay.model_copy(update={"time_scale": cell.regime.seconds_per_step / STEP_S})
     groups = max(1, cell.regime.groups_per_step // cell.regime.num_samplers)
     return SamplerConfig.model_validate(
         {
@@ -246,7 +242,7 @@ def _sampler_config(cell: Cell, number: int, *, model_dir: Path, directory: Path
             "work_ahead_s": 0.0,
             "engine": {"threads": 1, "batch_rows": groups * cell.regime.group_size},
             "seed": delay_seed(cell, number),
-            "delay": delay.model_dump(),
+            "delay": in_steps(cell).model_dump(),
             "heartbeat_s": _HOUR,
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heterorl.lab.cell import Cell
+from heterorl.lab.pace import delay_seed, in_steps
 from heterorl.sampler.policy.delay import Visibility
 
 
@@ -10,12 +11,13 @@ def sources(cell: Cell) -> list[int]:
     """The version that draws the rollouts of each step; step s, from 0, builds on version s.
 
     Work for a version is handed out when the version before it is published, and is done before the next: a sampler
-    draws for step s with the newest version that its delay lets through while s is the head.
+    draws for step s with the newest version that its delay lets through while s is the head. Refresh intervals in
+    seconds pass while steps of `seconds_per_step` do.
 
     Args:
         cell: within the scope of this engine.
     """
-    visibility = Visibility(cell.delay, seed=1000 * cell.seed)
+    visibility = Visibility(in_steps(cell), seed=delay_seed(cell, 0))
     found: list[int] = []
     current = -1
     for head in range(cell.regime.max_steps):

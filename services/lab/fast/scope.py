@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from heterorl.common.errors import ConfigError
 from heterorl.lab.cell import Cell
+from heterorl.lab.pace import counts_versions
 from heterorl.learner.loss.rule import rule_of
 from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
 
@@ -14,12 +15,15 @@ def check_scope(cell: Cell) -> None:
     """Refuse a cell that needs the services.
 
     Raises:
-        ConfigError: its delay counts seconds or is drawn by several samplers, its versions hold several steps, its link
-            loses messages, or its loss needs a second model.
+        ConfigError: its messages travel for seconds, its delay is drawn by several samplers, its versions hold several
+            steps, its link loses messages, or its loss needs a second model.
     """
     delay, regime = cell.delay, cell.regime
-    if not isinstance(delay, NoDelay) and delay.unit == "seconds":
-        raise ConfigError("delays.unit", "seconds need the services' clocks", action=_SERVICES)
+    if not counts_versions(cell) and not cell.is_refreshed:
+        problem = "messages that travel for seconds need the services' clocks"
+        raise ConfigError("delays.unit", problem, action=_SERVICES)
+    if not counts_versions(cell) and regime.sampler_speed != 1.0:
+        raise ConfigError("regime.sampler_speed", "a sampler is as fast as the learner here", action=_SERVICES)
     if not isinstance(delay, NoDelay | FixedDelay) and regime.num_samplers > 1:
         raise ConfigError("regime.num_samplers", "a random delay needs num_samplers = 1 here", action=_SERVICES)
     if regime.link_loss:

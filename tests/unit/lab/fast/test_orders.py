@@ -49,8 +49,28 @@ def test_refreshed_sites_keep_a_version_for_the_whole_interval():
     assert sources(cell_of({**VERSIONS, "semantics": "refresh_interval"}, max_steps=8)) == [0, 0, 0, 3, 3, 3, 6, 6]
 
 
+def test_refresh_intervals_in_seconds_pass_while_steps_do():
+    seconds = {"kind": "fixed", "value": 5, "semantics": "refresh_interval"}
+    cell = cell_of(seconds, max_steps=9, seconds_per_step=2.0)
+    check_scope(cell)
+
+    # 2.5 steps are over at steps 3, 5 and 8; what was the newest then was published half a step before, or just then.
+    assert sources(cell) == [0, 0, 0, 2, 2, 5, 5, 5, 7]
+
+
+def test_drawn_refresh_intervals_are_those_of_the_services_sampler():
+    drawn = {"kind": "lognormal", "low": 60, "high": 1920, "default": 60, "semantics": "refresh_interval"}
+    lags = [step - version for step, version in enumerate(sources(cell_of(drawn, max_steps=2000)))]
+
+    # Intervals end at any time, a sampler uses whole steps: 1920 s are 68.6 of them.
+    assert max(lags) <= 69
+    # A head that is looked at once a step is, in the mean over time, half of E[D^2] / E[D] old, here 279 s.
+    assert sum(lags) / len(lags) == pytest.approx(279.0 / 28.0, rel=0.15)
+
+
 REFUSED = {
     "seconds": ({"kind": "fixed", "value": 60}, {}),
+    "sampler_speed": ({"kind": "fixed", "value": 60, "semantics": "refresh_interval"}, {"sampler_speed": 2.0}),
     "link_loss": ({"kind": "fixed", "value": 4, "unit": "versions"}, {"link_loss": 0.1}),
     "num_samplers": ({"kind": "uniform", "low": 0, "high": 4, "unit": "versions"}, {"num_samplers": 2}),
 }

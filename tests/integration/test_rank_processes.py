@@ -1,4 +1,4 @@
-"""What a rank asks of its machine: to end with its agent, and to give back the blocks that it has freed."""
+"""What a rank asks of its machine: to end it with its agent or when it stands still, and to take back freed blocks."""
 
 import os
 import signal
@@ -19,6 +19,21 @@ print(os.getpid(), end_with_agent(os.environ), flush=True)
 threading.Event().wait()
 '''
 subprocess.Popen([sys.executable, "-c", rank]).wait()
+"""
+
+# Stopped as by SIGSTOP, or postponing all the time and then watched no more, whatever a late thread still calls.
+WATCHED = """
+import os, signal, sys, time
+from heterorl.learner.watchdog import Watchdog
+watchdog = Watchdog(0.8)
+if sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+for _ in range(6):
+    time.sleep(0.2)
+    watchdog.postpone()
+watchdog.close()
+watchdog.postpone()
+time.sleep(1.0)
 """
 
 # glibc takes blocks from its heap once a larger one has been freed; the last block then holds the end of the heap.
@@ -53,7 +68,9 @@ def start_agent():
 
     def start(environment):
         environment = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_RUN_ID"} | environment
-        agents.append(subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, env=environment))
+        agents.append(
+            subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, env=environment)
+        )
         return agents[-1]
 
     yield start
@@ -87,6 +104,15 @@ def test_rank_that_torchrun_did_not_start_outlives_its_parent(start_agent):
 
     os.kill(int(pid), signal.SIGKILL)  # fails for a process that has ended
     assert agent.stdout.read() == ""
+
+
+@pytest.mark.timeout(30)
+def test_watchdog_ends_what_stands_still_and_nothing_else():
+    watched = {how: subprocess.Popen([sys.executable, "-c", WATCHED, how]) for how in ("stopped", "running")}
+
+    codes = {how: process.wait() for how, process in watched.items()}
+
+    assert codes == {"stopped": -signal.SIGKILL, "running": 0}
 
 
 def test_rank_gives_freed_blocks_back():

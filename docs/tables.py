@@ -198,6 +198,33 @@ def _nodes() -> str:
     )  # fmt: skip
 
 
+def _nodes_account() -> str:
+    r = _benchmark("nodes")
+    held_out, bounds = r["held_out"], r["bounds"]
+    interval = f"{held_out['rise']:+.3f} ({held_out['rise_low']:+.3f} to {held_out['rise_high']:+.3f})"
+    return table(
+        ["what", "found"],
+        [
+            ["faults", str(r["kills"])],
+            ["groups, lost or in effect twice", f"{r['groups']}, {r['lost']} and {r['duplicated']}"],
+            ["versions, all numbers there once", f"{r['versions']}, {_yes(r['dense'])}"],
+            ["ledger balances", _yes(r["ledger_balanced"])],
+            ["learner, checkpoint, both samplers, payloads replayed: one state a version", _yes(r["digests_equal"])],
+            ["ends that no fault had caused", str(r["unasked_ends"])],
+            [f"faults over a bound, {bounds['ended_s']:g} s and {bounds['next_version_s']:g} s", str(len(r["late"]))],
+            [
+                f"right of {held_out['prompts']} held-out prompts, version 0 and {held_out['version']}",
+                f"{held_out['before']:.3f} and {held_out['after']:.3f}",
+            ],
+            ["difference, 95 % interval over prompts", interval],
+        ],
+    )  # fmt: skip
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
@@ -215,5 +242,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan-assumptions": lambda: table(*plans.assumptions()),
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
     "nodes": _nodes,
+    "nodes-account": _nodes_account,
 }
 """What a marker may name, and what is written there."""

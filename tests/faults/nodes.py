@@ -252,7 +252,7 @@ def is_kept(summary: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--versions", type=int, default=120, help="at least so many in the end")
+    parser.add_argument("--versions", type=int, default=250, help="at least so many in the end")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no further fault after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/nodes"))

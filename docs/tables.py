@@ -184,12 +184,13 @@ def _nodes() -> str:
         on = "between them" if r["fault"] == "parted" else where[r["machine"], r["machines"]]
         rows.setdefault((r["fault"], on), []).append(r)
     return table(
-        ["fault", "of", "times", "longest until all ended", "longest from there to a new version"],
+        ["fault", "of", "times", "longest until no rank ran", "no agent either", "from there to a new version"],
         [
             [
                 _FAULTS[fault],
                 on,
                 str(len(found)),
+                f"{max(r['ranks_ended_s'] for r in found):.1f} s",
                 f"{max(r['ended_s'] for r in found):.1f} s",
                 f"{max(r['next_version_s'] for r in found):.0f} s",
             ]
@@ -211,7 +212,7 @@ def _nodes_account() -> str:
             ["ledger balances", _yes(r["ledger_balanced"])],
             ["learner, checkpoint, both samplers, payloads replayed: one state a version", _yes(r["digests_equal"])],
             ["ends that no fault had caused", str(r["unasked_ends"])],
-            [f"faults over a bound, {bounds['ended_s']:g} s and {bounds['next_version_s']:g} s", str(len(r["late"]))],
+            ["faults over a bound: " + ", ".join(f"{value:g} s" for value in bounds.values()), str(len(r["late"]))],
             [
                 f"right of {held_out['prompts']} held-out prompts, version 0 and {held_out['version']}",
                 f"{held_out['before']:.3f} and {held_out['after']:.3f}",

@@ -31,7 +31,7 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.warm_start import WarmStart, warm_start
 from tests.faults.nodes_evidence import agreement, curve, held_out, repeated
-from tests.faults.nodes_faults import ENDED_S, RANK_TIMEOUT_S, TRAINS_S, Fault, Row, plan
+from tests.faults.nodes_faults import ENDED_S, RANK_TIMEOUT_S, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account, free_port
 from tests.support.nodes import Job, Network, joined_namespaces
@@ -101,9 +101,10 @@ class Campaign:
             self._note_version(time.monotonic() - started)
             await asyncio.sleep(self._random.uniform(0.0, 3.0))
             head = (await operator.get_status()).head_version
-            ended_s = await self._damage(job, fault, machines)
+            ranks_ended_s, ended_s = await self._damage(job, fault, machines)
             row = Row(fault=fault.kind, machine=fault.machine, machines=len(machines), head=head,
-                      ended_s=round(ended_s, 1), next_version_s=0.0)  # fmt: skip
+                      ranks_ended_s=round(ranks_ended_s, 1),
+                ended_s=round(ended_s, 1), next_version_s=0.0)  # fmt: skip
             self.rows.append(row)
             is_lost = len(machines) == 2 and fault.kind == "machine"
             machines = [1 - fault.machine] if is_lost else [0, 1]
@@ -159,8 +160,8 @@ class Campaign:
             await asyncio.sleep(0.1)
         return False
 
-    async def _damage(self, job: Job, fault: Fault, machines: list[int]) -> float:
-        """Returns the seconds until nothing ran."""
+    async def _damage(self, job: Job, fault: Fault, machines: list[int]) -> tuple[float, float]:
+        """Returns the seconds until no rank ran, and until no agent did."""
         began = time.monotonic()
         job.note_ranks()
         if fault.kind == "parted":
@@ -170,11 +171,13 @@ class Campaign:
         else:
             job.hit(fault.machine, fault.kind)
         # One that is over the bound is waited for a little, so that the row says by how much.
+        await job.ended(timeout_s=2 * ENDED_S, but_agents=True)
+        ranks_ended_s = time.monotonic() - began
         await job.ended(timeout_s=2 * ENDED_S)
         ended_s = time.monotonic() - began
         job.close()
         self._network.heal()
-        return ended_s
+        return ranks_ended_s, ended_s
 
 
 async def campaign(
@@ -225,7 +228,8 @@ async def campaign(
         "unasked_ends": doer.unasked,
         "late": doer.late,
         "rank_timeout_s": RANK_TIMEOUT_S,
-        "bounds": {"ended_s": ENDED_S, "next_version_s": TRAINS_S},
+        "bounds": {"ranks_ended_s": RANKS_ENDED_S, "ended_s": ENDED_S, "next_version_s": TRAINS_S},
+        "ranks_ended_s_max": max((row.ranks_ended_s for row in doer.rows), default=0.0),
         "ended_s_max": max((row.ended_s for row in doer.rows), default=0.0),
         "next_version_s_max": max((row.next_version_s for row in doer.rows), default=0.0),
         "wall_s": round(time.monotonic() - began),

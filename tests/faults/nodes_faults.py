@@ -6,8 +6,10 @@ import random
 from dataclasses import dataclass
 
 RANK_TIMEOUT_S = 10.0
-ENDED_S = 1.25 * RANK_TIMEOUT_S + 5.0
-"""Until no process of the learner runs on any machine: what its documentation states, and what an agent takes to end."""
+RANKS_ENDED_S = 1.25 * RANK_TIMEOUT_S + 2.0
+"""Until no rank runs on any machine: what the learner's documentation states, and what the cores are late by."""
+ENDED_S = RANKS_ENDED_S + 10.0
+"""Until their agents have ended too, which is torchrun's and takes seconds of cores that are not its own."""
 TRAINS_S = 150.0
 """From there until a new version: torch is loaded twice by each machine, on cores that are not these processes' alone."""
 
@@ -31,19 +33,24 @@ ON_ONE = (Fault("machine"), Fault("rank"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One fault; `ended_s` until nothing of the learner ran, `next_version_s` from there until a new version."""
+    """One fault; seconds until no rank ran, until no agent ran either, and from there until a new version."""
 
     fault: str
     machine: int
     machines: int
     head: int
+    ranks_ended_s: float
     ended_s: float
     next_version_s: float
 
     def late(self) -> str:
         """Which of the times was over its bound; empty for none."""
-        over = [f"{self.ended_s} s until the end"] if self.ended_s > ENDED_S else []
-        over += [f"{self.next_version_s} s until a version"] if self.next_version_s > TRAINS_S else []
+        bounds = (
+            (self.ranks_ended_s, RANKS_ENDED_S, "no rank ran"),
+            (self.ended_s, ENDED_S, "no agent ran"),
+            (self.next_version_s, TRAINS_S, "a new version"),
+        )
+        over = [f"{found} s until {what}" for found, bound, what in bounds if found > bound]
         return f"{self.fault} {self.machine} of {self.machines} at {self.head}: {', '.join(over)}" if over else ""
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.nodes import is_kept
 from tests.faults.nodes_evidence import differences, repeated, rise
-from tests.faults.nodes_faults import ENDED_S, ON_ONE, ON_TWO, TRAINS_S, Row, plan
+from tests.faults.nodes_faults import ENDED_S, ON_ONE, ON_TWO, RANKS_ENDED_S, TRAINS_S, Row, plan
 from tests.support.cluster import Cluster
 
 KEPT = {
@@ -72,11 +72,17 @@ def test_states_that_differ_and_records_that_end_early_are_named():
 
 
 @pytest.mark.parametrize(
-    ("ended_s", "next_version_s", "said"),
-    [(ENDED_S, TRAINS_S, ""), (ENDED_S + 1, 1.0, "until the end"), (1.0, TRAINS_S + 1, "until a version")],
+    ("over", "said"),
+    [
+        ({}, ""),
+        ({"ranks_ended_s": RANKS_ENDED_S + 1}, "until no rank ran"),
+        ({"ended_s": ENDED_S + 1}, "until no agent ran"),
+        ({"next_version_s": TRAINS_S + 1}, "until a new version"),
+    ],
 )
-def test_fault_is_late_beyond_its_stated_bounds(ended_s, next_version_s, said):
-    row = Row(fault="rank", machine=1, machines=2, head=3, ended_s=ended_s, next_version_s=next_version_s)
+def test_fault_is_late_beyond_its_stated_bounds(over, said):
+    times = {"ranks_ended_s": RANKS_ENDED_S, "ended_s": ENDED_S, "next_version_s": TRAINS_S} | over
+    row = Row(fault="rank", machine=1, machines=2, head=3, **times)
 
     assert bool(row.late()) == bool(said)
     assert said in row.late()

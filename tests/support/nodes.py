@@ -179,10 +179,10 @@ class Job:
         self.note_ranks()
         self._agents.agents[0].terminate()
 
-    async def ended(self, *, timeout_s: float) -> bool:
-        """Wait until no process runs."""
+    async def ended(self, *, timeout_s: float, but_agents: bool = False) -> bool:
+        """Wait until no process runs; `but_agents`: none of the learner's own."""
         deadline = time.monotonic() + timeout_s
-        while not self._is_over():
+        while not self._is_over(but_agents=but_agents):
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.05)
@@ -195,8 +195,8 @@ class Job:
             _signal(processes, signal.SIGKILL)
         self._agents.close()
 
-    def _is_over(self) -> bool:
-        if any(agent.poll() is None for agent in self._agents.agents):
+    def _is_over(self, *, but_agents: bool) -> bool:
+        if not but_agents and any(agent.poll() is None for agent in self._agents.agents):
             return False
         return all(_state(process) == "" for processes in self._all.values() for process in processes)
 

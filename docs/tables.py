@@ -184,18 +184,46 @@ def _nodes() -> str:
         on = "between them" if r["fault"] == "parted" else where[r["machine"], r["machines"]]
         rows.setdefault((r["fault"], on), []).append(r)
     return table(
-        ["fault", "of", "times", "longest until all ended", "longest from there to a new version"],
+        ["fault", "of", "times", "longest until no rank ran", "no agent either", "from there to a new version"],
         [
             [
                 _FAULTS[fault],
                 on,
                 str(len(found)),
+                f"{max(r['ranks_ended_s'] for r in found):.1f} s",
                 f"{max(r['ended_s'] for r in found):.1f} s",
                 f"{max(r['next_version_s'] for r in found):.0f} s",
             ]
             for (fault, on), found in sorted(rows.items(), key=lambda row: (list(_FAULTS).index(row[0][0]), row[0][1]))
         ],
     )  # fmt: skip
+
+
+def _nodes_account() -> str:
+    r = _benchmark("nodes")
+    held_out, bounds = r["held_out"], r["bounds"]
+    interval = f"{held_out['rise']:+.3f} ({held_out['rise_low']:+.3f} to {held_out['rise_high']:+.3f})"
+    return table(
+        ["what", "found"],
+        [
+            ["faults", str(r["kills"])],
+            ["groups, lost or in effect twice", f"{r['groups']}, {r['lost']} and {r['duplicated']}"],
+            ["versions, all numbers there once", f"{r['versions']}, {_yes(r['dense'])}"],
+            ["ledger balances", _yes(r["ledger_balanced"])],
+            ["learner, checkpoint, both samplers, payloads replayed: one state a version", _yes(r["digests_equal"])],
+            ["ends that no fault had caused", str(r["unasked_ends"])],
+            ["faults over a bound: " + ", ".join(f"{value:g} s" for value in bounds.values()), str(len(r["late"]))],
+            [
+                f"right of {held_out['prompts']} held-out prompts, version 0 and {held_out['version']}",
+                f"{held_out['before']:.3f} and {held_out['after']:.3f}",
+            ],
+            ["difference, 95 % interval over prompts", interval],
+        ],
+    )  # fmt: skip
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
 
 
 def _percent(share: float) -> str:
@@ -215,5 +243,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan-assumptions": lambda: table(*plans.assumptions()),
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
     "nodes": _nodes,
+    "nodes-account": _nodes_account,
 }
 """What a marker may name, and what is written there."""

@@ -140,12 +140,14 @@ def learner(
     alone reads the configuration and knows the coordinator.
     """
     from heterorl.learner.backends.ranks.place import place_of
+    from heterorl.learner.launcher import end_with_agent
 
     place = place_of(os.environ)
     if place is None:
         _serve("learner", config, set_, log, num_ranks=nproc)
     if nproc > 1:
         raise ConfigError("--nproc", "a launcher has started the processes already", action="remove it")
+    end_with_agent(os.environ)
     if place.rank == 0:
         _serve("learner", config, set_, log, place=place)
     from heterorl.common.process import logs

@@ -34,8 +34,6 @@ def main() -> None:
     # Before what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
     threading.Thread(target=_end_with_input, daemon=True).start()
     logs.configure_as_parent()
-    # As rank 0 does: without it a rank keeps half as much again of blocks that it has freed.
-    keep_freed_frames()
     place = local_place(arguments.rank, num_ranks=arguments.world_size, file=arguments.rendezvous)
     sys.exit(follow(place))
 
@@ -44,6 +42,12 @@ def follow(place: Place) -> int:
     """Follow rank 0 through one backend after another; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # As rank 0 does: without it a rank keeps half as much again of blocks that it has freed.
+    keep_freed_frames()
+    return _obey(place)
+
+
+def _obey(place: Place) -> int:
     from heterorl.learner.assembly import build_divided
     from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.config import LearnerConfig

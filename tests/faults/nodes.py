@@ -18,7 +18,7 @@ import math
 import random
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.warm_start import WarmStart, warm_start
-from tests.faults.nodes_evidence import accuracies, agreement, repeated
+from tests.faults.nodes_evidence import agreement, curve, held_out, repeated
+from tests.faults.nodes_faults import ENDED_S, RANK_TIMEOUT_S, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account, free_port
 from tests.support.nodes import Job, Network, joined_namespaces
@@ -38,44 +39,12 @@ from tests.support.witness import Witness, contract_of
 
 SAMPLERS = ["site-a", "site-b"]
 RUN = {"task": {"name": "arithmetic", "digits": 2}, "sampling": {"max_new_tokens": 4}, "group_size": 8}
-GROUPS_PER_STEP = 8
-RANK_TIMEOUT_S = 10.0
-LIMIT_S = 1.25 * RANK_TIMEOUT_S + 5.0
-"""Until no process of the learner runs on any machine: what its documentation states, and what an agent takes to end."""
+GROUPS_PER_STEP = 32
+"""With 8, the first steps of a new optimizer follow noise: in 20 of them 0.28 of the answers become 0.21 to 0.25."""
+LEARNING_RATE = 5e-4
 START_S = 240.0
-"""Until a new version, from a start: torch is loaded twice by each machine, on cores that are not these processes' alone."""
-RISE = 0.06
-"""Of held-out accuracy, from the first evaluation to the mean of the last two: luck moves 256 answers by 0.03."""
+"""After so long without a version the campaign gives up."""
 PATIENT = RetryPolicy(budget_s=60.0, cap_s=0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens to which machine of those that run the learner; machine 0 has rank 0."""
-
-    kind: str
-    machine: int = 0
-
-
-ON_TWO = (
-    Fault("machine", 1), Fault("rank", 0), Fault("parted"), Fault("stopped", 1), Fault("machine", 0),
-    Fault("cut off", 1), Fault("rank", 1), Fault("stopped", 0), Fault("agent", 0), Fault("cut off", 0),
-)  # fmt: skip
-"""machine: SIGKILL of agent and rank together; rank, agent: of one of them; stopped: SIGSTOP of the rank; cut off: the
-cable is pulled; parted: the machines do not reach each other, and both reach the coordinator."""
-ON_ONE = (Fault("machine"), Fault("rank"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One fault; `ended_s` until nothing of the learner ran, `next_version_s` from there until a new version."""
-
-    fault: str
-    machine: int
-    machines: int
-    head: int
-    ended_s: float
-    next_version_s: float
 
 
 def make_cluster(directory: Path, network: Network, *, cache: Path) -> Cluster:
@@ -85,8 +54,9 @@ def make_cluster(directory: Path, network: Network, *, cache: Path) -> Cluster:
     certificates.authority.issue(role=Role.COORDINATOR, site="main", hosts=(host,), out=None, now=now(), lifetime=DAY)
     address = f"{host}:{free_port()}"
     own = {**RUN, "coordinator": address}
-    backend = {"kind": "fsdp2", "lr": 5e-4, "threads": 1, "rank_timeout_s": RANK_TIMEOUT_S}
-    evaluation = {"every_versions": 5, "num_prompts": 256, "batch_rows": 256}
+    backend = {"kind": "fsdp2", "lr": LEARNING_RATE, "threads": 1, "rank_timeout_s": RANK_TIMEOUT_S}
+    # As samplers draw: what is trained is not the most likely answer.
+    evaluation = {"every_versions": 10, "num_prompts": 256, "batch_rows": 256, "temperature": 1.0}
     cluster = Cluster(
         directory,
         certificates=certificates,
@@ -99,18 +69,6 @@ def make_cluster(directory: Path, network: Network, *, cache: Path) -> Cluster:
     options = WarmStart(digits=2, seed=0, hidden_size=128, num_layers=1, batch_size=128)
     cluster.model_dir, _ = warm_start(options, cache=cache)
     return cluster
-
-
-def plan(kills: int, *, seed: int) -> list[Fault]:
-    """Each fault once, then at random; after the loss of a machine, one of the machine that is left."""
-    chooser = random.Random(seed)
-    on_two = [*ON_TWO, *chooser.choices(ON_TWO, k=kills)]
-    faults: list[Fault] = []
-    for fault in on_two:
-        faults.append(fault)
-        if fault.kind == "machine":
-            faults.append(chooser.choice(ON_ONE))
-    return faults[:kills]
 
 
 class Campaign:
@@ -140,32 +98,36 @@ class Campaign:
             if time.monotonic() > began + limit_s:
                 break
             job = await self._train(operator, machines, beyond=1)
-            next_version_s = time.monotonic() - started
-            if self.rows:
-                self.rows[-1] = Row(**asdict(self.rows[-1]) | {"next_version_s": round(next_version_s, 1)})
+            self._note_version(time.monotonic() - started)
             await asyncio.sleep(self._random.uniform(0.0, 3.0))
             head = (await operator.get_status()).head_version
-            ended_s = await self._damage(job, fault, machines)
+            ranks_ended_s, ended_s = await self._damage(job, fault, machines)
             row = Row(fault=fault.kind, machine=fault.machine, machines=len(machines), head=head,
-                      ended_s=round(ended_s, 1), next_version_s=0.0)  # fmt: skip
+                      ranks_ended_s=round(ranks_ended_s, 1),
+                ended_s=round(ended_s, 1), next_version_s=0.0)  # fmt: skip
             self.rows.append(row)
-            (self._cluster.directory / "rows.json").write_text(json.dumps([asdict(row) for row in self.rows]))
-            Console().print(len(self.rows), row)
             is_lost = len(machines) == 2 and fault.kind == "machine"
             machines = [1 - fault.machine] if is_lost else [0, 1]
             started = time.monotonic()
-        job = await self._train(operator, [0, 1], beyond=3, at_least=versions)
-        if self.rows:
-            took = time.monotonic() - started
-            self.rows[-1] = Row(**asdict(self.rows[-1]) | {"next_version_s": round(took, 1)})
+        job = await self._train(operator, [0, 1], beyond=1)
+        self._note_version(time.monotonic() - started)
+        if not await self._reach(operator, job, versions):
+            self.unasked += 1
         job.end_in_order()
         if not await job.ended(timeout_s=60.0):
             self.late.append("SIGTERM")
         job.close()
 
-    async def _train(self, operator: CoordinatorClient, machines: list[int], *, beyond: int, at_least: int = 0) -> Job:
+    def _note_version(self, took_s: float) -> None:
+        if self.rows:
+            self.rows[-1] = Row(**asdict(self.rows[-1]) | {"next_version_s": round(took_s, 1)})
+            self.late += [text for text in [self.rows[-1].late()] if text]
+            Console().print(len(self.rows), self.rows[-1])
+            (self._cluster.directory / "rows.json").write_text(json.dumps([asdict(row) for row in self.rows]))
+
+    async def _train(self, operator: CoordinatorClient, machines: list[int], *, beyond: int) -> Job:
         """A job that has published so many versions."""
-        wanted = max((await operator.get_status()).head_version + beyond, at_least)
+        wanted = (await operator.get_status()).head_version + beyond
         while True:
             self._num_starts += 1
             job = Job(
@@ -174,13 +136,8 @@ class Campaign:
                 log=self._cluster.directory / "logs" / f"learner-{self._num_starts:03}.log",
             )
             try:
-                deadline = time.monotonic() + START_S + 10.0 * (wanted if at_least else 0)
-                while job.is_whole():
-                    if (await operator.get_status()).head_version >= wanted:
-                        return job
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"no new version; see {job.log}")
-                    await asyncio.sleep(0.1)
+                if await self._reach(operator, job, wanted):
+                    return job
             except BaseException:
                 job.close()
                 raise
@@ -189,8 +146,22 @@ class Campaign:
             if self.unasked > 5:
                 raise AssertionError(f"the learner does not stay; see {job.log}")
 
-    async def _damage(self, job: Job, fault: Fault, machines: list[int]) -> float:
-        """Returns the seconds until nothing ran."""
+    async def _reach(self, operator: CoordinatorClient, job: Job, version: int) -> bool:
+        """Whether the job gets there before it ends."""
+        deadline, newest = time.monotonic() + START_S, -1
+        while job.is_whole():
+            head = (await operator.get_status()).head_version
+            if head >= version:
+                return True
+            if head > newest:
+                deadline, newest = time.monotonic() + START_S, head
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no new version; see {job.log}")
+            await asyncio.sleep(0.1)
+        return False
+
+    async def _damage(self, job: Job, fault: Fault, machines: list[int]) -> tuple[float, float]:
+        """Returns the seconds until no rank ran, and until no agent did."""
         began = time.monotonic()
         job.note_ranks()
         if fault.kind == "parted":
@@ -199,17 +170,14 @@ class Campaign:
             self._network.cut(machines[fault.machine])
         else:
             job.hit(fault.machine, fault.kind)
-        is_ended = await job.ended(timeout_s=LIMIT_S, but_stopped=fault.kind == "stopped")
+        # One that is over the bound is waited for a little, so that the row says by how much.
+        await job.ended(timeout_s=2 * ENDED_S, but_agents=True)
+        ranks_ended_s = time.monotonic() - began
+        await job.ended(timeout_s=2 * ENDED_S)
         ended_s = time.monotonic() - began
-        if fault.kind == "stopped" and is_ended:
-            # What wakes up long after the others have ended must not go on.
-            job.wake(fault.machine)
-            is_ended = await job.ended(timeout_s=LIMIT_S)
-        if not is_ended:
-            self.late.append(f"{fault.kind} {fault.machine} at fault {len(self.rows) + 1}")
         job.close()
         self._network.heal()
-        return ended_s
+        return ranks_ended_s, ended_s
 
 
 async def campaign(
@@ -244,7 +212,8 @@ async def campaign(
                     pushing.cancel()
                     await asyncio.wait([pushing])
                 # The learner has ended: the head stands.
-                await cluster.until(operator, _all_at_head, timeout_s=60)
+                head = (await cluster.until(operator, _all_at_head, timeout_s=60)).head_version
+                measured = await asyncio.to_thread(held_out, cluster, head=head)
         finally:
             cluster.stop()
     counts = account(cluster, witness.acknowledged, SAMPLERS)
@@ -254,11 +223,13 @@ async def campaign(
         "seed": seed,
         **counts,
         **agreement(cluster, SAMPLERS),
-        **accuracies(cluster),
+        "held_out": measured,
+        "evaluations": curve(cluster),
         "unasked_ends": doer.unasked,
         "late": doer.late,
         "rank_timeout_s": RANK_TIMEOUT_S,
-        "limit_s": LIMIT_S,
+        "bounds": {"ranks_ended_s": RANKS_ENDED_S, "ended_s": ENDED_S, "next_version_s": TRAINS_S},
+        "ranks_ended_s_max": max((row.ranks_ended_s for row in doer.rows), default=0.0),
         "ended_s_max": max((row.ended_s for row in doer.rows), default=0.0),
         "next_version_s_max": max((row.next_version_s for row in doer.rows), default=0.0),
         "wall_s": round(time.monotonic() - began),
@@ -278,14 +249,14 @@ def is_kept(summary: dict[str, Any]) -> bool:
         and summary["ledger_balanced"]
         and summary["dense"]
         and summary["digests_equal"]
-        and summary["accuracy_after"] >= summary["accuracy_before"] + RISE
+        and summary["held_out"]["rise_low"] > 0.0
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--versions", type=int, default=80, help="at least so many in the end")
+    parser.add_argument("--versions", type=int, default=250, help="at least so many in the end")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no further fault after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/nodes"))

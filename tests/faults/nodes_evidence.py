@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from heterorl.common.evaluation.intervals import interval
 from heterorl.common.process.children import own_command
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.export import read_published
@@ -84,9 +85,44 @@ def checkpoint_roots(cluster: Cluster, *, head: int) -> list[tuple[int, str]]:
     return [(version, read_published(path, model).state_root()) for version, path in versions if version <= head]
 
 
-def accuracies(cluster: Cluster) -> dict[str, Any]:
-    """Held-out accuracy of the first evaluation, and the mean of the last two."""
-    found = [row["accuracy"] for row in rows(cluster.directory / "learner" / "evaluations.jsonl")]
-    if len(found) < 3:
-        return {"accuracy_before": 0.0, "accuracy_after": 0.0, "evaluations": found}
-    return {"accuracy_before": found[0], "accuracy_after": round(sum(found[-2:]) / 2, 4), "evaluations": found}
+def curve(cluster: Cluster) -> list[list[float]]:
+    """Version and accuracy of each evaluation that the learner made."""
+    found = rows(cluster.directory / "learner" / "evaluations.jsonl")
+    return [[row["version"], round(row["accuracy"], 4)] for row in found]
+
+
+def held_out(cluster: Cluster, *, head: int, samples: int = 4) -> dict[str, Any]:
+    """What the run came to, by `heterorl evaluate`: versions 0 and `head`, pulled, on all prompts that are held out."""
+    path = cluster.directory / "held-out.json"
+    config = cluster.directory / "config" / "site-a.toml"
+    subprocess.run(
+        [
+            *own_command("heterorl", "evaluate"), cluster.address, "--config", str(config), "--version", "0",
+            "--version", str(head), "--prompts", "1000000", "--samples", str(samples), "--temperature", "1",
+            "--out", str(path),
+        ],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    return rise(json.loads(path.read_text()))
+
+
+def rise(evaluated: dict[str, Any]) -> dict[str, Any]:
+    """The first and the last evaluation, and the mean difference with its 95 % interval over prompts, which are paired."""
+    first, last = (_means(evaluated["evaluations"][at]) for at in (0, -1))
+    found = interval([last[prompt] - value for prompt, value in first.items()])
+    assert found is not None, "there are prompts"
+    return {
+        "prompts": found.num,
+        "version": evaluated["evaluations"][-1]["version"],
+        "before": round(sum(first.values()) / len(first), 4),
+        "after": round(sum(last.values()) / len(last), 4),
+        "rise": round(found.mean, 4),
+        "rise_low": round(found.low, 4),
+        "rise_high": round(found.high, 4),
+    }
+
+
+def _means(evaluation: dict[str, Any]) -> dict[int, float]:
+    """Accuracy of each prompt."""
+    rewards = {one["prompt_index"]: [sample["reward"] for sample in one["samples"]] for one in evaluation["prompts"]}
+    return {index: sum(values) / len(values) for index, values in rewards.items()}

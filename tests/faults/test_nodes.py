@@ -1,17 +1,17 @@
 """The campaign against a learner on several machines: its plan, and that its account refuses each broken promise."""
 
-import json
 import sqlite3
 
 import pytest
 
-from tests.faults.nodes import ON_ONE, ON_TWO, is_kept, plan
-from tests.faults.nodes_evidence import accuracies, differences, repeated
+from tests.faults.nodes import is_kept
+from tests.faults.nodes_evidence import differences, repeated, rise
+from tests.faults.nodes_faults import ENDED_S, ON_ONE, ON_TWO, RANKS_ENDED_S, TRAINS_S, Row, plan
 from tests.support.cluster import Cluster
 
 KEPT = {
     "kills": 20, "lost": 0, "duplicated": 0, "late": [], "unasked_ends": 0, "ledger_balanced": True, "dense": True,
-    "digests_equal": True, "accuracy_before": 0.3, "accuracy_after": 0.5,
+    "digests_equal": True, "held_out": {"rise": 0.1, "rise_low": 0.05},
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_every_fault_happens_and_the_machine_that_is_left_alone_is_hit_too():
     "broken",
     [
         {"lost": 1}, {"duplicated": 1}, {"late": ["rank 0"]}, {"unasked_ends": 1}, {"ledger_balanced": False},
-        {"dense": False}, {"digests_equal": False}, {"accuracy_after": 0.31},
+        {"dense": False}, {"digests_equal": False}, {"held_out": {"rise": 0.02, "rise_low": -0.01}},
     ],
     ids=lambda broken: next(iter(broken)),
 )  # fmt: skip
@@ -71,11 +71,34 @@ def test_states_that_differ_and_records_that_end_early_are_named():
     assert differences(roots, {"site": [(1, "b"), (2, "b")]}) == ["site 2", "site ends at 2"]
 
 
-def test_accuracy_is_that_of_the_first_and_of_the_last_two_evaluations(cluster):
-    (cluster.directory / "learner").mkdir()
-    rows = [{"accuracy": value} for value in (0.25, 0.3, 0.5, 0.6)]
-    (cluster.directory / "learner" / "evaluations.jsonl").write_text("\n".join(map(json.dumps, rows)))
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({}, ""),
+        ({"ranks_ended_s": RANKS_ENDED_S + 1}, "until no rank ran"),
+        ({"ended_s": ENDED_S + 1}, "until no agent ran"),
+        ({"next_version_s": TRAINS_S + 1}, "until a new version"),
+    ],
+)
+def test_fault_is_late_beyond_its_stated_bounds(over, said):
+    times = {"ranks_ended_s": RANKS_ENDED_S, "ended_s": ENDED_S, "next_version_s": TRAINS_S} | over
+    row = Row(fault="rank", machine=1, machines=2, head=3, **times)
 
-    found = accuracies(cluster)
+    assert bool(row.late()) == bool(said)
+    assert said in row.late()
 
-    assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.55)
+
+def test_rise_is_of_paired_prompts_with_an_interval():
+    def evaluation(version, right):
+        prompts = [
+            {"prompt_index": index, "samples": [{"reward": float(draw < num)} for draw in range(2)]}
+            for index, num in enumerate(right)
+        ]
+        return {"version": version, "prompts": prompts}
+
+    found = rise({"evaluations": [evaluation(0, [0, 1, 1, 2]), evaluation(9, [1, 2, 1, 2])]})
+
+    # Differences 1/2, 1/2, 0, 0: their deviation is 1 / sqrt(12), their standard error half of it, t(0.975, 3) = 3.182.
+    assert found == {
+        "prompts": 4, "version": 9, "before": 0.5, "after": 0.75, "rise": 0.25, "rise_low": -0.2093, "rise_high": 0.7093
+    }  # fmt: skip

@@ -150,37 +150,39 @@ class Job:
         self.log = log
         self._agents = Agents(machines, config, log=log, max_restarts=0)
         self._ranks: dict[int, list[psutil.Process]] = {}
+        self._all: dict[int, list[psutil.Process]] = {}
 
     def is_whole(self) -> bool:
         """Whether every agent runs."""
         return all(agent.poll() is None for agent in self._agents.agents)
 
     def note_ranks(self) -> None:
-        """Remember the ranks, as a killed agent leaves them behind."""
+        """Remember the ranks and what they have started, as a killed agent leaves them behind."""
         for number, agent in enumerate(self._agents.agents):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._ranks[number] = psutil.Process(agent.pid).children(recursive=True)
+            # Of one that has ended there are none any more.
+            if agent.poll() is None:
+                process = psutil.Process(agent.pid)
+                self._ranks[number] = process.children()
+                self._all[number] = process.children(recursive=True)
 
     def hit(self, machine: int, kind: str) -> None:
-        """SIGKILL to the `rank`, the `agent` or both (`machine`); SIGSTOP to the rank (`stopped`)."""
+        """SIGKILL to the `rank`, the `agent` or all processes (`machine`); SIGSTOP to the rank (`stopped`)."""
         if kind in ("agent", "machine"):
             self._agents.agents[machine].kill()
-        if kind in ("rank", "machine", "stopped"):
-            self._signal(machine, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
-
-    def wake(self, machine: int) -> None:
-        """Let stopped ranks go on."""
-        self._signal(machine, signal.SIGCONT)
+        if kind == "machine":
+            _signal(self._all[machine], signal.SIGKILL)
+        if kind in ("rank", "stopped"):
+            _signal(self._ranks[machine], signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
 
     def end_in_order(self) -> None:
         """SIGTERM to the agent of rank 0, as an operator would."""
         self.note_ranks()
         self._agents.agents[0].terminate()
 
-    async def ended(self, *, timeout_s: float, but_stopped: bool = False) -> bool:
-        """Wait until no process runs; `but_stopped`: none but a stopped one, and the agent that waits for it."""
+    async def ended(self, *, timeout_s: float, but_agents: bool = False) -> bool:
+        """Wait until no process runs; `but_agents`: none of the learner's own."""
         deadline = time.monotonic() + timeout_s
-        while not self._is_over(but_stopped=but_stopped):
+        while not self._is_over(but_agents=but_agents):
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.05)
@@ -189,23 +191,20 @@ class Job:
     def close(self) -> None:
         """End what is left, as a scheduler does with the processes of a job."""
         self.note_ranks()
-        for number in self._ranks:
-            self._signal(number, signal.SIGKILL)
+        for processes in self._all.values():
+            _signal(processes, signal.SIGKILL)
         self._agents.close()
 
-    def _signal(self, machine: int, number: int) -> None:
-        for process in self._ranks.get(machine, []):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+    def _is_over(self, *, but_agents: bool) -> bool:
+        if not but_agents and any(agent.poll() is None for agent in self._agents.agents):
+            return False
+        return all(_state(process) == "" for processes in self._all.values() for process in processes)
 
-    def _is_over(self, *, but_stopped: bool) -> bool:
-        for number, agent in enumerate(self._agents.agents):
-            states = [_state(process) for process in self._ranks.get(number, [])]
-            if but_stopped and psutil.STATUS_STOPPED in states:
-                continue
-            if agent.poll() is None or any(state != "" for state in states):
-                return False
-        return True
+
+def _signal(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _state(process: psutil.Process) -> str:

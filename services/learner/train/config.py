@@ -137,7 +137,8 @@ class _Ranks(_Training):
 
     rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
     """How long a process of the learner may give no sign of life, seconds, where they were started by torchrun; then
-    all of them end, on all machines, with exit code 1. A quarter more passes at most."""
+    all of them end, on all machines, with exit code 1, and by SIGKILL one that stands still. A quarter more passes at
+    most."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda gives each process the GPU of its number on its machine, LOCAL_RANK."""
 

@@ -11,6 +11,7 @@ from heterorl.learner.backends.ranks.meeting import Meeting, check_alike
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.ranks.watch import Watch
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.watchdog import Watchdog
 
 
 class Company:
@@ -47,7 +48,9 @@ class Company:
             self._ranks = self.meeting.join(device=device)
             if place.file is None and place.world_size > 1 and options.kind != "torch":
                 # Those of one machine watch each other's processes.
-                self._watch = Watch(self.meeting.connect(), place, timeout_s=options.rank_timeout_s)
+                timeout_s = options.rank_timeout_s
+                watchdog = Watchdog(1.25 * timeout_s)
+                self._watch = Watch(self.meeting.connect(), place, timeout_s=timeout_s, watchdog=watchdog)
         check_alike(self._ranks, model_dir=config.model_dir, device=device)
         return self._ranks
 

@@ -8,7 +8,8 @@ Guarantees: `rank_timeout_s` and a quarter after a rank was killed, stopped or c
 rank 0 ends with exit code 1 and says so in the store, and the others end by that or by its silence. A rank may be
 inside an operation that nothing can interrupt; its process ends all the same.
 
-A process that dies closes its sockets, which ends the waits of the others at once; this is for what cannot.
+A process that dies closes its sockets, which ends the waits of the others at once; this is for what cannot. What stands
+still cannot end itself: a watchdog does, after the same time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from heterorl.common.errors import OperatorError
 from heterorl.learner.backends.ranks.place import Place
+from heterorl.learner.watchdog import Watchdog
 
 _LOG = logging.getLogger(__name__)
 EXIT_CODE = 1
@@ -54,6 +56,7 @@ class Watch:
         *,
         timeout_s: float,
         on_silence: Callable[[OperatorError], None] = end_process,
+        watchdog: Watchdog | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin.
@@ -63,12 +66,14 @@ class Watch:
             place: this rank's.
             timeout_s: how long another rank may be silent.
             on_silence: called once, in a thread.
+            watchdog: postponed while this process runs; none in a process that is not the learner's alone.
             monotonic: seconds.
         """
         self._store = store
         self._place = place
         self._timeout_s = timeout_s
         self._on_silence = on_silence
+        self._watchdog = watchdog
         self._monotonic = monotonic
         self._others = range(1, place.world_size) if place.rank == 0 else range(1)
         self._closing = threading.Event()
@@ -82,6 +87,8 @@ class Watch:
     def close(self) -> None:
         """Stop watching: from here on other ranks may end."""
         self._closing.set()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def silent(self) -> list[int]:
         """Ranks that have been silent for too long."""
@@ -124,6 +131,9 @@ class Watch:
 
     def _judge(self) -> None:
         while not self._closing.wait(self._period_s):
+            # Here, and not where it speaks: the store may keep that waiting.
+            if self._watchdog is not None:
+                self._watchdog.postpone()
             silent = self.silent()
             if silent:
                 names = ", ".join(map(str, silent))

@@ -59,6 +59,26 @@ def test_closed_watch_judges_nobody(stores):
     assert watch.silent() == []
 
 
+def test_watchdog_is_postponed_while_others_are_watched_and_closed_with_the_watch(stores):
+    class Watchdog:
+        def __init__(self):
+            self.is_postponed, self.is_closed = threading.Event(), False
+
+        def postpone(self):
+            self.is_postponed.set()
+
+        def close(self):
+            self.is_closed = True
+
+    watchdog = Watchdog()
+    watch = Watch(stores(), _place(0, 2), timeout_s=TIMEOUT_S, on_silence=lambda _: None, watchdog=watchdog)
+
+    assert watchdog.is_postponed.wait(TIMEOUT_S)
+    assert not watchdog.is_closed
+    watch.close()
+    assert watchdog.is_closed
+
+
 def test_ranks_of_a_new_round_never_hear_what_was_said_in_the_last(tmp_path):
     def meet(place, results):
         results[place.rank] = Meeting(place)

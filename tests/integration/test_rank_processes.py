@@ -1,0 +1,126 @@
+"""What a rank asks of its machine: to end it with its agent or when it stands still, and to take back freed blocks."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="options of Linux and of glibc")
+
+# Its child asks as a rank does, says so, and waits for ever.
+AGENT = """
+import os, subprocess, sys
+rank = '''
+import os, sys, threading
+from heterorl.learner.launcher import end_with_agent
+print(os.getpid(), end_with_agent(os.environ), flush=True)
+threading.Event().wait()
+'''
+subprocess.Popen([sys.executable, "-c", rank]).wait()
+"""
+
+# Stopped as by SIGSTOP, or postponing all the time and then watched no more, whatever a late thread still calls.
+WATCHED = """
+import os, signal, sys, time
+from heterorl.learner.watchdog import Watchdog
+watchdog = Watchdog(0.8)
+if sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+for _ in range(6):
+    time.sleep(0.2)
+    watchdog.postpone()
+watchdog.close()
+watchdog.postpone()
+time.sleep(1.0)
+"""
+
+# glibc takes blocks from its heap once a larger one has been freed; the last block then holds the end of the heap.
+BLOCKS = """
+import sys
+from heterorl.learner import rank
+from heterorl.learner.backends.ranks.place import Place
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def use(place):
+    bytearray(20 << 20)
+    before = resident_bytes()
+    blocks = [b"x" * (12 << 20) for _ in range(8)]
+    last = b"x" * (1 << 20)
+    del blocks
+    print(resident_bytes() - before - len(last))
+    return 0
+
+rank._obey = use
+if sys.argv[1] == "as it is":
+    rank.keep_freed_frames = lambda: False
+sys.exit(rank.follow(Place(rank=1, local_rank=0, world_size=2, local_world_size=1, host="127.0.0.1", port=1)))
+"""
+
+
+@pytest.fixture
+def start_agent():
+    agents = []
+
+    def start(environment):
+        environment = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_RUN_ID"} | environment
+        agents.append(
+            subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, env=environment)
+        )
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.kill()
+        agent.wait()
+        agent.stdout.close()
+
+
+@pytest.mark.timeout(30)
+def test_rank_ends_with_its_agent_even_while_it_is_stopped(start_agent):
+    agent = start_agent({"TORCHELASTIC_RUN_ID": "none"})
+    pid, answer = agent.stdout.readline().split()
+    assert answer == "True"
+    os.kill(int(pid), signal.SIGSTOP)
+
+    agent.kill()
+
+    # The end of the pipe is that of the last process which holds it: a rank that lives on runs into the time limit.
+    assert agent.stdout.read() == ""
+
+
+@pytest.mark.timeout(30)
+def test_rank_that_torchrun_did_not_start_outlives_its_parent(start_agent):
+    agent = start_agent({})
+    pid, answer = agent.stdout.readline().split()
+    assert answer == "False"
+
+    agent.kill()
+    agent.wait()
+
+    os.kill(int(pid), signal.SIGKILL)  # fails for a process that has ended
+    assert agent.stdout.read() == ""
+
+
+@pytest.mark.timeout(30)
+def test_watchdog_ends_what_stands_still_and_nothing_else():
+    watched = {how: subprocess.Popen([sys.executable, "-c", WATCHED, how]) for how in ("stopped", "running")}
+
+    codes = {how: process.wait() for how, process in watched.items()}
+
+    assert codes == {"stopped": -signal.SIGKILL, "running": 0}
+
+
+def test_rank_gives_freed_blocks_back():
+    kept = {
+        mode: int(subprocess.run([sys.executable, "-c", BLOCKS, mode], capture_output=True, check=True).stdout)
+        for mode in ("as a rank", "as it is")
+    }
+
+    # 96 MiB were freed. The C library on its own keeps what lies below the last block.
+    assert kept["as it is"] > 48 << 20, kept
+    assert kept["as a rank"] < 8 << 20, kept

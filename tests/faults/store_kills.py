@@ -23,9 +23,9 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 from rich.console import Console
@@ -36,7 +36,7 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import GroupId
+from heterorl.common.types.rollout import GroupId, QueuedGroup
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store.postgres.connection import PostgresConnection
@@ -129,7 +129,7 @@ class Trainer:
     async def begin(self) -> None:
         """Take the lease, publish version 0."""
         await self._until_done(self._run.begin)
-        await self._publish(())
+        await self._publish([])
 
     async def run(self) -> None:
         """Consume groups for ever."""
@@ -143,6 +143,8 @@ class Trainer:
 
     async def _follow(self, batch: list[GroupId]) -> None:
         asked: asyncio.Queue[int] = asyncio.Queue()
+        if len(batch) == PER_VERSION:
+            await self._publish(batch)
         asked.put_nowait(2 * PER_VERSION - len(batch))
 
         async def credits() -> AsyncIterator[int]:
@@ -150,21 +152,28 @@ class Trainer:
                 yield await asked.get()
 
         stream = self._client.stream_groups(epoch=self._run.epoch, held=tuple(batch), credits=credits())
-        async for queued in stream:
-            batch.append(queued.group.id)
-            if len(batch) == PER_VERSION:
-                await self._publish(tuple(batch))
-                asked.put_nowait(len(batch))
-                batch.clear()
+        async with contextlib.aclosing(cast("AsyncGenerator[QueuedGroup]", stream)):
+            async for queued in stream:
+                batch.append(queued.group.id)
+                if len(batch) == PER_VERSION:
+                    await self._publish(batch)
+                    asked.put_nowait(PER_VERSION)
 
-    async def _publish(self, consumed: tuple[GroupId, ...]) -> None:
+    async def _publish(self, batch: list[GroupId]) -> None:
+        """Publish a version that consumed a batch, and empty it; nothing has changed where that fails."""
         # Each upload and each publication is asked for until it is answered, under one name.
         self._run.upload = self._upload  # type: ignore[method-assign]
-        request = await self._run.prepare(consumed=consumed)
+        before, consumed = self._run.arena, tuple(batch)
+        try:
+            request = await self._run.prepare(consumed=consumed)
+        except HeterorlError:
+            self._run.arena = before
+            raise
         self._run.head = await self._until_done(lambda: self._client.publish_version(request))
         root = manifest_from_bytes(request.manifest).state_root
         self._run.roots[self._run.head] = root
         self.published[self._run.head] = (root, consumed)
+        batch.clear()
 
     async def _upload(self, data: bytes, digest: Digest, *, offset: int = 0) -> int:
         async def rest() -> int:

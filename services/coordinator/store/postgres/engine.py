@@ -202,9 +202,7 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
             _LOG.info("the store is brought from schema %d to %d", version, SCHEMA_VERSION)
         raw.execute(script.encode())
         if row is None:
-            raw.execute(
-                "INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (uuid.uuid4().hex, SCHEMA_VERSION)
-            )
+            name_store(raw)
         raw.execute(tallies.BEGIN)
         row = raw.execute(
             "UPDATE store SET schema_version = %s, epoch = epoch + 1, taken = now() RETURNING id, epoch",
@@ -212,6 +210,13 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
         ).fetchone()
     assert row is not None
     return str(row[0]), int(row[1])
+
+
+def name_store(raw: psycopg.Connection[Any]) -> str:
+    """Give a store that has just been made its name; returns it."""
+    name = uuid.uuid4().hex
+    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, SCHEMA_VERSION))
+    return name
 
 
 def _failure(error: psycopg.Error) -> HeterorlError:

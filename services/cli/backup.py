@@ -65,7 +65,7 @@ def restore(
         list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
     ] = None,
 ) -> None:
-    """Put a backup where a coordinator will start from it: a new data_dir, and an empty database if store.url names one.
+    """Put a backup where a coordinator will start from it: a new data_dir, and an empty database at store.url.
 
     A backup is of no particular store: one of a run in SQLite goes into PostgreSQL, and the other way round.
     """

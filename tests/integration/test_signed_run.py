@@ -27,7 +27,7 @@ from heterorl.sampler.policy.record import RunReplaced
 from tests.support.forging import Forger
 from tests.support.learner_world import fill, learn, learner_config, rows
 from tests.support.merging import LARGER, RandomRun, merging
-from tests.support.policy_site import sampling, serving
+from tests.support.policy_site import Counting, sampling, serving
 from tests.support.run import Run
 
 

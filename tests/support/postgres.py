@@ -29,16 +29,17 @@ def binaries() -> Path | None:
 class PostgresServer:
     """A server whose commits are durable as far as its disk is; the disk is memory where there is some.
 
-    `settings` are parameters of the server, such as "wal_level=logical".
+    `settings` are parameters of the server, such as "wal_level=logical"; on a disk where `in_memory` is false.
     """
 
-    def __init__(self, *settings: str) -> None:
+    def __init__(self, *settings: str, in_memory: bool = True) -> None:
         self._settings = [word for setting in settings for word in ("-c", setting)]
         folder = binaries()
         assert folder is not None, "PostgreSQL is not installed: apt-get install postgresql"
         self._binaries = folder
         shm = Path("/dev/shm")
-        self.directory = Path(tempfile.mkdtemp(prefix="heterorl-pg-", dir=shm if os.access(shm, os.W_OK) else None))
+        is_there = in_memory and os.access(shm, os.W_OK)
+        self.directory = Path(tempfile.mkdtemp(prefix="heterorl-pg-", dir=shm if is_there else None))
         # The server refuses to run as root. Changing the user by a program, and not in a child of this process, spares
         # that child gRPC's handlers of fork, which may end it.
         self._as_user: list[str] = []
@@ -52,6 +53,12 @@ class PostgresServer:
         subprocess.run(made, check=True, capture_output=True, cwd=self.directory)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the server that was started last."""
+        assert self._process is not None
+        return self._process.pid
 
     def start(self) -> None:
         """Start the server and wait until it answers."""

@@ -1,7 +1,7 @@
 """A run from a backup, or from the data directory of a coordinator that was stopped, in a new place and either store.
 
-    DATA_DIR.partial    under way; removed by the next attempt
-    DATA_DIR            whole and durable; the rows are in the database with the last step
+    DATA_DIR/.restoring    under way; removed by the next attempt
+    DATA_DIR               whole and durable once the store is there: the file, or the rows in the database, come last
 
 What the place that is left behind acknowledged since is gone, and nobody who saw it can be asked from here. So the run
 says of itself that it went back: a row in the log of audit, and epochs of learners so far on that whoever held a lease
@@ -30,6 +30,7 @@ from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.room import operators_error
 from heterorl.coordinator.store.sqlite.engine import connect as connect_file
 from heterorl.coordinator.versions import lineage
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 EPOCHS_BEYOND = 1 << 20
 """More than the leases that were granted between a backup and its restoration."""
+_PARTIAL = ".restoring"
 Advance = Callable[[int, int], None]
 """Told the bytes of payloads that are done, and of all."""
 
@@ -74,11 +76,27 @@ def restore(
         OperatorError: there is no store, it is in use, or PostgreSQL refuses.
         CorruptStore: the store fails its check, or was written by a newer program.
     """
-    if data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir())):
-        raise ConfigError("data_dir", f"{data_dir} is not empty", action="choose a new directory, or move it away")
-    partial = data_dir.with_name(f"{data_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    make_directory(partial, mode=0o700)
+    partial = data_dir / _PARTIAL
+    try:
+        # In it, not beside it: a data_dir may be a mount of its own.
+        make_directory(data_dir, mode=0o700)
+        if {path.name for path in data_dir.iterdir()} - {_PARTIAL, "lost+found"}:
+            raise ConfigError("data_dir", f"{data_dir} is not empty", action="choose a new directory")
+        shutil.rmtree(partial, ignore_errors=True)
+        make_directory(partial, mode=0o700)
+        try:
+            return _restore(source, partial, run_id=run_id, data_dir=data_dir, url=url, now=now, advance=advance)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise operators_error(data_dir, error) from error
+    except sqlite3.Error as error:
+        raise OperatorError(f"the store could not be copied: {error}", action="check the disk of data_dir") from error
+
+
+def _restore(
+    source: Path, partial: Path, *, run_id: str, data_dir: Path, url: str, now: float, advance: Advance
+) -> Restored:
     store = partial / STORE_FILE
     with open_store(source) as connection:
         own = _text(connection, "run_id")
@@ -94,15 +112,10 @@ def restore(
             _write(file, raw, partial)
         # Folds its log into the file.
         file.close()
-        if raw is not None:
-            store.unlink()
-        else:
-            _sync(store)
-        sync_directory(partial)
-        if data_dir.exists():
-            data_dir.rmdir()
-        partial.replace(data_dir)
-        sync_directory(data_dir.parent)
+        _sync(store)
+        for name in ("blobs", "postgres" if url else STORE_FILE):
+            (partial / name).replace(data_dir / name)
+        sync_directory(data_dir)
     return Restored(run_id=run_id, num_payloads=copied, missing=missing, **found)
 
 

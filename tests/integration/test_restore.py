@@ -170,6 +170,31 @@ async def test_backup_of_postgres_under_traffic_is_one_moment(url_of, tmp_path):
         await restored.close()
 
 
+async def test_what_is_committed_between_two_tables_is_in_neither(url_of, tmp_path, monkeypatch):
+    from heterorl.coordinator.store.postgres import transfer
+
+    core = await opened(tmp_path / "data", url_of("postgres", "moment"))
+    run = await begun(core, tmp_path)
+    await run.push(2)
+    loop, real = asyncio.get_running_loop(), transfer._read_table
+
+    def slow(*words):
+        real(*words)
+        asyncio.run_coroutine_threadsafe(run.push(1), loop).result(30)
+
+    monkeypatch.setattr(transfer, "_read_table", slow)
+    await core.backups.make("one")
+    pushed = run.sequence
+    await core.close()
+
+    restore(tmp_path / "data/backups/one", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
+    restored = await opened(tmp_path / "new", "")
+    counts = await restored.database.run(ledger.counts)
+    assert counts == await restored.database.run(ledger.recount)
+    assert (counts.acked, pushed > 10) == (2, True)
+    await restored.close()
+
+
 async def test_place_that_is_taken_is_left_alone(url_of, tmp_path):
     core = await opened(tmp_path / "data", "")
     await begun(core, tmp_path)

@@ -172,11 +172,11 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
         import psycopg
     except ImportError:
         raise DependencyMissing("psycopg", "postgres") from None
-    from heterorl.coordinator.store.postgres.engine import connect, try_lock
+    from heterorl.coordinator.store.postgres.engine import connect, lock_soon
     from heterorl.coordinator.store.postgres.schema import WRITER, migrated_from
 
     with contextlib.closing(connect(url)) as raw:
-        if not try_lock(raw):
+        if not lock_soon(raw):
             raise OperatorError("a coordinator has the store at store.url", action="choose an empty database or schema")
         try:
             with raw.transaction():

@@ -9,6 +9,10 @@ what it takes while the same sites only watch and beat, which stands beside it.
 Then a store gets a history of versions and consumed groups by SQL, and the same sites: a start and each latency beside
 those of an empty store.
 
+Last, most sites once more with the store in a file of SQLite's and in PostgreSQL, one after the other: `stores`. The
+server is on this machine and its disk, reached by a socket of the machine; its CPU stands in a column of its own.
+`--only stores` measures these rows alone, and leaves the others in the file as they are.
+
     python -m benchmarks.sites --out benchmarks/results/sites.json
 """
 
@@ -29,6 +33,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -47,6 +52,7 @@ from heterorl.common.wire.common import contract_to_bytes
 from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
 from heterorl.coordinator.status import encode
 from heterorl.demo.processes import Child, start, stop
+from tests.support.postgres import PostgresServer, binaries
 
 PER_VERSION = 500
 HEARTBEAT_S = 2.0
@@ -190,12 +196,13 @@ def percentile(values: list[float], share: float) -> float:
     return round(1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 2) if values else -1.0
 
 
-def open_coordinator(directory: Path) -> tuple[Child, str, float]:
+def open_coordinator(directory: Path, url: str = "") -> tuple[Child, str, float]:
     """Start a coordinator over a directory; returns it, its address and the seconds until it serves."""
     address = f"127.0.0.1:{free_port()}"
     tables = {
         "run_id": "bench", "data_dir": str(directory / "coordinator"), "listen": address, "metrics_port": 0,
         "tls": {"insecure": True}, "groups_per_version": PER_VERSION, "max_outstanding_groups": 8 * PER_VERSION,
+        "store": {"url": url},
     }  # fmt: skip
     announced = directory / "coordinator" / "address"
     announced.unlink(missing_ok=True)
@@ -208,10 +215,10 @@ def open_coordinator(directory: Path) -> tuple[Child, str, float]:
 
 
 async def measure(
-    directory: Path, *, sites: int, rate: float, idle_s: float, load_s: float, reference: str
+    directory: Path, *, sites: int, rate: float, idle_s: float, load_s: float, reference: str, url: str = ""
 ) -> dict[str, Any]:
     """One row: a coordinator over the directory, so many sites."""
-    child, address, start_s = open_coordinator(directory)
+    child, address, start_s = open_coordinator(directory, url)
     pid = child.process.pid
     try:
         async with connect(address) as client:
@@ -315,15 +322,47 @@ async def bare_server() -> AsyncIterator[str]:
         await process.wait()
 
 
+async def measure_stores(directory: Path, *, sites: int, **common: Any) -> list[dict[str, Any]]:
+    """The most sites, with the store in SQLite and in PostgreSQL."""
+    rows = [{"store": "sqlite", **await measure(directory / "store-sqlite", sites=sites, **common)}]
+    print(json.dumps(rows[-1]), flush=True)
+    if binaries() is None:
+        print("PostgreSQL is not installed: make postgres", flush=True)
+        return rows
+    server = PostgresServer(in_memory=False)
+    try:
+        began, before = time.perf_counter(), family_cpu_s(server.pid)
+        row = await measure(directory / "store-postgres", sites=sites, url=server.make_schema("bench"), **common)
+        share = (family_cpu_s(server.pid) - before) / (time.perf_counter() - began)
+    finally:
+        server.stop()
+    rows.append({"store": "postgres", **row, "server_cpu_share": round(share, 3)})
+    print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def family_cpu_s(pid: int) -> float:
+    """CPU that a process and those it began have taken, the ended ones among them."""
+    root = psutil.Process(pid)
+    spent = 0.0
+    for process in (root, *root.children(recursive=True)):
+        times = process.cpu_times()
+        spent += times.user + times.system + (times.children_user + times.children_system if process == root else 0.0)
+    return spent
+
+
 async def measure_all(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All rows."""
+    """All rows, or those that were asked for."""
     common = {"rate": arguments.rate, "idle_s": arguments.idle_s, "load_s": arguments.load_s}
+    most = max(arguments.sites)
     rows, history = [], []
     async with bare_server() as reference:
+        if arguments.only == "stores":
+            return {"stores": await measure_stores(directory, sites=most, reference=reference, **common)}
         for sites in arguments.sites:
             rows.append(await measure(directory / f"sites-{sites}", sites=sites, reference=reference, **common))
             print(json.dumps(rows[-1]), flush=True)
-        sites = min(100, max(arguments.sites))
+        sites = min(100, most)
         for versions, groups in ((0, 0), (arguments.versions, arguments.groups)):
             place = directory / "history"
             if versions:
@@ -334,7 +373,8 @@ async def measure_all(directory: Path, arguments: argparse.Namespace) -> dict[st
             size = (place / "coordinator" / "coordinator.sqlite").stat().st_size
             history.append({"versions": versions, "groups": groups, "store_mb": round(size / 1e6, 1), **row})
             print(json.dumps(history[-1]), flush=True)
-    return {"rows": rows, "history": history}
+        stores = await measure_stores(directory, sites=most, reference=reference, **common)
+    return {"rows": rows, "history": history, "stores": stores}
 
 
 def main() -> None:
@@ -347,24 +387,30 @@ def main() -> None:
     parser.add_argument("--load-s", type=float, default=20.0)
     parser.add_argument("--versions", type=int, default=100_000)
     parser.add_argument("--groups", type=int, default=1_000_000)
+    parser.add_argument("--only", choices=["stores"], help="measure these rows alone")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="heterorl-sites-") as directory:
         found = asyncio.run(measure_all(Path(directory), arguments))
-    results: dict[str, Any] = {
+    conditions = {
         "rate_groups_per_s": arguments.rate,
         "heartbeat_s": HEARTBEAT_S,
         "cores": os.cpu_count(),
         "processor": platform.processor() or "cpu",
         "load_average_before": round(load, 2),
-        **found,
     }
+    found["stores"] = [{**row, "load_average_before": round(load, 2)} for row in found["stores"]]
+    earlier = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.only else conditions
+    results: dict[str, Any] = {**earlier, **found}
     names = ["sites", "groups_per_s", "cpu_ms_per_group", "idle_cpu_share", "lease_p99_ms", "heartbeat_p99_ms",
              "push_p99_ms", "reference_p99_ms", "rss_mb", "start_s"]  # fmt: skip
     for title, key, columns in (
         (f"{arguments.rate:g} groups/s of all sites together", "rows", names),
         ("a long history beside none", "history", ["versions", "groups", "store_mb", *names]),
+        ("the store in SQLite and in PostgreSQL", "stores", ["store", *names]),
     ):
+        if key not in found:
+            continue
         table = Table(title=title)
         for column in columns:
             table.add_column(column, justify="right")

@@ -17,7 +17,15 @@ from docs.lab_tables import LAB
 from docs.markdown import SOURCES, table
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md", "docs/one-side.md", "docs/plan.md", "docs/machines.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/results.md",
+    "docs/delays.md",
+    "docs/one-side.md",
+    "docs/plan.md",
+    "docs/machines.md",
+    "docs/operate.md",
+)
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _FAULTS = {
     "machine": "agent and process killed",
@@ -146,6 +154,54 @@ def _sites() -> str:
     )  # fmt: skip
 
 
+def _kills_stores() -> str:
+    found = _benchmark("kills_stores")
+    names = {
+        "postgres": "PostgreSQL", "active": "the active coordinator", "standby": "the standby",
+        "race": "both coordinators, in turn",
+    }  # fmt: skip
+    kills = table(
+        ["killed", "times", "until a coordinator answers, median", "longest"],
+        [
+            [
+                names[kind],
+                str(count),
+                *(f"{found['takeover_s'][kind][which]:.1f} s" for which in ("median", "max")),
+            ]
+            for kind, count in found["kills"].items()
+        ],
+    )
+    account = table(
+        ["account", ""],
+        [
+            [
+                "groups acknowledged, lost, taken twice",
+                f"{found['acknowledged']}, {found['lost']}, {found['duplicated']}",
+            ],
+            ["ledger", "balanced" if found["ledger_balanced"] else "NOT balanced"],
+            ["transactions, epochs of the store", f"{found['transactions']:,}, {found['epochs']}"],
+            ["epochs that committed at once, at most", str(found["epochs_committing_at_once"])],
+        ],
+    )
+    return f"{kills}\n\n{account}"
+
+
+def _sites_stores() -> str:
+    return table(
+        ["store", "sites", "groups/s", "lease p99", "push p99", "heartbeat p99", "bare call p99", "CPU without groups"],
+        [
+            [
+                {"sqlite": "SQLite", "postgres": "PostgreSQL"}[r["store"]],
+                f"{r['sites']:,}",
+                f"{r['groups_per_s']:.1f}",
+                *(f"{r[f'{call}_p99_ms']:,.0f} ms" for call in ("lease", "push", "heartbeat", "reference")),
+                _percent(r["idle_cpu_share"]),
+            ]
+            for r in _benchmark("sites")["stores"]
+        ],
+    )
+
+
 def _ingest() -> str:
     rows = {(r["group_bytes"], r["system"]): r for r in _benchmark("ingest")["rows"]}
     systems = ("heterorl", "postgres", "jetstream", "disk")
@@ -237,6 +293,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "publish": _publish,
     "publish-memory": _publish_memory,
     "sites": _sites,
+    "sites-stores": _sites_stores,
+    "kills-stores": _kills_stores,
     "ingest": _ingest,
     "pull": _pull,
     "plan": lambda: table(*plans.plans()),

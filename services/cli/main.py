@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import heterorl
-from heterorl.cli.backup import backup
+from heterorl.cli.backup import backup, restore
 from heterorl.cli.certs import app as certs
 from heterorl.cli.check_config import check_config, check_link
 from heterorl.cli.doctor import doctor
@@ -25,7 +25,7 @@ from heterorl.cli.lab import app as lab
 from heterorl.cli.live.top import top
 from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status
-from heterorl.cli.orders import audit, rollback, sites
+from heterorl.cli.orders import accept_rewind, audit, rollback, sites
 from heterorl.cli.plan.command import plan
 from heterorl.cli.report import report
 from heterorl.cli.samples.command import samples
@@ -221,6 +221,8 @@ def export(
 app.command(rich_help_panel=CHECK)(evaluate)
 app.command(rich_help_panel=STEER)(rollback)
 app.command(rich_help_panel=STEER)(backup)
+app.command(rich_help_panel=STEER)(restore)
+app.command("accept-rewind", rich_help_panel=STEER)(accept_rewind)
 
 
 app.command(rich_help_panel=WATCH)(status)

@@ -1,4 +1,7 @@
-"""What an operator orders of a run: going back to the weights of an earlier version, letting a site back in."""
+"""What an operator orders of a run: going back to the weights of an earlier version, letting a site back in.
+
+And what the operator of a site agrees to there: that a run went back, which no coordinator can order.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from heterorl.cli.link import (
     ask,
     find_link,
 )
-from heterorl.common.errors import UnknownVersion
+from heterorl.cli.service_config import load_service
+from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
 
 def rollback(
@@ -68,6 +72,40 @@ def sites_release(
     )
     free = f"{site} was not in quarantine; its failures are forgotten"
     typer.echo(f"{site} is released; it was in quarantine because {before}" if before else free)
+
+
+def accept_rewind(
+    rewind: Annotated[
+        str, typer.Argument(metavar="RUN:VERSION", help="The run, and the version that the run's operator restored.")
+    ],
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="TOML file of the sampler; it must not be running.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Agree, at a site, that a run went back to an earlier version: its sampler forgets the later ones that it saw.
+
+    Only for a run whose operator says that it was restored from a backup of that version. Agreed once, for this once: a
+    run that goes back again is refused again. Signatures are checked as before.
+    """
+    run, _, number = rewind.rpartition(":")
+    if not run or not number.isdecimal():
+        raise ConfigError("RUN:VERSION", f"{rewind} is no run and version", action="write it as math-run:120")
+    loaded = load_service("sampler", config, set_ or ())
+    from heterorl.sampler.policy.rewind import agree, differences
+
+    found = differences(loaded.state_dir, run=run, to_version=int(number))
+    for words in found:
+        typer.echo(words)
+    if not found:
+        raise OperatorError(f"nothing above version {number} was seen here", action="start the sampler")
+    if not yes:
+        typer.confirm(f"Did the operator of run {run} say that it was restored at version {number}?", abort=True)
+    agree(loaded.state_dir, run=run, to_version=int(number))
+    typer.echo(f"run {run} may go on from version {number}; start the sampler")
 
 
 audit = typer.Typer(help="A coordinator's log of audit, read offline.", no_args_is_help=True)

@@ -129,6 +129,7 @@ async def open_parts(
             damage=damage,
             keeper=keeper,
             clock=clock,
+            store_url=config.store.url,
         ),
         sites=sites,
         deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s, started=now),

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import psycopg
@@ -28,38 +27,55 @@ def binaries() -> Path | None:
 
 
 class PostgresServer:
-    """A server whose commits are durable as far as its disk is; the disk is memory where there is some."""
+    """A server whose commits are durable as far as its disk is; the disk is memory where there is some.
 
-    def __init__(self) -> None:
+    `settings` are parameters of the server, such as "wal_level=logical"; on a disk where `in_memory` is false.
+    """
+
+    def __init__(self, *settings: str, in_memory: bool = True) -> None:
+        self._settings = [word for setting in settings for word in ("-c", setting)]
         folder = binaries()
         assert folder is not None, "PostgreSQL is not installed: apt-get install postgresql"
         self._binaries = folder
         shm = Path("/dev/shm")
-        self.directory = Path(tempfile.mkdtemp(prefix="heterorl-pg-", dir=shm if os.access(shm, os.W_OK) else None))
-        # The server refuses to run as root.
-        self._user: dict[str, Any] = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
-        if self._user:
+        is_there = in_memory and os.access(shm, os.W_OK)
+        self.directory = Path(tempfile.mkdtemp(prefix="heterorl-pg-", dir=shm if is_there else None))
+        # The server refuses to run as root. Changing the user by a program, and not in a child of this process, spares
+        # that child gRPC's handlers of fork, which may end it.
+        self._as_user: list[str] = []
+        if os.geteuid() == 0:
+            self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
             shutil.chown(self.directory, "postgres", "postgres")
-        made = [folder / "initdb", "-D", self.directory / "data", "-A", "trust", "-U", "test", "-E", "UTF8", "-N"]
-        subprocess.run(made, check=True, capture_output=True, cwd=self.directory, **self._user)
+        made = [
+            *self._as_user, folder / "initdb", "-D", self.directory / "data", "-A", "trust", "-U", "test", "-E", "UTF8",
+            "-N",
+        ]  # fmt: skip
+        subprocess.run(made, check=True, capture_output=True, cwd=self.directory)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the server that was started last."""
+        assert self._process is not None
+        return self._process.pid
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
         command = [
-            self._binaries / "postgres", "-D", self.directory / "data", "-k", self.directory,
+            *self._as_user, self._binaries / "postgres", "-D", self.directory / "data", "-k", self.directory,
             "-c", "listen_addresses=", "-c", "shared_buffers=32MB", "-c", "max_connections=40",
+            *self._settings,
         ]  # fmt: skip
         with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.directory, **self._user)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_S
         while True:
             with contextlib.suppress(psycopg.OperationalError):
                 psycopg.connect(self.url()).close()
                 return
             is_late = self._process.poll() is not None or time.monotonic() > deadline
-            assert not is_late, (self.directory / "log").read_text()
+            assert not is_late, f"code {self._process.poll()}: " + (self.directory / "log").read_text()
             time.sleep(0.05)
 
     def kill(self) -> None:

@@ -52,6 +52,7 @@ class Witness:
         operator: who may ask for the state of the run, where certificates tell roles apart.
         pause_s: between two pushes.
         right: how often an answer of it has the reward 1.
+        site: its name; another one for each witness of a run.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Witness:
         operator: CoordinatorClient | None = None,
         pause_s: float = 0.05,
         right: float = 0.5,
+        site: str = "witness",
     ) -> None:
         self._client = client
         self._operator = operator or client
@@ -70,7 +72,7 @@ class Witness:
         self._right = right
         self._contract = contract
         self._random = random.Random(seed)
-        self._site, self._incarnation = SiteId("witness"), f"seed-{seed}"
+        self._site, self._incarnation = SiteId(site), f"seed-{seed}"
         self._sequence = 0
         self.acknowledged: set[GroupId] = set()
         self.refused: list[HeterorlError] = []

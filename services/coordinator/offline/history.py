@@ -87,6 +87,10 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
         CorruptStore: SQLite cannot read it.
     """
     path = directory / STORE_FILE
+    if not path.is_file() and (directory / "postgres").is_file():
+        raise OperatorError(
+            f"the store of {directory} is in PostgreSQL", action="make a backup (`heterorl backup`), and name that"
+        )
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
     if _is_locked(path):

@@ -3,14 +3,17 @@
     backups/<name>.partial    under way; removed by the next backup
     backups/<name>            whole and durable: a data_dir, from which a coordinator starts
 
-The store is copied by its own thread between two transactions; deletion waits until the payloads that the copy names
-are linked, or copied where they are on another disk. A link shares its bytes with the payload: against the loss of the
-disk the directory has to go to another one. Uploads under way and merged deltas are no part of it.
+A store in SQLite is copied by its own thread between two transactions; one in PostgreSQL is read in a session of the
+backup's own, from one snapshot, into a file of SQLite's with the same tables: every backup has one form. Deletion waits
+until the payloads that the copy names are linked, or copied where they are on another disk. A link shares its bytes
+with the payload: against the loss of the disk the directory has to go to another one. Uploads under way and merged
+deltas are no part of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -21,7 +24,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, StoreFull
+from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.rpc.backup import Backup
@@ -57,7 +60,9 @@ class Backups:
         damage: Damage,
         keeper: Keeper,
         clock: Clock,
+        store_url: str = "",
     ) -> None:
+        self._store_url = store_url
         self._directory = directory
         self._run_id = run_id
         self._database = database
@@ -103,7 +108,10 @@ class Backups:
         try:
             async with self._keeper.undisturbed():
                 copy = partial / STORE_FILE
-                digests, head, audit_digest = await self._database.run_alone(lambda connection: _copy(connection, copy))
+                if self._store_url:
+                    digests, head, audit_digest = await asyncio.to_thread(_read_out, self._store_url, copy)
+                else:
+                    digests, head, audit_digest = await self._database.run_alone(lambda c: _copy(c, copy))
                 made_s = self._clock.wall()
                 try:
                     num_bytes = await asyncio.to_thread(self._take, digests, partial)
@@ -142,18 +150,40 @@ class Backups:
         return num_bytes
 
 
-def _copy(connection: Connection, path: Path) -> tuple[list[Digest], int | None, str]:
-    """Store operation, outside any transaction: copy the store; returns what the copy names, its head, its audit."""
-    if not isinstance(connection, sqlite3.Connection):
-        raise InvalidRequest("the store of this run is in PostgreSQL: dump it with pg_dump, then copy data_dir/blobs")
-    digests = [Digest(row[0]) for row in connection.execute("SELECT DISTINCT digest FROM payloads")]
-    last = connection.execute("SELECT digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
-    head = lineage.head_version(connection)
+Named = tuple[list[Digest], int | None, str]
+"""What a copy names: its payloads, its head, the digest of its newest row of audit."""
+
+
+def _copy(connection: Connection, path: Path) -> Named:
+    """Store operation, outside any transaction: copy the file of SQLite's."""
+    named = _named(connection)
     try:
         connection.execute("VACUUM INTO ?", (str(path),))
     except sqlite3.Error as error:
         raise _of_copy(error) from error
-    return digests, head, str(last[0]) if last else ""
+    return named
+
+
+def _read_out(url: str, path: Path) -> Named:
+    """Read a database into a file of SQLite's; blocks."""
+    import psycopg
+
+    from heterorl.coordinator.store.postgres.transfer import read_into
+
+    try:
+        read_into(url, path)
+        with contextlib.closing(sqlite3.connect(path)) as copy:
+            return _named(copy)
+    except sqlite3.Error as error:
+        raise _of_copy(error) from error
+    except (psycopg.Error, OperatorError) as error:
+        raise Busy(f"the store could not be read: {error}", retry_after_s=_BUSY_S) from error
+
+
+def _named(connection: Connection) -> Named:
+    digests = [Digest(row[0]) for row in connection.execute("SELECT DISTINCT digest FROM payloads")]
+    last = connection.execute("SELECT digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
+    return digests, lineage.head_version(connection), str(last[0]) if last else ""
 
 
 def _of_copy(error: sqlite3.Error) -> HeterorlError:

@@ -40,7 +40,10 @@ async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mappi
     if newest is None:
         return NOTHING_ABANDONED
     if newest.run_id and child.run_id != newest.run_id:
-        raise RunReplaced(f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}")
+        raise RunReplaced(
+            f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}",
+            action="name the coordinator of that run, or choose another state_dir",
+        )
     if child.version < newest.version:
         raise RunReplaced(f"version {child.version} is older than version {newest.version}, used before")
     if child.version == newest.version:

@@ -5,23 +5,29 @@ A flavour's states are others under the same numbers, so its file is another one
     {"version": 7, "state_root": "<64 hex>", "manifest_digest": "<64 hex>", "run_id": "run", "signed_by": "unsigned"}
 
 Guarantees: a row is on disk before its version can be generated with; a version seen once is never accepted with
-another state or manifest, and a head below a version seen is never followed, also after a restart: only a person may
-declare that the run began again, by moving the file away. A row torn by a crash is cut off: its version is verified
-again. Rows of an earlier program state neither digest, run nor signature; then less is held against what comes.
+another state or manifest, and a head below a version seen is never followed, also after a restart: only a person at
+this site may agree that the run went back, by `heterorl accept-rewind`, and what was seen is kept beside. A row torn by
+a crash is cut off: its version is verified again. Rows of an earlier program state neither digest, run nor signature;
+then less is held against what comes.
+
+    versions.jsonl            what holds
+    versions.jsonl.above-5    what held before a person agreed that the run went back to version 5
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError
-from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.process.files import make_directory, replacing, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION
 
@@ -29,7 +35,10 @@ from heterorl.common.types.policy import NO_VERSION
 class RunReplaced(OperatorError):
     """The coordinator contradicts what this sampler verified before: its versions were lost, or are another run's."""
 
-    action = "ask the run's operator; to follow the run as it is now, move versions.jsonl out of state_dir and restart"
+    action = (
+        "ask the run's operator; where the run was restored from a backup, of version V, agree once on this machine by"
+        " `heterorl accept-rewind RUN:V --config sampler.toml`, and start again"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +61,7 @@ class VersionRecord:
     """Rows of one file. Blocking; call from threads."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._seen: dict[int, SeenVersion] = {}
         if path.exists():
             self._read()
@@ -61,6 +70,25 @@ class VersionRecord:
             path.touch()
             # Without this a power cut could take the whole file, fsynced rows and all.
             sync_directory(path.parent)
+
+    @property
+    def versions(self) -> Collection[int]:
+        """Numbers of the versions that were verified."""
+        return self._seen.keys()
+
+    def rewind(self, to_version: int) -> list[SeenVersion]:
+        """Forget what was seen above a version, where a person says that the run went back; returns what is forgotten.
+
+        Durable when it returns; the record as it was is kept beside it.
+        """
+        forgotten = [seen for version, seen in sorted(self._seen.items()) if version > to_version]
+        if forgotten:
+            kept = {version: seen for version, seen in self._seen.items() if version <= to_version}
+            _keep_beside(self.path, f"{self.path.name}.above-{to_version}")
+            with replacing(self.path, is_durable=True) as file:
+                file.write(b"".join(map(_row, kept.values())))
+            self._seen = kept
+        return forgotten
 
     @property
     def newest(self) -> SeenVersion | None:
@@ -84,8 +112,8 @@ class VersionRecord:
             return
         if known is not None:
             _check_same(known, seen)
-        row = (json.dumps(dataclasses.asdict(seen)) + "\n").encode("ascii")
-        with self._path.open("ab", buffering=0) as file:
+        row = _row(seen)
+        with self.path.open("ab", buffering=0) as file:
             before = file.tell()
             try:
                 if file.write(row) != len(row):
@@ -94,22 +122,37 @@ class VersionRecord:
             except OSError as error:
                 file.truncate(before)
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise DiskFull(str(self._path.parent)) from error
+                    raise DiskFull(str(self.path.parent)) from error
                 raise
         self._seen[seen.version] = seen
 
     def _read(self) -> None:
-        data = self._path.read_bytes()
+        data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:whole].splitlines(), start=1):
             try:
                 seen = _parse(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 action = "move it away; versions seen before are then not recognised"
-                raise CorruptStore(f"{self._path}, line {number}: {error}", action=action) from error
+                raise CorruptStore(f"{self.path}, line {number}: {error}", action=action) from error
             self._seen[seen.version] = seen
         if whole != len(data):
-            os.truncate(self._path, whole)
+            os.truncate(self.path, whole)
+
+
+def _row(seen: SeenVersion) -> bytes:
+    return (json.dumps(dataclasses.asdict(seen)) + "\n").encode("ascii")
+
+
+def _keep_beside(path: Path, name: str) -> None:
+    """Give a file a second name, one that is free."""
+    for number in itertools.count(1):
+        try:
+            path.with_name(name if number == 1 else f"{name}.{number}").hardlink_to(path)
+        except FileExistsError:
+            continue
+        sync_directory(path.parent)
+        return
 
 
 def _check_same(known: SeenVersion, seen: SeenVersion) -> None:

@@ -11,6 +11,7 @@ Never through a pooler that hands sessions around: the lock would stay behind in
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from typing import Any
 
@@ -28,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 _OPERATION_ERRORS = (errors.IntegrityError, errors.ProgrammingError, errors.DataError, errors.NotSupportedError)
 MIN_SERVER = 150000
 CONNECT_S = 5
+ENDING_S = 1.0
+"""A server notices within milliseconds that a session was closed, on a busy machine somewhat later."""
 _DEAD_S = 5
 _LINK: dict[str, Any] = {
     "autocommit": True,
@@ -68,6 +71,7 @@ class PostgresEngine:
             CorruptStore: the store was written by another schema.
         """
         self._raw = raw
+        self._has_savepoint = False
         self.connection = PostgresConnection(raw)
         try:
             self.store_id, self.epoch = _begin_epoch(raw)
@@ -80,6 +84,7 @@ class PostgresEngine:
 
     def begin(self) -> None:
         """Begin a transaction, and keep others from beginning an epoch while it runs."""
+        self._has_savepoint = False
         cursor = self._raw.execute("BEGIN; SELECT epoch FROM store FOR SHARE")
         cursor.nextset()
         row = cursor.fetchone()
@@ -97,15 +102,16 @@ class PostgresEngine:
 
     def save(self) -> None:
         """Begin an operation inside the transaction."""
-        self._raw.execute("SAVEPOINT one")
+        self._raw.execute("RELEASE one; SAVEPOINT one" if self._has_savepoint else "SAVEPOINT one")
+        self._has_savepoint = True
 
     def keep(self) -> None:
-        """End the operation."""
-        self._raw.execute("RELEASE one")
+        """End the operation; the server hears of it with the next one or with COMMIT, which spares a round trip."""
 
     def undo(self) -> None:
         """Undo the operation alone."""
         self._raw.execute("ROLLBACK TO one; RELEASE one")
+        self._has_savepoint = False
 
     def fault(self, error: Exception) -> Fault:
         """What one of PostgreSQL's errors says."""
@@ -151,6 +157,16 @@ def try_lock(raw: psycopg.Connection[Any]) -> bool:
     return bool(row and row[0])
 
 
+def lock_soon(raw: psycopg.Connection[Any]) -> bool:
+    """Take the store's lock, and give a session that is just ending a moment; returns whether nobody has it."""
+    deadline = time.monotonic() + ENDING_S
+    while not try_lock(raw):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def open_store(url: str) -> PostgresEngine:
     """Take the store at once.
 
@@ -159,7 +175,7 @@ def open_store(url: str) -> PostgresEngine:
         CorruptStore: the store was written by another schema.
     """
     raw = connect(url)
-    if not try_lock(raw):
+    if not lock_soon(raw):
         raw.close()
         raise OperatorError(
             "another coordinator has the store", action="stop it, or start this one with --standby to follow it"
@@ -202,9 +218,7 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
             _LOG.info("the store is brought from schema %d to %d", version, SCHEMA_VERSION)
         raw.execute(script.encode())
         if row is None:
-            raw.execute(
-                "INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (uuid.uuid4().hex, SCHEMA_VERSION)
-            )
+            name_store(raw)
         raw.execute(tallies.BEGIN)
         row = raw.execute(
             "UPDATE store SET schema_version = %s, epoch = epoch + 1, taken = now() RETURNING id, epoch",
@@ -212,6 +226,13 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
         ).fetchone()
     assert row is not None
     return str(row[0]), int(row[1])
+
+
+def name_store(raw: psycopg.Connection[Any]) -> str:
+    """Give a store that has just been made its name; returns it."""
+    name = uuid.uuid4().hex
+    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, SCHEMA_VERSION))
+    return name
 
 
 def _failure(error: psycopg.Error) -> HeterorlError:

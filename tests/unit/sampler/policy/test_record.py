@@ -64,7 +64,7 @@ def test_version_with_another_state_is_refused_also_after_a_restart(tmp_path):
     before = path.read_bytes()
     for again in (record, VersionRecord(path)):
         with pytest.raises(
-            RunReplaced, match=r"version 7 had state a{12} before and has b{12} now.*move versions.jsonl"
+            RunReplaced, match=r"version 7 had state a{12} before and has b{12} now.*accept-rewind RUN:V"
         ):
             again.note(seen(7, B))
         again.note(seen(7))

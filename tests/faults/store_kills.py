@@ -1,0 +1,393 @@
+"""SIGKILL PostgreSQL and coordinators over it at random moments, then account for everything that was acknowledged.
+
+python -m tests.faults.store_kills --kills 20 --out runs/kills-stores
+
+    postgres   the server and its sessions; it is started again at once
+    active     the coordinator that serves
+    standby    the coordinator that waits for its place
+    race       both coordinators, the second one while it may be taking over; both ask for the lock again
+
+Whatever ends is started again, as a service manager does. Two sites push and a learner consumes and publishes; what
+each was answered is its own record. The order of commits, and the epoch of each, is read from the server's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import psycopg
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from heterorl.common.errors import HeterorlError
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import GroupId, QueuedGroup
+from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.store.postgres.connection import PostgresConnection
+from heterorl.coordinator.store.postgres.engine import open_store
+from heterorl.demo.processes import Child, start, stop_together
+from tests.support import commit_order
+from tests.support.cluster import free_port
+from tests.support.links import PLAINTEXT
+from tests.support.postgres import PostgresServer
+from tests.support.run import Run
+from tests.support.witness import Witness
+
+KINDS = ("postgres", "active", "standby", "race")
+SITES = ("eu-1", "us-1")
+PER_VERSION = 4
+ANSWER_S = 60.0
+"""Until somebody serves again, at worst; a promise is far less."""
+_PATIENT = RetryPolicy(base_s=0.05, cap_s=0.2, budget_s=2.0)
+
+
+class Pair:
+    """Two coordinators of one store, each started again whenever it ends."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        self._directory = directory
+        self._url = url
+        self._addresses = {name: f"127.0.0.1:{free_port()}" for name in ("a", "b")}
+        self._children: dict[str, Child] = {}
+        self._killed: set[int] = set()
+        self.num_ended = 0
+        """Coordinators that ended by themselves, as one does that lost its store."""
+
+    @property
+    def addresses(self) -> str:
+        """What clients are given."""
+        return ",".join(self._addresses.values())
+
+    @property
+    def active(self) -> str:
+        """The coordinator that serves, or served last."""
+        serving = (self._directory / "data" / "address").read_text().strip()
+        return next(name for name, address in self._addresses.items() if address == serving)
+
+    def begin(self, name: str) -> None:
+        """Start one."""
+        config = {
+            "run_id": "run", "data_dir": str(self._directory / "data"), "listen": self._addresses[name],
+            "tls": {"insecure": True}, "store": {"url": self._url}, "metrics_port": 0, "learner_lease_s": 3600.0,
+            "groups_per_version": PER_VERSION, "work_lease_s": 10.0, "max_staleness_versions": 100_000,
+            "stop_grace_s": 1.0,
+        }  # fmt: skip
+        self._children[name] = start(
+            "coordinator", name=name, tables=config, directory=self._directory, options=["--standby"]
+        )
+
+    def kill(self, name: str) -> None:
+        """Kill one; `keep` starts it again."""
+        process = self._children[name].process
+        if process.poll() is None:
+            self._killed.add(process.pid)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    async def keep(self) -> None:
+        """Start both, and again whatever ends, for ever."""
+        for name in self._addresses:
+            self.begin(name)
+        while True:
+            for name, child in self._children.items():
+                if child.exit_code is not None:
+                    self.num_ended += child.process.pid not in self._killed
+                    child.file.close()
+                    self.begin(name)
+            await asyncio.sleep(0.05)
+
+    def stop(self) -> None:
+        """End both by SIGTERM."""
+        stop_together(list(self._children.values()))
+
+
+class Trainer:
+    """A learner of the campaign's own: consumes groups, publishes, and writes down what was acknowledged."""
+
+    def __init__(self, client: CoordinatorClient, directory: Path) -> None:
+        self._client = client
+        self._run = Run(client, directory)
+        self.published: dict[int, tuple[Digest, tuple[GroupId, ...]]] = {}
+        self.refused: list[HeterorlError] = []
+
+    async def begin(self) -> None:
+        """Take the lease, publish version 0."""
+        await self._until_done(self._run.begin)
+        await self._publish([])
+
+    async def run(self) -> None:
+        """Consume groups for ever."""
+        batch: list[GroupId] = []
+        while True:
+            try:
+                await self._follow(batch)
+            except HeterorlError as error:
+                self.refused.append(error)
+            await asyncio.sleep(0.1)
+
+    async def _follow(self, batch: list[GroupId]) -> None:
+        asked: asyncio.Queue[int] = asyncio.Queue()
+        if len(batch) == PER_VERSION:
+            await self._publish(batch)
+        asked.put_nowait(2 * PER_VERSION - len(batch))
+
+        async def credits() -> AsyncIterator[int]:
+            while True:
+                yield await asked.get()
+
+        stream = self._client.stream_groups(epoch=self._run.epoch, held=tuple(batch), credits=credits())
+        async with contextlib.aclosing(cast("AsyncGenerator[QueuedGroup]", stream)):
+            async for queued in stream:
+                batch.append(queued.group.id)
+                if len(batch) == PER_VERSION:
+                    await self._publish(batch)
+                    asked.put_nowait(PER_VERSION)
+
+    async def _publish(self, batch: list[GroupId]) -> None:
+        """Publish a version that consumed a batch, and empty it; nothing has changed where that fails."""
+        # Each upload and each publication is asked for until it is answered, under one name.
+        self._run.upload = self._upload  # type: ignore[method-assign]
+        before, consumed = self._run.arena, tuple(batch)
+        try:
+            request = await self._run.prepare(consumed=consumed)
+        except HeterorlError:
+            self._run.arena = before
+            raise
+        self._run.head = await self._until_done(lambda: self._client.publish_version(request))
+        root = manifest_from_bytes(request.manifest).state_root
+        self._run.roots[self._run.head] = root
+        self.published[self._run.head] = (root, consumed)
+        batch.clear()
+
+    async def _upload(self, data: bytes, digest: Digest, *, offset: int = 0) -> int:
+        async def rest() -> int:
+            there = max(offset, await self._client.query_upload(digest=digest))
+            return there if there == len(data) else await Run.upload(self._run, data, digest, offset=there)
+
+        return await self._until_done(rest)
+
+    async def _until_done(self, attempt: Any) -> Any:
+        while True:
+            try:
+                return await attempt()
+            except HeterorlError as error:
+                self.refused.append(error)
+                await asyncio.sleep(0.1)
+
+
+class Campaign:
+    """One store, one pair of coordinators, one learner, two sites, and the kills of all but the last three."""
+
+    def __init__(self, directory: Path, server: PostgresServer, *, seed: int) -> None:
+        self._server = server
+        self._url = server.make_schema(str(directory))
+        # Makes the tables, so that the very first transaction of a coordinator is noted.
+        open_store(self._url).close()
+        commit_order.begin(self._url)
+        self._directory = directory
+        self._chooser = random.Random(seed)
+        self._seed = seed
+        self._pair = Pair(directory, self._url)
+        self._killed = dict.fromkeys(KINDS, 0)
+        self._seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self._stalled = ""
+
+    async def run(
+        self, *, kills: int, pause_s: tuple[float, float], progress: Progress | None = None
+    ) -> dict[str, Any]:
+        """Run, kill, finish, account."""
+        background: list[asyncio.Task[None]] = []
+        async with contextlib.AsyncExitStack() as clients:
+            operator, learner, *sites = [
+                await clients.enter_async_context(
+                    CoordinatorClient(self._pair.addresses, tls=PLAINTEXT, policy=_PATIENT)
+                )
+                for _ in range(2 + len(SITES))
+            ]
+            trainer = Trainer(learner, self._directory)
+            witnesses = [
+                Witness(client, Run.contract, seed=self._seed, site=site)
+                for client, site in zip(sites, SITES, strict=True)
+            ]
+            try:
+                background.append(asyncio.create_task(self._pair.keep()))
+                async with asyncio.timeout(ANSWER_S):
+                    await trainer.begin()
+                background += [asyncio.create_task(one.run()) for one in (trainer, *witnesses)]
+                bar = progress and progress.add_task("kills", total=kills)
+                for number in range(kills):
+                    # Everything once, then at random. Between two kills each site gets something acknowledged.
+                    kind = KINDS[number] if number < len(KINDS) else self._chooser.choice(KINDS)
+                    await self._work(witnesses, trainer)
+                    await asyncio.sleep(self._chooser.uniform(*pause_s))
+                    began = await self._kill(kind)
+                    await self._answers(operator)
+                    self._seconds[kind].append(time.monotonic() - began)
+                    if progress is not None and bar is not None:
+                        words = f"{sum(len(one.acknowledged) for one in witnesses)} groups acknowledged, last: {kind}"
+                        progress.update(bar, advance=1, description=words)
+                await self._work(witnesses, trainer)
+            except TimeoutError:
+                # Whoever lost what was acknowledged to it may be refused for ever: the account says what.
+                refused = trainer.refused[-1:] + [error for one in witnesses for error in one.refused[-1:]]
+                self._stalled = f"nothing goes on: {'; '.join(map(str, refused)) or 'and nobody says why'}"
+            finally:
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+                await asyncio.to_thread(self._pair.stop)
+        return self._account(witnesses, trainer)
+
+    async def _work(self, witnesses: list[Witness], trainer: Trainer) -> None:
+        """Wait until each site had a group acknowledged and the learner a version."""
+        versions = len(trainer.published)
+        for witness in witnesses:
+            await witness.reaches(len(witness.acknowledged) + 1, timeout_s=ANSWER_S)
+        async with asyncio.timeout(ANSWER_S):
+            while len(trainer.published) == versions:  # noqa: ASYNC110 - counts, and says nothing
+                await asyncio.sleep(0.02)
+
+    async def _kill(self, kind: str) -> float:
+        """Kill; returns the moment from which nobody serves, if anybody had to be replaced."""
+        active = self._pair.active
+        other = "b" if active == "a" else "a"
+        self._killed[kind] += 1
+        began = time.monotonic()
+        if kind == "postgres":
+            self._server.kill()
+            await asyncio.to_thread(self._server.start)
+        elif kind == "standby":
+            self._pair.kill(other)
+        else:
+            self._pair.kill(active)
+            if kind == "race":
+                await asyncio.sleep(self._chooser.uniform(0.0, 1.0))
+                began = time.monotonic()
+                self._pair.kill(other)
+        return began
+
+    async def _answers(self, client: CoordinatorClient) -> None:
+        """Wait until a coordinator says how the run stands, which it reads from the store."""
+        async with asyncio.timeout(ANSWER_S):
+            while True:
+                with contextlib.suppress(HeterorlError):
+                    await client.get_status()
+                    return
+                await asyncio.sleep(0.05)
+
+    def _account(self, witnesses: list[Witness], trainer: Trainer) -> dict[str, Any]:
+        acknowledged = set().union(*(witness.acknowledged for witness in witnesses))
+        with psycopg.connect(self._url, autocommit=True) as raw:
+            store = PostgresConnection(raw)
+            rows = store.execute(
+                "SELECT site, incarnation, sequence, state, assignment, version FROM groups"
+            ).fetchall()
+            roots = dict(store.execute("SELECT version, state_root FROM versions").fetchall())
+            counted, recounted = ledger.counts(store), ledger.recount(store)
+        known = {GroupId(site=site, incarnation=name, sequence=n): rest for site, name, n, *rest in rows}
+        lost = [one for one in acknowledged if one not in known]
+        lost += [version for version, (root, _) in trainer.published.items() if roots.get(version) != root]
+        trained = [(one, version) for version, (_, ids) in trainer.published.items() for one in ids]
+        lost += [one for one, version in trained if one not in known or known[one][::2] != ["consumed", version]]
+        twice = Counter(assignment for *_, state, assignment, _ in rows if state == "consumed")
+        twice += Counter(f"{one}" for one, _ in trained)
+        order = commit_order.order_of(commit_order.committed(self._url))
+        return {
+            "kills": self._killed,
+            "seed": self._seed,
+            "stalled": self._stalled,
+            "acknowledged": len(acknowledged),
+            "groups": len(rows),
+            "versions": len(trainer.published),
+            "lost": len(lost),
+            "duplicated": sum(count - 1 for count in twice.values()),
+            "ledger_balanced": counted.is_balanced and counted == recounted,
+            "transactions": order.transactions,
+            "epochs": order.epochs,
+            "epochs_committing_at_once": order.at_once,
+            "commits_of_an_older_epoch": order.late,
+            "ended_by_themselves": self._pair.num_ended,
+            "takeover_s": {
+                kind: {"median": round(statistics.median(found), 2), "max": round(max(found), 2)}
+                for kind, found in self._seconds.items()
+                if found
+            },
+            "takeover_s_max": round(max(max(found, default=0.0) for found in self._seconds.values()), 2),
+        }
+
+
+def is_kept(summary: dict[str, Any]) -> bool:
+    """Whether every promise was kept."""
+    return (
+        not summary["stalled"]
+        and not summary["lost"]
+        and not summary["duplicated"]
+        and bool(summary["ledger_balanced"])
+        and summary["epochs_committing_at_once"] == 1
+        and not summary["commits_of_an_older_epoch"]
+        and summary["acknowledged"] >= sum(summary["kills"].values())
+    )
+
+
+def tables_of(summary: dict[str, Any]) -> list[Table]:
+    """What a person reads at the end."""
+    account = Table("what", "count", title="what was promised")
+    for name in (
+        "acknowledged", "versions", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",
+        "epochs_committing_at_once", "commits_of_an_older_epoch",
+    ):  # fmt: skip
+        account.add_row(name.replace("_", " "), str(summary[name]))
+    times = Table("killed", "times", "median s", "longest s", title="until a coordinator answers again")
+    for kind, count in summary["kills"].items():
+        took = summary["takeover_s"].get(kind, {"median": "", "max": ""})
+        times.add_row(kind, str(count), str(took["median"]), str(took["max"]))
+    return [account, times]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/kills-stores"))
+    parser.add_argument("--json", type=Path, help="where the account goes too")
+    options = parser.parse_args()
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    server = PostgresServer("wal_level=logical")
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            campaign = Campaign(options.out.resolve(), server, seed=options.seed)
+            summary = asyncio.run(campaign.run(kills=options.kills, pause_s=(0.1, 2.0), progress=progress))
+    finally:
+        server.stop()
+    for path in (options.out / "summary.json", options.json):
+        if path is not None:
+            path.write_text(json.dumps(summary, indent=2) + "\n")
+    for table in tables_of(summary):
+        console.print(table)
+    if summary["stalled"]:
+        console.print(summary["stalled"], style="red", markup=False)
+    console.print("KEPT" if is_kept(summary) else "BROKEN", style="bold green" if is_kept(summary) else "bold red")
+    return 0 if is_kept(summary) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,29 +8,47 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from heterorl.learner.backends.loading.tensor_file import TensorFile
 from heterorl.learner.backends.ranks.collectives import Collectives
 
-_SIZES = {"F32": 4, "U8": 1}
-_TORCH = {"F32": torch.float32, "U8": torch.uint8}
+_TORCH = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_SIZES = {name: dtype.itemsize for name, dtype in _TORCH.items()}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
 
 Entry = tuple[str, str, tuple[int, ...]]
-"""Name, `F32` or `U8`, and shape of a tensor."""
+"""Name, type as the format calls it, and shape of a tensor."""
+
+
+def name_of_type(dtype: torch.dtype) -> str:
+    """What the format calls a type.
+
+    Raises:
+        KeyError: it is none of those that are written.
+    """
+    return _NAMES[dtype]
 
 
 class FilePlan:
     """Where everything is in a safetensors file that is yet to be written."""
 
-    def __init__(self, table: Sequence[Entry]) -> None:
+    def __init__(self, table: Sequence[Entry], *, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
         self.table = table
-        entries: dict[str, object] = {}
+        entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         starts: dict[str, int] = {}
         end = 0
         for name, dtype, shape in table:

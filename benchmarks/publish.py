@@ -95,8 +95,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     from heterorl.common.rpc.allocator import keep_freed_frames
     from heterorl.demo.processes import start, stop
     from heterorl.learner.assembly import build_divided
-    from heterorl.learner.backends.ranks import checkpoint
     from heterorl.learner.backends.ranks.backend import DividedBackend
+    from heterorl.learner.backends.ranks.checkpoints import write
     from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.backends.ranks.local import LocalRanks
     from heterorl.learner.backends.torch import TorchBackend
@@ -125,7 +125,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     if name.endswith("before"):
         # What rank 0 does alone; the others do what it says.
         mock.patch.object(DividedBackend, "is_divided", new=False).start()
-        mock.patch.object(checkpoint, "_sees", return_value=False).start()
+        mock.patch.object(write, "_sees", return_value=False).start()
     warm = build(tiny)
     warm.train_step(random_groups(4, seed=0), head_version=2, step=1)
     if company is not None:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError
+from heterorl.learner.backends.loading.file_plan import FilePlan, name_of_type
 from heterorl.learner.backends.loading.shards import INDEX_FILE
-from heterorl.learner.backends.ranks.files import FilePlan, name_of_type
 from heterorl.learner.exporting.form import Form, Part, revert
 from heterorl.learner.exporting.values import Values
 

@@ -1,8 +1,4 @@
-"""The files of `heterorl.learner.backends.state` written in pieces; `loading.tensor_file` reads them.
-
-Guarantees: the files are those that the torch backend writes, so either backend continues the other's run, at any
-number of ranks; memory for one tensor or piece at a time.
-"""
+"""A safetensors file that is laid out before it is written, piece by piece; `tensor_file` reads it."""
 
 from __future__ import annotations
 
@@ -13,9 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-
-from heterorl.learner.backends.loading.tensor_file import TensorFile
-from heterorl.learner.backends.ranks.collectives import Collectives
 
 _TORCH = {
     "F32": torch.float32,
@@ -41,6 +34,15 @@ def name_of_type(dtype: torch.dtype) -> str:
         KeyError: it is none of those that are written.
     """
     return _NAMES[dtype]
+
+
+def type_of_name(name: str) -> torch.dtype:
+    """The type that the format calls by this name.
+
+    Raises:
+        KeyError: it is none of those that are written.
+    """
+    return _TORCH[name]
 
 
 class FilePlan:
@@ -81,30 +83,3 @@ def write_tensors(path: Path, table: Sequence[Entry], tensors: Iterable[torch.Te
             assert tuple(tensor.shape) == shape, name
             assert tensor.dtype == _TORCH[dtype], name
             file.write(tensor.contiguous().numpy().data)
-
-
-class RelayedFile:
-    """The tensors of rank 0's file; all ranks ask for the same ones in the same order."""
-
-    def __init__(self, own: TensorFile | None, ranks: Collectives) -> None:
-        """Learn what there is.
-
-        Args:
-            own: the file, on rank 0.
-            ranks: the others.
-        """
-        tensors = {} if own is None else own.tensors
-        table = {name: [_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
-        stated = json.loads(ranks.broadcast_bytes(json.dumps(table).encode()))
-        self.tensors = {
-            name: torch.empty(shape, dtype=_TORCH[dtype], device="meta") for name, (dtype, shape) in stated.items()
-        }
-        self._own, self._ranks = own, ranks
-
-    def flat(self, name: str) -> torch.Tensor:
-        """See TensorFile; in this process's memory."""
-        meta = self.tensors[name]
-        values = torch.empty(meta.numel(), dtype=meta.dtype) if self._own is None else self._own.flat(name).clone()
-        if meta.numel():
-            self._ranks.broadcast(values.view(torch.uint8))
-        return values

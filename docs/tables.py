@@ -59,7 +59,17 @@ def _overlap() -> str:
 
 def _publish() -> str:
     return table(
-        ["backend", "ranks", "parameters", "step", "to the ack", "checkpoint", "digests equal", "loss beside torch"],
+        [
+            "backend",
+            "ranks",
+            "parameters",
+            "step",
+            "to the ack",
+            "checkpoint",
+            "stall",
+            "digests equal",
+            "loss beside torch",
+        ],
         [
             [
                 r["backend"],
@@ -68,6 +78,7 @@ def _publish() -> str:
                 f"{r['step_s']:.1f} s",
                 f"{r['publish_s']:.2f} s",
                 f"{r['checkpoint_s']:.2f} s",
+                f"{r['stall_s']:.2f} s" if "stall_s" in r else "-",
                 "yes" if r["digests_equal"] else "NO",
                 _loss_difference(r),
             ]

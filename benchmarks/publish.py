@@ -3,8 +3,8 @@
 For the torch backend, ZeRO and FSDP2 with 1, 2 and 4 ranks over gloo on one machine, each rank a real process, and a
 coordinator in a process of its own over gRPC. `before` is the same backend with versions and checkpoints gathered by
 rank 0, which codes and writes them alone; in `between` ranks write checkpoints between two steps (`overlap_checkpoint =
-false`). `stall_s` is the part of a checkpoint for which the next step waits. Each row is a run of its own: load, a
-first version (a snapshot), then steps and their versions, the last ones with a checkpoint. Memory is the peak of each
+false`). `stall_s` is the part of a checkpoint for which the next step waits, and `state_s` what of it masters and
+moments take; the rest is a snapshot of the published weights. Each row is a run of its own: load, a first version (a snapshot), then steps and their versions, the last ones with a checkpoint. Memory is the peak of each
 rank's resident memory (VmHWM) in each phase, and what it held before the model (`base_rss_mb`), with all imported.
 
 `digests_equal`: a last version is coded by all ranks and again by rank 0 alone from the gathered weights; payload,
@@ -169,8 +169,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
     class TimedStore(CheckpointStore):
         """Adds up what checkpoints take."""
 
-        seconds = 0.0
-        stall = 0.0
+        seconds = stall = state = 0.0
 
         def __getattribute__(self, name: str) -> Any:
             found = super().__getattribute__(name)
@@ -185,6 +184,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
                     passed = time.perf_counter() - started
                     self.seconds += passed
                     self.stall += passed * (name != "write")
+                    self.state += passed * (name == "begin")
 
             return timed
 
@@ -192,7 +192,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
     store = TimedStore(directory / "checkpoints")
     patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=0.5)
     losses: list[float] = []
-    times: dict[str, list[float]] = {"step": [], "publish": [], "checkpoint": [], "stall": []}
+    times: dict[str, list[float]] = {"step": [], "publish": [], "checkpoint": [], "stall": [], "state": []}
     async with CoordinatorClient(config.coordinator, tls=TlsConfig(insecure=True)) as client:
         contract = make_contract(backend.layout, vocab_size=job["vocab_size"])
         await patience.insist(client.get_status)
@@ -212,7 +212,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
                     losses.append(report.loss)
                     times["step"].append(time.perf_counter() - started)
             with_checkpoint = number >= job["versions"]
-            store.seconds = store.stall = 0.0
+            store.seconds = store.stall = store.state = 0.0
             started = time.perf_counter()
             with peaks.phase("checkpoint" if with_checkpoint else "publish"):
                 arena = await publisher.stage(backend)
@@ -223,6 +223,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
             if with_checkpoint:
                 times["checkpoint"].append(store.seconds)
                 times["stall"].append(store.stall)
+                times["state"].append(store.state)
             elif number >= 0:
                 times["publish"].append(seconds)
         equal = await asyncio.to_thread(_is_equal, backend, publisher, directory)

@@ -83,7 +83,8 @@ def revert(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, tor
     except ImportError:
         # Older ones keep in files what the model has.
         return dict(state)
-    written: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+    network: Any = model
+    written: dict[str, torch.Tensor] = revert_weight_conversion(network, dict(state))
     return written
 
 

@@ -4,8 +4,9 @@ For the torch backend, ZeRO and FSDP2 with 1, 2 and 4 ranks over gloo on one mac
 coordinator in a process of its own over gRPC. `before` is the same backend with versions and checkpoints gathered by
 rank 0, which codes and writes them alone; in `between` ranks write checkpoints between two steps (`overlap_checkpoint =
 false`). `stall_s` is the part of a checkpoint for which the next step waits, and `state_s` what of it masters and
-moments take; the rest is a snapshot of the published weights. Each row is a run of its own: load, a first version (a snapshot), then steps and their versions, the last ones with a checkpoint. Memory is the peak of each
-rank's resident memory (VmHWM) in each phase, and what it held before the model (`base_rss_mb`), with all imported.
+moments take; the rest is a snapshot of the published weights. Each row is a run of its own: load, a first version (a
+snapshot), then steps and their versions, the last ones with a checkpoint. Memory is the peak of each rank's resident
+memory (VmHWM) in each phase, and what it held before the model (`base_rss_mb`), with everything imported.
 
 `digests_equal`: a last version is coded by all ranks and again by rank 0 alone from the gathered weights; payload,
 manifest and digests are the same bytes.

@@ -20,12 +20,12 @@ from heterorl.cli.backup import backup
 from heterorl.cli.certs import app as certs
 from heterorl.cli.check_config import check_config, check_link
 from heterorl.cli.doctor import doctor
-from heterorl.cli.evaluate import evaluate
-from heterorl.cli.export import export
 from heterorl.cli.lab import app as lab
 from heterorl.cli.live.top import top
 from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status
+from heterorl.cli.models.evaluate import evaluate
+from heterorl.cli.models.export import export
 from heterorl.cli.orders import audit, rollback, sites
 from heterorl.cli.plan.command import plan
 from heterorl.cli.report import report

@@ -66,7 +66,7 @@ def _publish() -> str:
             "step",
             "to the ack",
             "checkpoint",
-            "stall",
+            "stall, of it state",
             "digests equal",
             "loss beside torch",
         ],
@@ -78,7 +78,7 @@ def _publish() -> str:
                 f"{r['step_s']:.1f} s",
                 f"{r['publish_s']:.2f} s",
                 f"{r['checkpoint_s']:.2f} s",
-                f"{r['stall_s']:.2f} s" if "stall_s" in r else "-",
+                f"{r['stall_s']:.2f} s, {r['state_s']:.2f} s" if "stall_s" in r else "-",
                 "yes" if r["digests_equal"] else "NO",
                 _loss_difference(r),
             ]

@@ -2,9 +2,11 @@
 
 For the torch backend, ZeRO and FSDP2 with 1, 2 and 4 ranks over gloo on one machine, each rank a real process, and a
 coordinator in a process of its own over gRPC. `before` is the same backend with versions and checkpoints gathered by
-rank 0, which codes and writes them alone. Each row is a run of its own: load, a first version (a snapshot), then steps
-and their versions, the last ones with a checkpoint. Memory is the peak of each rank's resident memory (VmHWM) in each
-phase, and what it held before the model (`base_rss_mb`), with everything imported.
+rank 0, which codes and writes them alone; in `between` ranks write checkpoints between two steps (`overlap_checkpoint =
+false`). `stall_s` is the part of a checkpoint for which the next step waits, and `state_s` what of it masters and
+moments take; the rest is a snapshot of the published weights. Each row is a run of its own: load, a first version (a
+snapshot), then steps and their versions, the last ones with a checkpoint. Memory is the peak of each rank's resident
+memory (VmHWM) in each phase, and what it held before the model (`base_rss_mb`), with everything imported.
 
 `digests_equal`: a last version is coded by all ranks and again by rank 0 alone from the gathered weights; payload,
 manifest and digests are the same bytes.
@@ -43,9 +45,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MB = 1e6
 BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"kind": "torch"},
-    "zero before": {"kind": "deepspeed", "stage": 2},
+    "zero before": {"kind": "deepspeed", "stage": 2, "overlap_checkpoint": False},
     "zero": {"kind": "deepspeed", "stage": 2},
-    "fsdp2 before": {"kind": "fsdp2"},
+    "fsdp2 before": {"kind": "fsdp2", "overlap_checkpoint": False},
+    "fsdp2 between": {"kind": "fsdp2", "overlap_checkpoint": False},
     "fsdp2": {"kind": "fsdp2"},
 }
 ROWS = [("torch", 1), *((name, ranks) for ranks in (1, 2, 4) for name in BACKENDS if name != "torch")]
@@ -95,8 +98,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     from heterorl.common.rpc.allocator import keep_freed_frames
     from heterorl.demo.processes import start, stop
     from heterorl.learner.assembly import build_divided
-    from heterorl.learner.backends.ranks import checkpoint
     from heterorl.learner.backends.ranks.backend import DividedBackend
+    from heterorl.learner.backends.ranks.checkpoints import write
     from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.backends.ranks.local import LocalRanks
     from heterorl.learner.backends.torch import TorchBackend
@@ -125,7 +128,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     if name.endswith("before"):
         # What rank 0 does alone; the others do what it says.
         mock.patch.object(DividedBackend, "is_divided", new=False).start()
-        mock.patch.object(checkpoint, "_sees", return_value=False).start()
+        mock.patch.object(write, "_sees", return_value=False).start()
     warm = build(tiny)
     warm.train_step(random_groups(4, seed=0), head_version=2, step=1)
     if company is not None:
@@ -167,7 +170,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
     class TimedStore(CheckpointStore):
         """Adds up what checkpoints take."""
 
-        seconds = 0.0
+        seconds = stall = state = 0.0
 
         def __getattribute__(self, name: str) -> Any:
             found = super().__getattribute__(name)
@@ -179,7 +182,10 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
                 try:
                     return found(*arguments, **named)
                 finally:
-                    self.seconds += time.perf_counter() - started
+                    passed = time.perf_counter() - started
+                    self.seconds += passed
+                    self.stall += passed * (name != "write")
+                    self.state += passed * (name == "begin")
 
             return timed
 
@@ -187,7 +193,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
     store = TimedStore(directory / "checkpoints")
     patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=0.5)
     losses: list[float] = []
-    times: dict[str, list[float]] = {"step": [], "publish": [], "checkpoint": []}
+    times: dict[str, list[float]] = {"step": [], "publish": [], "checkpoint": [], "stall": [], "state": []}
     async with CoordinatorClient(config.coordinator, tls=TlsConfig(insecure=True)) as client:
         contract = make_contract(backend.layout, vocab_size=job["vocab_size"])
         await patience.insist(client.get_status)
@@ -207,7 +213,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
                     losses.append(report.loss)
                     times["step"].append(time.perf_counter() - started)
             with_checkpoint = number >= job["versions"]
-            store.seconds = 0.0
+            store.seconds = store.stall = store.state = 0.0
             started = time.perf_counter()
             with peaks.phase("checkpoint" if with_checkpoint else "publish"):
                 arena = await publisher.stage(backend)
@@ -217,6 +223,8 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
                 seconds = time.perf_counter() - started
             if with_checkpoint:
                 times["checkpoint"].append(store.seconds)
+                times["stall"].append(store.stall)
+                times["state"].append(store.state)
             elif number >= 0:
                 times["publish"].append(seconds)
         equal = await asyncio.to_thread(_is_equal, backend, publisher, directory)

@@ -67,7 +67,17 @@ def _overlap() -> str:
 
 def _publish() -> str:
     return table(
-        ["backend", "ranks", "parameters", "step", "to the ack", "checkpoint", "digests equal", "loss beside torch"],
+        [
+            "backend",
+            "ranks",
+            "parameters",
+            "step",
+            "to the ack",
+            "checkpoint",
+            "stall, of it state",
+            "digests equal",
+            "loss beside torch",
+        ],
         [
             [
                 r["backend"],
@@ -76,6 +86,7 @@ def _publish() -> str:
                 f"{r['step_s']:.1f} s",
                 f"{r['publish_s']:.2f} s",
                 f"{r['checkpoint_s']:.2f} s",
+                f"{r['stall_s']:.2f} s, {r['state_s']:.2f} s" if "stall_s" in r else "-",
                 "yes" if r["digests_equal"] else "NO",
                 _loss_difference(r),
             ]

@@ -20,11 +20,12 @@ from heterorl.cli.backup import backup, restore
 from heterorl.cli.certs import app as certs
 from heterorl.cli.check_config import check_config, check_link
 from heterorl.cli.doctor import doctor
-from heterorl.cli.evaluate import evaluate
 from heterorl.cli.lab import app as lab
 from heterorl.cli.live.top import top
 from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status
+from heterorl.cli.models.evaluate import evaluate
+from heterorl.cli.models.export import export
 from heterorl.cli.orders import accept_rewind, audit, rollback, sites
 from heterorl.cli.plan.command import plan
 from heterorl.cli.report import report
@@ -204,20 +205,7 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
-@app.command(rich_help_panel=CHECK)
-def export(
-    checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint directory or its state directory.")],
-    model_dir: Annotated[Path, typer.Option(help="The model that the run started from (config, tokenizer).")],
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters alone, as peft reads them.")] = False,
-) -> None:
-    """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer); adapters are merged."""
-    from heterorl.learner.export import export_model
-
-    export_model(model_dir=model_dir, source=checkpoint, out_dir=out, adapter_only=adapter)
-    _console().print(f"model written to {out}")
-
-
+app.command(rich_help_panel=CHECK)(export)
 app.command(rich_help_panel=CHECK)(evaluate)
 app.command(rich_help_panel=STEER)(rollback)
 app.command(rich_help_panel=STEER)(backup)

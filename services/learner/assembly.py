@@ -204,6 +204,9 @@ def _check_divided(config: LearnerConfig) -> None:
 def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DividedBackend:
     """This rank's part of a backend that all ranks build together."""
     options, sampling = config.backend, config.sampling.semantics()
+    if not isinstance(options, TorchBackendConfig) and not config.overlap_publication:
+        # Nothing computes meanwhile: the copy would be for nothing.
+        options = options.model_copy(update={"overlap_checkpoint": False})
     if isinstance(options, Fsdp2BackendConfig):
         return Fsdp2Backend(
             model_dir=config.model_dir,

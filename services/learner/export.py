@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,21 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import LoraLinear, attach, base_digest, merge
-from heterorl.common.types.common import NO_LORA, Digest, LoraSettings
-from heterorl.common.weights.arena import Arena, Dtype
+from heterorl.common.model.adapters import LoraLinear, attach
+from heterorl.common.model.directory import first_line
+from heterorl.common.process.files import sync_directory
+from heterorl.common.types.common import NO_LORA, LoraSettings
+from heterorl.common.types.policy import Manifest
+from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.learner.backends.loading.empty import empty_model
+from heterorl.learner.backends.loading.opened import digest_of_opened, open_model
 from heterorl.learner.backends.state import read_lora
+from heterorl.learner.exporting.files import Report, write_weights
+from heterorl.learner.exporting.form import form_of
+from heterorl.learner.exporting.values import ArenaValues, MergedValues, SnapshotValues, Values
 from heterorl.learner.publish.checkpoint import (
     BACKEND_DIRECTORY,
     DONE_FILE,
@@ -28,6 +39,8 @@ from heterorl.learner.publish.checkpoint import (
     read_checkpoint,
 )
 
+MAX_SHARD_SIZE = "50GB"
+"""Of a file, as transformers has it."""
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -41,8 +54,19 @@ _TOKENIZER_FILES = (
 )
 
 
-def export_model(*, model_dir: str | Path, source: Path | Arena, out_dir: Path, adapter_only: bool = False) -> None:
+def export_model(
+    *,
+    model_dir: str | Path,
+    source: Path | Arena,
+    out_dir: Path,
+    adapter_only: bool = False,
+    dtype: Dtype | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    report: Report = lambda _done, _all: None,
+) -> None:
     """Write safetensors in the published type, config, generation config and tokenizer.
+
+    The model is never held: a chunk of the published weights is, or one tensor, see `heterorl.learner.exporting`.
 
     A checkpoint of adapters is added to the base model in fp32, which samplers never do: they compute the sum of the
     two outputs, so the merged model is theirs up to rounding. The adapters alone are what was published, bit for bit.
@@ -53,50 +77,104 @@ def export_model(*, model_dir: str | Path, source: Path | Arena, out_dir: Path, 
             is taken.
         out_dir: must not exist, or be empty; appears complete or not at all.
         adapter_only: write the adapters of a checkpoint as files for `peft`, without the base model.
+        dtype: of the files; None for the published type. A narrower one rounds.
+        max_shard_size: of a file, such as "5GB"; a larger tensor has a file of its own.
+        report: told how many bytes of weights are written, of how many.
 
     Raises:
-        ConfigError: `out_dir` is in use, `model_dir` is another model, or there are no adapters to write.
+        ConfigError: `out_dir` is in use, `model_dir` is another model, there are no adapters to write, or a value is
+            not finite in `dtype`.
         CorruptStore: there is no valid checkpoint.
+        StateMismatch: the weights are not those that the checkpoint's manifest names.
     """
-    from transformers import AutoModelForCausalLM
-
-    if out_dir.exists() and any(out_dir.iterdir()):
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError("out", f"{out_dir} is not empty", action="name a new directory")
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype="float32")
-    except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
     path = source if isinstance(source, Arena) or (source / DONE_FILE).exists() else _newest(source)
     lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
     if adapter_only and not lora.rank:
         raise ConfigError("adapter", "the run trains all weights", action="export without it")
-    if lora.rank:
-        _attach(model, lora)
-    arena = path if isinstance(path, Arena) else read_published(path, model)
-    dtype = next(spec.dtype for spec in arena.layout.specs)
-    if not lora.rank:
-        model = model.to(tensors.TORCH_DTYPE[dtype])
-    tensors.load(arena, model)
-    temporary = out_dir.with_name(f"{out_dir.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    if adapter_only:
-        _write_adapter(temporary, model, lora, dtype=tensors.TORCH_DTYPE[dtype], model_dir=str(model_dir))
-    else:
-        merge(model)
-        model.to(tensors.TORCH_DTYPE[dtype]).save_pretrained(temporary, safe_serialization=True)
-    _copy_tokenizer(str(model_dir), temporary)
-    if out_dir.exists():
-        out_dir.rmdir()
-    temporary.rename(out_dir)
+    model, values = _adapted(model_dir, path, lora) if lora.rank else _trained(model_dir, path)
+    out_dtype = tensors.TORCH_DTYPE[dtype or values.dtype]
+    form = form_of(model, out_dtype, max_shard_size=max_shard_size)
+    with _appearing(out_dir) as directory:
+        if adapter_only:
+            _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
+        else:
+            write_weights(directory, form, values, model=model, dtype=out_dtype, report=report)
+            _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
+        _copy_tokenizer(str(model_dir), directory)
 
 
-def _attach(model: Any, lora: LoraSettings) -> None:
-    if base_digest(model) != lora.base_digest:
+def _trained(model_dir: str | Path, path: Path | Arena) -> tuple[nn.Module, Values]:
+    """Weights that were all trained: of the directory, what it says of the model is enough."""
+    try:
+        model = empty_model(str(model_dir))
+    except (OSError, ValueError) as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    stated: Arena | Manifest = path if isinstance(path, Arena) else manifest_from_bytes(read_checkpoint(path).manifest)
+    layout_id = stated.layout.layout_id if isinstance(stated, Arena) else stated.layout_id
+    layout = _layout_for(model, layout_id)
+    if layout is None or any(not tensor.is_floating_point() for tensor in model.state_dict().values()):
+        # What is tied, and what is no weight, the files decide.
+        model = open_model(model_dir).model
+        layout = _layout_for(model, layout_id)
+    if layout is None:
+        raise _of_another_model()
+    if isinstance(path, Arena):
+        return model, ArenaValues(path)
+    assert not isinstance(stated, Arena), "it was read of the path"
+    return model, SnapshotValues(path / PUBLISHED_FILE, layout=layout, manifest=stated)
+
+
+def _adapted(model_dir: str | Path, path: Path | Arena, lora: LoraSettings) -> tuple[nn.Module, Values]:
+    """Adapters, which are small and held, over weights that stay on the disk."""
+    assert not isinstance(path, Arena), "an arena is of a whole model"
+    opened = open_model(model_dir)
+    if digest_of_opened(opened) != lora.base_digest:
         raise ConfigError(
             "model_dir", "is not the model that the adapters were trained on", action="name the run's model_dir"
         )
-    attach(model, lora)
+    attach(opened.model, lora)
+    for module in opened.model.modules():
+        if isinstance(module, LoraLinear):
+            module.lora_a = nn.Parameter(torch.empty(module.lora_a.shape))
+            module.lora_b = nn.Parameter(torch.empty(module.lora_b.shape))
+    arena = read_published(path, opened.model)
+    tensors.load(arena, opened.model)
+    return opened.model, MergedValues(opened, arena.layout.specs[0].dtype)
+
+
+@contextmanager
+def _appearing(out_dir: Path) -> Iterator[Path]:
+    """A directory that gets its name when all in it is durable, and is gone when the body fails."""
+    temporary = out_dir.with_name(f"{out_dir.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(temporary)
+        # Takes the place of an empty directory too.
+        temporary.rename(out_dir)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_directory(out_dir.parent)
+
+
+def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype, model_dir: str) -> None:
+    from transformers import GenerationConfig
+
+    network: Any = model
+    with suppress(OSError):
+        # A directory without one leaves what the model's configuration says.
+        network.generation_config = GenerationConfig.from_pretrained(model_dir)
+    network.config.dtype = str(dtype).removeprefix("torch.")
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(directory)
+    network.generation_config.save_pretrained(directory)
 
 
 def _write_adapter(
@@ -123,7 +201,7 @@ def _write_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def read_published(path: Path, model: Any) -> Arena:
+def read_published(path: Path, model: nn.Module) -> Arena:
     """The published weights of a checkpoint, verified against its manifest.
 
     Raises:
@@ -131,7 +209,10 @@ def read_published(path: Path, model: Any) -> Arena:
         CorruptStore: no valid checkpoint is there.
     """
     manifest = manifest_from_bytes(read_checkpoint(path).manifest)
-    arena = _arena_for(model, manifest.layout_id)
+    layout = _layout_for(model, manifest.layout_id)
+    if layout is None:
+        raise _of_another_model()
+    arena = Arena(layout)
     apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
     verify_state(manifest, arena)
     return arena
@@ -150,13 +231,14 @@ def _newest(state_dir: Path) -> Path:
     raise CorruptStore(f"no valid checkpoint under {state_dir}: {'; '.join(problems) or 'none was written yet'}")
 
 
-def _arena_for(model: Any, layout_id: Digest) -> Arena:
+def _layout_for(model: nn.Module, layout_id: str) -> Layout | None:
     # A layout's id covers its type, so the type need not be told.
-    for dtype in _DTYPES:
-        layout = tensors.layout_of(model, dtype)
-        if layout.layout_id == layout_id:
-            return Arena(layout)
-    raise ConfigError(
+    layouts = (tensors.layout_of(model, dtype) for dtype in _DTYPES)
+    return next((layout for layout in layouts if layout.layout_id == layout_id), None)
+
+
+def _of_another_model() -> ConfigError:
+    return ConfigError(
         "model_dir", "has other tensors than the checkpoint", action="name the one that the run started from"
     )
 

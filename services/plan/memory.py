@@ -93,9 +93,9 @@ def rank_memory(
     )
 
 
-def host_memory(parameters: float, *, backend: str) -> float:
-    """Bytes of all hosts: two versions of the published weights in bf16, and of backend torch a checkpoint's copy."""
-    return 2 * 2 * parameters + (MASTER + MOMENTS) * parameters * (backend == "torch")
+def host_memory(parameters: float) -> float:
+    """Bytes of all hosts: two versions of the published weights in bf16, and a checkpoint's copy."""
+    return 2 * 2 * parameters + (MASTER + MOMENTS) * parameters
 
 
 def _activations(shape: ModelShape, tokens: float, *, width: int) -> float:

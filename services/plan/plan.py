@@ -132,7 +132,7 @@ def plan(asked: Question) -> Plan:
         question=asked,
         shape=shape,
         memory=memory,
-        host_bytes=host_memory(parameters, backend=asked.backend) * min(1.0, asked.gpus_per_node / asked.gpus),
+        host_bytes=host_memory(parameters) * min(1.0, asked.gpus_per_node / asked.gpus),
         compute_s=compute,
         sharding_s=sharding,
         optimizer_s=optimizer,

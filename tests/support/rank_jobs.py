@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.ranks.versions.weights import read_snapshot
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.cursor import Cursor
 from heterorl.learner.publish.encode import Position, encode_version
 from tests.support.training import random_groups
 
@@ -88,6 +91,40 @@ def _save(backend: Any, directory: str) -> str:
     return ""
 
 
+def _freeze(backend: Any, directory: str, seed: int) -> dict[str, Any]:
+    """Save beside a step."""
+    Path(directory).mkdir()
+    finish = backend.freeze(Path(directory))
+    report = _train(backend, seed)
+    finish()
+    return report
+
+
+def _checkpoint(backend: Any, root: str, version: int, seed: int, trained: str) -> str:
+    """A checkpoint as a publication writes it, a step beside it, and a file when the step is taken."""
+    store = CheckpointStore(Path(root))
+    arena = Arena(backend.layout)
+    backend.store(arena)
+    position = Position(head_version=version - 1, lineage_version=-1, lineage_digest="", shadow=None)
+    encoded = encode_version(
+        position, arena, directory=Path(root).parent, run_id="r", epoch=1, step=version, with_snapshot=True
+    )
+    begun = store.begin(version, backend)
+    _train(backend, seed)
+    Path(trained).touch()
+    cursor = Cursor(
+        run_id="r", step=version, step_id="s", version=version, parent_version=-1, lineage_version=-1,
+        state_root=encoded.manifest.state_root, manifest=encoded.manifest_bytes, consumed=(), reports=(),
+    )  # fmt: skip
+    store.write(cursor, begun=begun, arena=arena, snapshot=encoded.snapshot)
+    return str(arena.state_root())
+
+
+def _touch(_: Any, path: str) -> str:
+    Path(path).touch()
+    return ""
+
+
 def _num_graphs(_: Any) -> int:
     import torch
 
@@ -135,6 +172,9 @@ _OPERATIONS = {
     "store": _store,
     "load": _load,
     "save": _save,
+    "freeze": _freeze,
+    "checkpoint": _checkpoint,
+    "touch": _touch,
     "num_graphs": _num_graphs,
     "restore": lambda backend, directory: backend.restore(Path(directory)),
 }
@@ -143,13 +183,16 @@ _OPERATIONS = {
 class Ranks:
     """The process, from the test's side."""
 
-    def __init__(self, num_ranks: int, *, compiler: str = "") -> None:
+    def __init__(self, num_ranks: int, *, compiler: str = "", first_on_path: Path | None = None) -> None:
+        """Start them; `first_on_path` may have a `sitecustomize` for all of these processes."""
         self.num_ranks = num_ranks
+        path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks), *([compiler] if compiler else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": path},
         )
 
     def ask(self, config: LearnerConfig, operations: list[list[Any]]) -> Any:

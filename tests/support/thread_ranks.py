@@ -19,12 +19,31 @@ class _Wires:
         }
 
 
+class _Aside:
+    def __init__(self, rank: int, wires: _Wires) -> None:
+        self._rank, self._lines = rank, wires.lines
+
+    def send(self, values: torch.Tensor, *, rank: int) -> None:
+        self._lines[self._rank, rank].put(values.clone())
+
+    def receive(self, values: torch.Tensor, *, rank: int) -> None:
+        values.copy_(self._lines[rank, self._rank].get(timeout=30))
+
+    def send_bytes(self, data: bytes, *, rank: int) -> None:
+        self._lines[self._rank, rank].put(data)
+
+    def receive_bytes(self, *, rank: int) -> bytes:
+        data: bytes = self._lines[rank, self._rank].get(timeout=30)
+        return data
+
+
 class ThreadRanks:
     """One rank's side."""
 
-    def __init__(self, rank: int, world_size: int, wires: _Wires) -> None:
+    def __init__(self, rank: int, world_size: int, wires: _Wires, aside: _Wires) -> None:
         self.rank, self.world_size = rank, world_size
         self._lines = wires.lines
+        self.aside = _Aside(rank, aside)
         self.largest_exchange = 0
         self.are_on_one_machine = True
 
@@ -61,11 +80,11 @@ class ThreadRanks:
 
 def on_all_ranks(world_size: int, work: Callable[[ThreadRanks], ResultT]) -> list[ResultT | Exception]:
     """What each rank returned or raised, by rank."""
-    wires = _Wires(world_size)
+    wires, aside = _Wires(world_size), _Wires(world_size)
 
     def run(rank: int) -> ResultT | Exception:
         try:
-            return work(ThreadRanks(rank, world_size, wires))
+            return work(ThreadRanks(rank, world_size, wires, aside))
         except Exception as error:  # noqa: BLE001 - handed to the test
             return error
 

@@ -45,10 +45,14 @@ class LoraLinear(nn.Linear):
     def merged(self) -> nn.Linear:
         """A plain layer of weight W + (alpha / rank) B A, summed in fp32."""
         plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        addition = self.scale * (self.lora_b.detach().float() @ self.lora_a.detach().float())
-        plain.weight = nn.Parameter((self.weight.detach().float() + addition).to(self.weight.dtype))
+        plain.weight = nn.Parameter(self.merged_weight(self.weight.detach()).to(self.weight.dtype))
         plain.bias = self.bias
         return plain
+
+    def merged_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` + (alpha / rank) B A in fp32, for a base weight that may be elsewhere."""
+        addition = self.scale * (self.lora_b.detach().float() @ self.lora_a.detach().float())
+        return weight.float() + addition
 
 
 def attach(model: nn.Module, settings: LoraSettings) -> None:

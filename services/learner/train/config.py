@@ -139,6 +139,9 @@ class _Ranks(_Training):
     """How long a process of the learner may give no sign of life, seconds, where they were started by torchrun; then
     all of them end, on all machines, with exit code 1, and by SIGKILL one that stands still. A quarter more passes at
     most."""
+    overlap_checkpoint: bool = True
+    """Copy masters and moments to the host's memory, 12 bytes a parameter of each process's share, and write the copy
+    while the next step computes; false writes them between two steps, without a copy. Only with overlap_publication."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda gives each process the GPU of its number on its machine, LOCAL_RANK."""
 

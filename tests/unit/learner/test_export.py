@@ -1,12 +1,18 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, merge
+from heterorl.common.model.lora import LoraConfig
 from heterorl.common.weights.arena import Arena
+from heterorl.learner.backends.state import read_lora
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.export import export_model
 from heterorl.learner.loss.config import GepoConfig
@@ -28,13 +34,17 @@ def _write_base(directory, *, is_tied=True, seed=0):
     return directory
 
 
-def _checkpoint(state_dir, base, *, dtype="bf16", scale=1.5, published=None):
-    """A checkpoint of the base model with all its weights scaled; returns its published arena."""
+def _checkpoint(state_dir, base, *, dtype="bf16", scale=1.5, published=None, lora=None):
+    """A checkpoint of the base model with all that is trained scaled; returns its published arena."""
     config = TorchBackendConfig(published_dtype=dtype)
-    backend = TorchBackend(model_dir=base, config=config, loss=GepoConfig(), sampling=SAMPLING)
+    backend = TorchBackend(
+        model_dir=base, config=config, loss=GepoConfig(), sampling=SAMPLING, lora=lora or LoraConfig()
+    )
     with torch.no_grad():
         for parameter in backend.torch_model.parameters():
-            parameter.mul_(scale)
+            if parameter.requires_grad:
+                parameter.mul_(scale)
+                parameter.add_(0.01 if lora else 0)
     arena = Arena(backend.layout)
     backend.store(arena)
     position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
@@ -131,3 +141,110 @@ def test_export_refuses_weights_that_the_manifest_does_not_name(tmp_path):
 
     with pytest.raises(StateMismatch):
         export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+
+
+def _saved_by_transformers(base, published, directory, *, lora=None, **options):
+    """What transformers writes of the whole model in memory."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if lora:
+        attach(model, lora)
+    tensors.load(published, model)
+    merge(model)
+    model.to(torch.bfloat16).save_pretrained(directory, **options)
+    return directory
+
+
+def _weight_files(directory):
+    return {path.name: path.read_bytes() for path in directory.glob("model*")}
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "lora", "experts"])
+@pytest.mark.parametrize("max_shard_size", ["50GB", "20KB"])
+def test_files_are_those_of_transformers_byte_for_byte(tmp_path, kind, max_shard_size):
+    base = _write_base(tmp_path / "base", is_tied=kind != "untied")
+    if kind == "experts":
+        experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        tiny_model(family="Qwen3Moe", **experts).save_pretrained(base)
+    lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")) if kind == "lora" else None
+    path, published = _checkpoint(tmp_path / "state", base, lora=lora)
+    expected = _saved_by_transformers(
+        base, published, tmp_path / "expected", lora=lora and read_lora(path / "backend"), max_shard_size=max_shard_size
+    )
+
+    export_model(model_dir=base, source=path, out_dir=tmp_path / "out", max_shard_size=max_shard_size)
+
+    if (kind, max_shard_size) != ("experts", "20KB"):
+        # Of a model that it has loaded, transformers sorts experts otherwise: other files, the same tensors.
+        assert _weight_files(tmp_path / "out") == _weight_files(expected)
+    assert (len(_weight_files(expected)) > 2) is (max_shard_size == "20KB")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (expected / name).read_bytes()
+    one, other = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (tmp_path / "out", expected))
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
+def test_weights_are_written_in_the_type_that_is_asked_for(tmp_path):
+    base = _write_base(tmp_path / "base")
+    _, published = _checkpoint(tmp_path / "state", base, dtype="fp32")
+    told = []
+
+    for dtype in ("fp32", "bf16"):
+        export_model(
+            model_dir=base, source=published, out_dir=tmp_path / dtype, dtype=dtype,
+            report=lambda done, total: told.append((done, total)),
+        )  # fmt: skip
+
+    wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("fp32", "bf16"))
+    assert all(torch.equal(narrow[name], wide[name].to(torch.bfloat16)) for name in wide)
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert told[-1] == (2 * published.layout.num_elements,) * 2
+    assert [done for done, total in told if total == told[-1][1]] == sorted({done for done, _ in told[len(wide) :]})
+
+
+def test_weights_that_a_type_cannot_hold_are_refused(tmp_path):
+    base = _write_base(tmp_path / "base")
+    _, published = _checkpoint(tmp_path / "state", base, scale=1e6)
+
+    with pytest.raises(ConfigError, match="not finite as torch.float16"):
+        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", dtype="fp16")
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", max_shard_size="much")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "state"]
+
+
+def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path):
+    """Of a killed one `out.writing` is left, under no name that anybody reads."""
+    base = _write_base(tmp_path / "base")
+    _, published = _checkpoint(tmp_path / "state", base)
+    (tmp_path / "out.writing").mkdir()
+    (tmp_path / "out.writing" / "model-00001-of-00009.safetensors").write_bytes(b"half")
+
+    def cut(done, _):
+        assert (tmp_path / "out.writing").exists()
+        if done > 9000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_model(model_dir=base, source=published, out_dir=tmp_path / "out", report=cut)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "state"]
+
+    (tmp_path / "out").mkdir()
+    export_model(model_dir=base, source=published, out_dir=tmp_path / "out")
+
+    assert list(_weight_files(tmp_path / "out")) == ["model.safetensors"]
+    with pytest.raises(ConfigError, match="not empty"):
+        export_model(model_dir=base, source=published, out_dir=tmp_path / "out")
+
+
+@pytest.mark.timeout(120)
+def test_memory_of_an_export_is_that_of_chunks_not_of_the_model(tmp_path):
+    """100 million parameters, 200 MB, in a process that has exported a small model before."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.support.export_memory", str(tmp_path)],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert found["num_elements"] > 100e6
+    assert found["written"] > 2 * found["num_elements"]
+    assert found["above"] < 48e6, found

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import attach, digest_of, start_of, trainable
+from heterorl.common.model.adapters import attach, start_of, trainable
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.clock import Clock
-from heterorl.common.types.common import NO_LORA, Digest, SamplingSemantics
+from heterorl.common.types.common import NO_LORA, SamplingSemantics
 from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
 from heterorl.learner.backends.fsdp2.reference import open_reference
 from heterorl.learner.backends.fsdp2.sharding import local_part, piece_of, shard
 from heterorl.learner.backends.fsdp2.state import ShardedState
-from heterorl.learner.backends.loading.opened import OpenedModel
+from heterorl.learner.backends.loading.opened import OpenedModel, digest_of_opened
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import check_divisible
@@ -61,7 +61,7 @@ class Fsdp2Backend(DividedBackend):
         opened = open_together(model_dir, config, ranks)
         settings = NO_LORA
         if lora.is_on:
-            settings = lora.settings(_base_digest(opened))
+            settings = lora.settings(digest_of_opened(opened))
             attach(opened.model, settings)
         super().__init__(
             division=_ShardedDivision(
@@ -178,14 +178,3 @@ def _round(model: nn.Module, names: Set[str], dtype: torch.dtype) -> None:
         if name in names:
             part = local_part(parameter)
             part.copy_(part.to(dtype))
-
-
-def _base_digest(opened: OpenedModel) -> Digest:
-    """As of a model in memory; one tensor at a time is."""
-    state = opened.model.state_dict(keep_vars=True)
-
-    def read(name: str) -> torch.Tensor:
-        tensor = state[name]
-        return opened.weights.flat(name).view(tensor.shape) if tensor.is_meta else tensor
-
-    return digest_of(state, read)

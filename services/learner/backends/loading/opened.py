@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.model.adapters import digest_of
 from heterorl.common.model.directory import first_line
+from heterorl.common.types.common import Digest
 from heterorl.learner.backends.loading.empty import empty_model, replace_parameters
 from heterorl.learner.backends.loading.shards import Shards, weight_files
 from heterorl.learner.train.model import load_model, prepare
@@ -102,6 +104,17 @@ def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Modul
     for _ in names:
         pass
     return opened.model.to(device)
+
+
+def digest_of_opened(opened: OpenedModel) -> Digest:
+    """`base_digest` of its weights; one tensor at a time is in memory."""
+    state = opened.model.state_dict(keep_vars=True)
+
+    def read(name: str) -> torch.Tensor:
+        tensor = state[name]
+        return opened.weights.flat(name).view(tensor.shape) if tensor.is_meta else tensor
+
+    return digest_of(state, read)
 
 
 def _by_name(model_dir: str) -> OpenedModel:

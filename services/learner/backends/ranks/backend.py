@@ -25,7 +25,9 @@ from heterorl.common.types.common import NO_LORA, LoraSettings, SamplingSemantic
 from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner import progress
-from heterorl.learner.backends.ranks.checkpoint import open_together, write_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoints.beside import Writing
+from heterorl.learner.backends.ranks.checkpoints.read import open_together
+from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.division import Division
@@ -89,6 +91,7 @@ class DividedBackend:
             dead_band_ulp=config.dead_band_ulp,
         )
         self._versions = VersionEngine(held, tell=self._tell)
+        self._writing: Writing | None = None
         self._applied_steps = 0
         self._last_extras: dict[str, float] = {}
         self._last_log_ratios: LogRatios = {}
@@ -168,9 +171,14 @@ class DividedBackend:
         self._load_published(arena, keep_optimizer=keep_optimizer)
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        """Write the files at once, each rank its pieces; see TrainBackend."""
-        self.save(directory)
-        return lambda: None
+        """Copy each rank's share, which a thread of it writes; see TrainBackend.
+
+        Without `overlap_checkpoint` each rank writes its pieces at once.
+        """
+        if not self._config.overlap_checkpoint:
+            self.save(directory)
+            return lambda: None
+        return self._freeze(self._tell(Command(do=Do.FREEZE, directory=directory.absolute())).directory).wait
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
@@ -187,7 +195,8 @@ class DividedBackend:
         self._restore(directory)
 
     def stop(self) -> None:
-        """Let the other ranks leave `follow`."""
+        """Let the other ranks leave `follow`, when what is written is on the disk."""
+        self._end_writing()
         self._tell(Command(do=Do.STOP))
 
     def follow(self) -> None:
@@ -196,6 +205,7 @@ class DividedBackend:
             command = command_from_bytes(self._ranks.broadcast_bytes())
             try:
                 if command.do is Do.STOP:
+                    self._end_writing()
                     return
                 self._obey(command)
             except HeterorlError as error:
@@ -218,6 +228,8 @@ class DividedBackend:
             self._load_published(None, keep_optimizer=command.keep_optimizer)
         elif command.do is Do.SAVE:
             self._save(command.directory)
+        elif command.do is Do.FREEZE:
+            self._freeze(command.directory)
         elif command.do is Do.RESTORE:
             self._restore(command.directory)
         else:
@@ -258,7 +270,19 @@ class DividedBackend:
             self._state.reset(steps=0)
             self._applied_steps = 0
 
+    def _freeze(self, directory: Path) -> Writing:
+        self._end_writing()
+        self._writing = Writing(directory, self._state, self._ranks, applied_steps=self._applied_steps, lora=self.lora)
+        return self._writing
+
+    def _end_writing(self) -> None:
+        """At most one checkpoint is under way: its copy is as large as the share."""
+        if self._writing is not None:
+            self._writing.end()
+        self._writing = None
+
     def _save(self, directory: Path) -> None:
+        self._end_writing()
         write_checkpoint_files(directory, self._state, self._ranks, applied_steps=self._applied_steps, lora=self.lora)
 
     def _restore(self, directory: Path) -> None:

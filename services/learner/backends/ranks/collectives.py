@@ -57,6 +57,8 @@ class Collectives:
             backend, store=store, rank=place.rank, world_size=place.world_size, timeout=OPERATION_TIMEOUT
         )
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self.aside = Aside(dist.new_group(backend="gloo", timeout=_FOREVER))
+        """For one thread of each rank that does not take part in what the others do."""
 
     @property
     def are_on_one_machine(self) -> bool:
@@ -113,6 +115,34 @@ class Collectives:
     def leave(self) -> None:
         """End the group."""
         dist.destroy_process_group()
+
+
+class Aside:
+    """A way from rank to rank on which nobody waits but the two."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, values: torch.Tensor, *, rank: int) -> None:
+        """Send values on the CPU to a rank, which receives them from this one."""
+        dist.send(values, dst=rank, group=self._group)
+
+    def receive(self, values: torch.Tensor, *, rank: int) -> None:
+        """Fill `values` with what `rank` sends to this one."""
+        dist.recv(values, src=rank, group=self._group)
+
+    def send_bytes(self, data: bytes, *, rank: int) -> None:
+        """Send at least one byte to a rank, which calls `receive_bytes`."""
+        self.send(torch.tensor([len(data)]), rank=rank)
+        self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank=rank)
+
+    def receive_bytes(self, *, rank: int) -> bytes:
+        """What `rank` sends to this one by `send_bytes`."""
+        size = torch.empty(1, dtype=torch.int64)
+        self.receive(size, rank=rank)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self.receive(data, rank=rank)
+        return data.numpy().tobytes()
 
 
 def rank_device(kind: str, place: Place) -> torch.device:

@@ -24,6 +24,7 @@ class Do(Enum):
     STORE = "store"
     LOAD_PUBLISHED = "load_published"
     SAVE = "save"
+    FREEZE = "freeze"
     RESTORE = "restore"
     STAGE = "stage"
     CODE = "code"

@@ -65,6 +65,10 @@ def _torch(config, operations):
     return run_job(backend, operations)
 
 
+def _timeless(reports):
+    return [{key: value for key, value in report.items() if key != "step_s"} for report in reports]
+
+
 def _weights(path):
     return np.load(path).view(np.float32)
 
@@ -283,3 +287,20 @@ def test_versions_that_all_ranks_make_are_those_of_one_process_bit_for_bit(
     assert second["num_chunks"] == 2
     assert second["num_changed"] > 0
     assert root == second["root"] != first["root"]
+
+
+def test_checkpoint_beside_a_step_has_the_bytes_of_one_between_two_steps(config, ranks, tmp_path):
+    between, beside, path = (str(tmp_path / name) for name in ("between", "beside", "weights.npy"))
+    expected = ranks.ask(config(), [STEPS[0], ["save", between], STEPS[1], ["store", path]])
+    weights = np.load(path)
+
+    actual = ranks.ask(config(), [STEPS[0], ["freeze", beside, 1], ["store", path]])
+
+    assert _timeless(actual[:2]) == _timeless([expected[0], expected[2]])
+    assert np.array_equal(np.load(path), weights)
+    for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
+        assert (tmp_path / "beside" / name).read_bytes() == (tmp_path / "between" / name).read_bytes()
+    # At once, where that is asked for.
+    inline = [["restore", beside], ["freeze", between + "-again", 1], ["store", path]]
+    assert _timeless(ranks.ask(config(overlap_checkpoint=False), inline)[1:2]) == _timeless(expected[2:3])
+    assert np.array_equal(np.load(path), weights)

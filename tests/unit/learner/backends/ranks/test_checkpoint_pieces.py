@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from heterorl.common.errors import CorruptStore, HeterorlError
-from heterorl.learner.backends.ranks import checkpoint
-from heterorl.learner.backends.ranks.checkpoint import open_together, read_checkpoint_files, write_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoints import beside, layout, write
+from heterorl.learner.backends.ranks.checkpoints.beside import Writing
+from heterorl.learner.backends.ranks.checkpoints.read import open_together, read_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
 from heterorl.learner.backends.ranks.state import Piece, Pieces
 from tests.support.thread_ranks import on_all_ranks
 
@@ -44,13 +46,21 @@ class _State:
         return self._steps
 
 
-def _write(directories, *, world_size, one_machine=True, steps=3):
+def _write(directories, *, world_size, one_machine=True, steps=3, is_beside=False):
     """Each rank into the directory that it takes for the checkpoint's."""
 
     def work(ranks):
         ranks.are_on_one_machine = one_machine
         state = _State(ranks, steps=steps)
-        write_checkpoint_files(directories[ranks.rank], state, ranks, applied_steps=5)
+        if not is_beside:
+            write_checkpoint_files(directories[ranks.rank], state, ranks, applied_steps=5)
+            return
+        writing = Writing(directories[ranks.rank], state, ranks, applied_steps=5)
+        # What a step does meanwhile.
+        for values in state._whole.values():
+            values.fill_(9.0)
+        torch.rand(3)
+        writing.wait()
 
     return on_all_ranks(world_size, work)
 
@@ -63,15 +73,22 @@ def alone(tmp_path):
     return directory
 
 
+@pytest.fixture(autouse=True)
+def random_state():
+    with torch.random.fork_rng():
+        yield
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
 @pytest.mark.parametrize("one_machine", [True, False])
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_files_are_those_of_one_process(alone, tmp_path, monkeypatch, one_machine, is_shared):
-    monkeypatch.setattr(checkpoint, "BLOCK_ELEMENTS", 2)
+def test_files_are_those_of_one_process(alone, tmp_path, monkeypatch, one_machine, is_shared, is_beside):
+    monkeypatch.setattr(layout, "BLOCK_ELEMENTS", 2)
     shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
     shared.mkdir()
     directories = [shared, shared, shared if is_shared else elsewhere]
 
-    assert _write(directories, world_size=3, one_machine=one_machine) == [None] * 3
+    assert _write(directories, world_size=3, one_machine=one_machine, is_beside=is_beside) == [None] * 3
 
     assert sorted(path.name for path in shared.iterdir()) == sorted(FILES)
     assert all((shared / name).read_bytes() == (alone / name).read_bytes() for name in FILES)
@@ -118,22 +135,22 @@ def test_state_before_the_first_step_has_no_moments(tmp_path):
     assert set(load_file(tmp_path / FILES[1])) == {"random/cpu"}
 
 
-def test_rank_0_writes_again_what_it_reads_otherwise_than_it_was_written(alone, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_rank_0_writes_again_what_it_reads_otherwise_than_it_was_written(alone, tmp_path, monkeypatch, is_beside):
     shared = tmp_path / "shared"
     shared.mkdir()
-    own = checkpoint._read_digest
+    own = layout.CheckpointLayout.digest
     monkeypatch.setattr(
-        checkpoint, "_read_digest", lambda *arguments: b"torn" if arguments[-1] == 1 else own(*arguments)
+        layout.CheckpointLayout, "digest", lambda self, state, rank: b"torn" if rank == 1 else own(self, state, rank)
     )
-    gathered = []
-    write = checkpoint._write_gathered
-    monkeypatch.setattr(
-        checkpoint, "_write_gathered", lambda *args, **named: (gathered.append(1), write(*args, **named))[1]
-    )
+    alone_again = []
+    for place, name in ((write, "write_gathered"), (beside.Writing, "_write_alone")):
+        rest = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, rest=rest: (alone_again.append(1), rest(*args))[1])
 
-    assert _write([shared] * 2, world_size=2, one_machine=False) == [None, None]
+    assert _write([shared] * 2, world_size=2, one_machine=False, is_beside=is_beside) == [None, None]
 
-    assert len(gathered) == 2
+    assert len(alone_again) == (1 if is_beside else 2)
     assert all((shared / name).read_bytes() == (alone / name).read_bytes() for name in FILES)
 
 
@@ -149,6 +166,44 @@ def test_full_disk_of_one_rank_is_rank_0s_error_and_none_waits(tmp_path, monkeyp
     assert isinstance(first, OSError)
     assert first.errno == errno.ENOSPC
     assert isinstance(second, HeterorlError)
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+@pytest.mark.parametrize("full", [0, 1])
+def test_disk_that_fills_up_beside_a_step_is_rank_0s_error_and_the_next_checkpoint_is_written(
+    alone, tmp_path, monkeypatch, full, one_machine
+):
+    later = tmp_path / "later"
+    later.mkdir()
+    own = beside.write_runs
+
+    def write_runs(directory, runs, **options):
+        # Found by the directory that rank is given, because both are threads of this process.
+        return _full() if directory.name == f"full-{full}" else own(directory, runs, **options)
+
+    monkeypatch.setattr(beside, "write_runs", write_runs)
+
+    def work(ranks):
+        ranks.are_on_one_machine = one_machine
+        state = _State(ranks)
+        place = tmp_path / f"full-{ranks.rank}"
+        place.symlink_to(tmp_path)
+        first = Writing(place, state, ranks, applied_steps=5)
+        try:
+            first.wait()
+            problem = None
+        except OSError as error:
+            problem = error
+        first.end()
+        second = Writing(later, state, ranks, applied_steps=5)
+        second.wait()
+        return problem
+
+    first, second = on_all_ranks(2, work)
+
+    assert first.errno == errno.ENOSPC
+    assert (second is None) is (full == 0)
+    assert all((later / name).read_bytes() == (alone / name).read_bytes() for name in FILES)
 
 
 def _full(*_, **__):

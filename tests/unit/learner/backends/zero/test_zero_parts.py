@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import load
+from heterorl.learner.backends.loading.file_plan import write_tensors
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
-from heterorl.learner.backends.ranks.files import write_tensors
 from heterorl.learner.backends.ranks.local import LocalRanks
 from heterorl.learner.backends.zero.engine import engine_config, import_deepspeed
 from heterorl.learner.config import LearnerConfig

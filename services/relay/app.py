@@ -55,6 +55,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
         max_message_bytes=config.max_message_bytes,
         policy=BRIEF,
         bandwidth=config.bandwidth,
+        payload_urls=config.payload_urls,
     )
     try:
         weights = Weights(api=upstream, cache=cache, clock=clock)

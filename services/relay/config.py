@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from heterorl.common.direct.reads import Allowed
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.config import Config
 from heterorl.common.rpc.bandwidth import BandwidthConfig
@@ -34,6 +35,9 @@ class RelayConfig(Config):
     """Rpcs under way at once; more are refused for a while."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
     """Rpcs that one sampler's certificate may have under way at once."""
+    payload_urls: Allowed = "https"
+    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https`, `any` (http too)
+    or `none`; what they bring is compared with its digest."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of the payloads that this process receives from the coordinator."""
     metrics_port: int = Field(default=9104, ge=0, le=65535)

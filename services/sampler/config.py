@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
+from heterorl.common.direct.reads import Allowed
 from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
@@ -196,6 +197,9 @@ class SamplerConfig(Config):
     """Seconds between two heartbeats."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of what this process receives and sends."""
+    payload_urls: Allowed = "https"
+    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https`, `any` (http too)
+    or `none`; what they bring is compared with its digest."""
     pull_streams: int = Field(default=1, ge=1, le=16)
     """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)

@@ -18,7 +18,9 @@ async def linked(config: SamplerConfig, clock: Clock) -> AsyncIterator[Coordinat
     """The coordinator that a configuration names; while it is open, metrics are pushed to it."""
     site = SiteId(config.site)
     async with (
-        CoordinatorClient(config.coordinator, tls=config.tls, bandwidth=config.bandwidth) as api,
+        CoordinatorClient(
+            config.coordinator, tls=config.tls, bandwidth=config.bandwidth, payload_urls=config.payload_urls
+        ) as api,
         pushing(
             lambda series: api.push_sampler_metrics(site=site, series=series),
             registry=metrics.registry_of("sampler"),

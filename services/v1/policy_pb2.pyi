@@ -838,6 +838,7 @@ class PlanPullResponse(google.protobuf.message.Message):
     MANIFESTS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    URLS_FIELD_NUMBER: builtins.int
     kind: Global___PlanKind.ValueType
     """Kind of plan."""
     target_version: builtins.int
@@ -854,6 +855,12 @@ class PlanPullResponse(google.protobuf.message.Message):
     def manifests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Exact manifest bytes of the version that each payload leads to."""
 
+    @property
+    def urls(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """For each payload an address that answers a GET with Range for a while, as ReadPayload would; empty where there is
+        none. Either as many as payloads, or no entry. A credential: never to be logged.
+        """
+
     def __init__(
         self,
         *,
@@ -863,8 +870,9 @@ class PlanPullResponse(google.protobuf.message.Message):
         manifests: collections.abc.Iterable[builtins.bytes] | None = ...,
         reason: builtins.str = ...,
         signature: builtins.bytes = ...,
+        urls: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "manifests", b"manifests", "payloads", b"payloads", "reason", b"reason", "signature", b"signature", "target_version", b"target_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "manifests", b"manifests", "payloads", b"payloads", "reason", b"reason", "signature", b"signature", "target_version", b"target_version", "urls", b"urls"]) -> None: ...
 
 Global___PlanPullResponse: typing_extensions.TypeAlias = PlanPullResponse
 

@@ -116,7 +116,7 @@ def test_check_and_the_whole_run_leave_nothing_out():
         "buf breaking",
     )
     assert [words for words in tools if f".venv/bin/{words}" not in checks] == []
-    assert made == ["check", "environments", "test", "test-postgres", "test-engines", "test-trackers"]
+    assert made == ["check", "environments", "test", "test-postgres", "test-bucket", "test-engines", "test-trackers"]
 
 
 def test_the_workflow_runs_what_must_hold():

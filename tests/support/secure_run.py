@@ -53,9 +53,12 @@ class SecureRun:
         self.certificates = Certificates(directory / "certs")
         self.ahead_s = 0.0
         self.run_class = Run
+        self.changes: dict[str, Any] = {}
 
     async def __aenter__(self) -> SecureRun:
-        config = CoordinatorConfig(data_dir=self.directory / "data", groups_per_version=2, max_message_bytes=2 << 20)
+        config = CoordinatorConfig(
+            data_dir=self.directory / "data", groups_per_version=2, max_message_bytes=2 << 20, **self.changes
+        )
         self.core = await Coordinator.open(config, SystemClock())
         self.server = Server(
             max_message_bytes=config.max_message_bytes,

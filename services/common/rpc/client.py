@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 
-from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
+from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.calls import once, readable, timed
 from heterorl.common.rpc.evaluation_calls import EvaluationCalls
 from heterorl.common.rpc.learner_calls import LearnerCalls
+from heterorl.common.rpc.weight_calls import WeightCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport
-from heterorl.common.types.policy import HeadUpdate, PublishRequest, PullPlan, SignedManifest
+from heterorl.common.types.policy import PublishRequest
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, SealedGroup, WorkGrant
 from heterorl.common.types.run import (
     CanaryReport,
@@ -29,7 +29,7 @@ from heterorl.common.types.sample import Sample, SampleFilter, SampleList, Sampl
 from heterorl.common.types.series import Series
 from heterorl.common.wire.common import report_from_pb
 from heterorl.common.wire.metrics import series_to_pb
-from heterorl.common.wire.policy import frame_checksum, plan_from_pb, publish_to_pb
+from heterorl.common.wire.policy import frame_checksum, publish_to_pb
 from heterorl.common.wire.rollout import (
     group_id_to_pb,
     outcomes_from_pb,
@@ -59,7 +59,7 @@ MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
-class CoordinatorClient(EvaluationCalls, LearnerCalls):
+class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
     """A coordinator at an address; implements heterorl.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
@@ -104,65 +104,6 @@ class CoordinatorClient(EvaluationCalls, LearnerCalls):
         request = policy_pb2.GetStepRequest(step_id=step_id)
         answer = await self._call("GetStep", request)
         return int(answer.version) if answer.HasField("version") else None
-
-    async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
-        """Yield new heads until the link breaks."""
-        request = policy_pb2.WatchHeadRequest(after_version=after_version)
-        async for message in self._streamed("WatchHead", request):
-            age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
-            yield HeadUpdate(version=message.version, age_s=age_s)
-
-    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
-        """Fetch the exact bytes of a manifest and its signature."""
-        request = policy_pb2.GetManifestRequest(version=version, flavour=flavour)
-        answer = await self._call("GetManifest", request)
-        return SignedManifest(data=answer.manifest, signature=answer.signature)
-
-    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
-        """Fetch the exact bytes of the newest manifests of a range, as many as fit one answer."""
-        request = policy_pb2.ListManifestsRequest(
-            first_version=first_version, last_version=last_version, flavour=flavour
-        )
-        return tuple((await self._call("ListManifests", request)).manifests)
-
-    async def plan_pull(
-        self,
-        *,
-        have_version: int,
-        have_root: str,
-        want_version: int,
-        accept_merged: bool = False,
-        base_root: str = "",
-        object_bytes: int = 0,
-        flavour: str = "",
-    ) -> PullPlan:
-        """Ask for the cheapest way to a version."""
-        request = policy_pb2.PlanPullRequest(
-            have_version=have_version,
-            have_root=have_root,
-            want_version=want_version,
-            accept_merged=accept_merged,
-            base_root=base_root,
-            object_bytes=object_bytes,
-            flavour=flavour,
-        )
-        answer = await self._call("PlanPull", request)
-        try:
-            return plan_from_pb(answer)
-        except InvalidRequest as error:
-            # The peer's answer breaks the format, not our request: nothing about this node is to be corrected.
-            raise MalformedPayload(f"the coordinator's plan, {error.args[0]}", action="distrust it") from error
-
-    async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
-        request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
-        async for message in self._streamed("ReadPayload", request):
-            # Once: each access of a bytes field copies it.
-            frame = message.frame
-            if frame_checksum(frame) != message.checksum:
-                raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
-            await self._pace(self._down, "down", len(frame))
-            yield frame
 
     async def lease_work(
         self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""

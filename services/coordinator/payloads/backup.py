@@ -37,6 +37,7 @@ from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import typed_error
+from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Backups:
         run_id: str,
         database: Database,
         blobs: BlobStore,
+        copies: Copies,
         damage: Damage,
         keeper: Keeper,
         clock: Clock,
@@ -67,6 +69,7 @@ class Backups:
         self._run_id = run_id
         self._database = database
         self._blobs = blobs
+        self._copies = copies
         self._damage = damage
         self._keeper = keeper
         self._clock = clock
@@ -114,7 +117,8 @@ class Backups:
                     digests, head, audit_digest = await self._database.run_alone(lambda c: _copy(c, copy))
                 made_s = self._clock.wall()
                 try:
-                    num_bytes = await asyncio.to_thread(self._take, digests, partial)
+                    async with self._copies.at_hand(digests):
+                        num_bytes = await asyncio.to_thread(self._take, digests, partial)
                 except FileNotFoundError as error:
                     # The next attempt is without it.
                     await self._damage.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)

@@ -23,6 +23,7 @@ from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import BUSY_S, file_size, unreadable
+from heterorl.coordinator.store.home import Copies
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -31,8 +32,9 @@ ResultT = TypeVar("ResultT")
 class Damage:
     """Takes damaged payloads out of use. Belongs to the event loop."""
 
-    def __init__(self, *, database: Database, blobs: BlobStore, merges: Merges) -> None:
+    def __init__(self, *, database: Database, blobs: BlobStore, copies: Copies, merges: Merges) -> None:
         self._database = database
+        self._copies = copies
         self._blobs = blobs
         self._merges = merges
         self._told: set[Digest] = set()
@@ -44,6 +46,8 @@ class Damage:
             UnknownPayload: not there, or not what it was; the caller plans again.
             Busy: it cannot be read now.
         """
+        if isinstance(error, FileNotFoundError | DamagedFile) and await self._copies.heal(digest):
+            return Busy(f"payload {digest[:12]} was fetched again", retry_after_s=BUSY_S)
         if isinstance(error, FileNotFoundError):
             self._check_is_there()
             if await self._database.run(lambda connection: index.is_named(connection, digest)):
@@ -58,6 +62,11 @@ class Damage:
     def note_read(self, digest: Digest) -> None:
         """A payload was read to its end: the next time that it cannot be, it is told again."""
         self._told.discard(digest)
+
+    async def put_aside_unproved(self, digest: Digest, problem: str) -> None:
+        """Put one aside that a proof refused, unless another copy of it has other bytes."""
+        if not await self._copies.heal(digest):
+            await self.put_aside(digest, problem)
 
     async def put_aside(self, digest: Digest, problem: str) -> None:
         """Offer a payload no longer, and move its file where a person finds it."""
@@ -76,7 +85,8 @@ class Damage:
         for digest, path in files:
             if await asyncio.to_thread(file_size, path) is None:
                 self._check_is_there()
-                await self.put_aside(digest, "it is gone")
+                if not await self._copies.heal(digest):
+                    await self.put_aside(digest, "it is gone")
 
     async def on_disk(self, action: Awaitable[ResultT]) -> ResultT:
         """Await an action on payload files; a disk that failed ends the process."""

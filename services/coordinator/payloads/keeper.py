@@ -37,6 +37,7 @@ from heterorl.coordinator.payloads.retention import Needs
 from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours
 from heterorl.coordinator.versions.chain import Chain
@@ -63,6 +64,7 @@ class Keeper:
         clock: Clock,
         database: Database,
         blobs: BlobStore,
+        copies: Copies,
         merges: Merges,
         damage: Damage,
         leases: PullLeases,
@@ -72,6 +74,7 @@ class Keeper:
         self._clock = clock
         self._database = database
         self._blobs = blobs
+        self._copies = copies
         self._merges = merges
         self._damage = damage
         self._leases = leases
@@ -155,11 +158,13 @@ class Keeper:
         _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, due.reason)
         scratch = self._rebuilt / "snapshot"
         try:
-            payload = await self._in_thread(lambda: write_snapshot(self._paths(work), scratch, work, self._check_stop))
+            async with self._copies.at_hand(_stored(work)):
+                write = functools.partial(write_snapshot, self._paths(work), scratch, work, self._check_stop)
+                payload = await self._in_thread(write)
             adopted = self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
             await self._damage.on_disk(adopted)
         except DamagedPayload as error:
-            await self._damage.put_aside(work.payloads[error.index].digest, str(error))
+            await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error))
             return True
         except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
@@ -172,9 +177,11 @@ class Keeper:
     async def _is_proved(self, work: Work) -> bool:
         """Rebuild every state along a way; a payload that is not what it should be is put aside."""
         try:
-            await self._in_thread(lambda: verify_way(self._paths(work), work.manifests, on_chunk=self._check_stop))
+            async with self._copies.at_hand(_stored(work)):
+                paths = self._paths(work)
+                await self._in_thread(lambda: verify_way(paths, work.manifests, on_chunk=self._check_stop))
         except DamagedPayload as error:
-            await self._damage.put_aside(work.payloads[error.index].digest, str(error))
+            await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error))
         except OSError as error:
             _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
             digests = (payload.digest for payload in work.payloads)
@@ -274,3 +281,8 @@ class Keeper:
     def _check_stop(self) -> None:
         if self._stopping.is_set():
             raise _Stopped
+
+
+def _stored(work: Work) -> list[Digest]:
+    """The payloads of a way that are not made here."""
+    return [payload.digest for payload in work.payloads if payload.kind is not PayloadKind.MERGED]

@@ -126,7 +126,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             object_bytes=request.object_bytes,
             flavour=request.flavour,
         )
-        return plan_to_pb(plan)
+        answer = plan_to_pb(plan)
+        answer.urls.extend(await self._policy.payload_urls(plan))
+        return answer
 
     async def ReadPayload(
         self, request: policy_pb2.ReadPayloadRequest, context: Context

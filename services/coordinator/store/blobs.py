@@ -12,7 +12,6 @@ leaves. A payload that a publication names is held, so that nobody deletes it be
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,29 +26,23 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
+from heterorl.common.types.digests import is_digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.files import (
     cut,
     file_size,
+    identity,
+    ignore,
+    name_file,
+    no_room,
     open_file,
     remove_file,
-    rename_file,
     sync_and_close,
-    typed_error,
     unreadable,
     write_all,
 )
+from heterorl.coordinator.store.home import Home
 from heterorl.coordinator.store.locks import Locks
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-async def _no_room(_missing: int) -> None:
-    pass
-
-
-def _ignore() -> None:
-    pass
 
 
 class BlobStore:
@@ -61,8 +54,10 @@ class BlobStore:
         *,
         store_bytes: int,
         max_payload_bytes: int,
-        make_room: Callable[[int], Awaitable[None]] = _no_room,
-        on_full: Callable[[], None] = _ignore,
+        bound: str = "store_bytes",
+        make_room: Callable[[int], Awaitable[None]] = no_room,
+        on_full: Callable[[], None] = ignore,
+        home: Home | None = None,
     ) -> None:
         """Open the directory.
 
@@ -70,13 +65,16 @@ class BlobStore:
             root: where `blobs`, `partial` and `damaged` lie.
             store_bytes: bytes that payloads and uploads may occupy.
             max_payload_bytes: the largest payload.
+            bound: the key that `store_bytes` comes from.
             make_room: called with the bytes that are missing before an upload is refused.
             on_full: called when the disk refused a payload.
+            home: where payloads are kept; without one, here.
         """
+        self._home = home or Home()
         self._blobs = root / "blobs"
         self._partial = root / "partial"
         self._damaged = root / "damaged"
-        self._store_bytes = store_bytes
+        self._store_bytes, self._bound = store_bytes, bound
         self._max_payload_bytes = max_payload_bytes
         self._locks = Locks()
         self._held: Counter[Digest] = Counter()
@@ -86,7 +84,7 @@ class BlobStore:
         self._on_full = on_full
         for directory in (self._blobs, self._partial):
             make_directory(directory)
-        self._identity = _identity(self._blobs)
+        self._identity = identity(self._blobs)
         for path in self._partial.iterdir():
             # A power cut may have kept both names of a payload that was completed.
             if (self._blobs / path.name[:2] / path.name).exists():
@@ -102,17 +100,19 @@ class BlobStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes on disk, and those that uploads under way may still bring."""
-        return self._used
+        """Bytes of all payloads, and those that uploads under way may still bring."""
+        at_home = self._home.used_bytes
+        return self._used if at_home is None else at_home
 
     def size(self, digest: Digest) -> int | None:
         """Size of a complete payload, or None."""
-        return file_size(self.path(digest))
+        at_home = self._home.size(digest)
+        return file_size(self.path(digest)) if at_home is None else at_home
 
     def is_there(self) -> bool:
         """Whether the directory is the one that was opened: not an unmounted disk, where everything seems lost."""
         try:
-            return _identity(self._blobs) == self._identity
+            return identity(self._blobs) == self._identity
         except OSError:
             return False
 
@@ -135,6 +135,7 @@ class BlobStore:
             raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
         async with self._locks[digest]:
             if self.size(digest) is not None:
+                await self._home.keep(digest, self.path(digest))
                 return num_bytes
             have = self._partial_size(digest)
             if not 0 <= offset <= have:
@@ -145,6 +146,8 @@ class BlobStore:
                 written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
                 if written == num_bytes:
                     await asyncio.to_thread(self._complete, digest)
+            if written == num_bytes:
+                await self._home.keep(digest, self.path(digest))
             return written
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
@@ -158,7 +161,10 @@ class BlobStore:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
                 with self._settled(digest, num_bytes):
                     await asyncio.to_thread(self._complete, digest)
-            return self.size(digest) == num_bytes
+            if self.size(digest) != num_bytes:
+                return False
+            await self._home.keep(digest, self.path(digest))
+            return True
 
     @contextmanager
     def held(self, digests: Iterable[Digest]) -> Iterator[None]:
@@ -183,7 +189,8 @@ class BlobStore:
                 return
             await self._reserve(num_bytes)
             with self._settled(digest, num_bytes):
-                await asyncio.to_thread(self._name, path, self.path(digest))
+                await asyncio.to_thread(name_file, path, self.path(digest))
+            await self._home.keep(digest, self.path(digest))
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
         """Delete a payload or an upload; returns the bytes freed, None when it must stay.
@@ -197,19 +204,24 @@ class BlobStore:
         async with self._locks[digest]:
             if digest in self._held or await is_needed():
                 return None
-            freed = 0
-            for path in (self.path(digest), self._partial / digest):
-                if (size := file_size(path)) is not None:
-                    await asyncio.to_thread(remove_file, path)
-                    self._used -= size
-                    freed += size
-            return freed
+            at_home = await self._home.erase(digest)
+            return max(at_home, await self._remove_files(self.path(digest), self._partial / digest))
+
+    async def _remove_files(self, *paths: Path) -> int:
+        freed = 0
+        for path in paths:
+            if (size := file_size(path)) is not None:
+                await asyncio.to_thread(remove_file, path)
+                self._used -= size
+                freed += size
+        return freed
 
     async def set_aside(self, digest: Digest) -> None:
         """Move a damaged payload out of the way."""
         async with self._locks[digest]:
-            if (size := self.size(digest)) is not None:
-                await asyncio.to_thread(self._name, self.path(digest), self._damaged / digest)
+            await self._home.set_aside(digest)
+            if (size := file_size(self.path(digest))) is not None:
+                await asyncio.to_thread(name_file, self.path(digest), self._damaged / digest)
                 self._used -= size
 
     def stored(self) -> frozenset[Digest]:
@@ -219,15 +231,17 @@ class BlobStore:
             found = {Digest(path.name) for folder in folders for path in folder.rglob("*") if path.is_file()}
         except OSError as error:
             raise unreadable(error) from error
+        found |= self._home.digests()
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
     async def _reserve(self, num_bytes: int) -> None:
+        await self._home.reserve(num_bytes)
         missing = self._used + num_bytes - self._store_bytes
         if missing > 0:
             await self._make_room(missing)
         if self._used + num_bytes > self._store_bytes:
             raise StoreFull(
-                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self._store_bytes};"
+                f"{num_bytes} more bytes of payloads would exceed {self._bound} = {self._store_bytes};"
                 f" {self._used} are used and nothing more can be deleted now",
                 retry_after_s=30.0,
             )
@@ -261,19 +275,12 @@ class BlobStore:
             raise DigestMismatch(f"the content of payload {digest[:12]} has digest {found[:12]}")
         # Again, although `_write` did it: the bytes may be those of a process that died before its fsync.
         sync_and_close(open_file(partial, "rb"), partial)
-        self._name(partial, target)
-
-    def _name(self, source: Path, target: Path) -> None:
-        try:
-            make_directory(target.parent)
-        except OSError as error:
-            raise typed_error(error) from error
-        rename_file(source, target)
+        name_file(partial, target)
 
     def path(self, digest: Digest) -> Path:
         """Where the complete payload lies, whether or not it does already."""
         # The one place where a digest becomes a path: whatever else a peer writes there names no file.
-        if not _DIGEST.fullmatch(digest):
+        if not is_digest(digest):
             raise InvalidRequest("digest: not 64 lower-case hex digits")
         return self._blobs / digest[:2] / digest
 
@@ -291,8 +298,3 @@ class BlobStore:
         finally:
             with suppress(Busy):
                 self._used -= num_bytes - self.query(digest)
-
-
-def _identity(directory: Path) -> tuple[int, int]:
-    stat = directory.stat()
-    return stat.st_dev, stat.st_ino

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _ANOTHER = "choose another data_dir, or the store that this one belongs to"
 
 
-def open_engine(data_dir: Path, url: str) -> Engine:
-    """Open the store of a data directory, at a url or in a file; blocks.
+def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Engine:
+    """Open the store of a data directory, at a url or in a file; blocks. `is_elsewhere`: its payloads are in a bucket.
 
     Raises:
         ConfigError: the payloads there belong to another store.
@@ -40,10 +40,10 @@ def open_engine(data_dir: Path, url: str) -> Engine:
     from heterorl.coordinator.store.postgres.engine import open_store
 
     refuse_file(data_dir)
-    return claimed(data_dir, open_store(url))
+    return claimed(data_dir, open_store(url), is_elsewhere=is_elsewhere)
 
 
-def standby_at(data_dir: Path, url: str) -> Standby:
+def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Standby:
     """A wait for the store at a url.
 
     Raises:
@@ -55,7 +55,7 @@ def standby_at(data_dir: Path, url: str) -> Standby:
     from heterorl.coordinator.store.postgres.standby import Standby
 
     refuse_file(data_dir)
-    return Standby(url, lambda store_id: _check_mark(data_dir, store_id))
+    return Standby(url, lambda store_id: None if is_elsewhere else _check_mark(data_dir, store_id))
 
 
 def refuse_file(data_dir: Path) -> None:
@@ -68,15 +68,17 @@ def refuse_file(data_dir: Path) -> None:
         raise ConfigError("store.url", f"{data_dir} has the payloads of its own coordinator.sqlite", action=_ANOTHER)
 
 
-def claimed(data_dir: Path, engine: Engine) -> Engine:
-    """The engine, once its payloads are known to be those of the data directory.
+def claimed(data_dir: Path, engine: Engine, *, is_elsewhere: bool = False) -> Engine:
+    """The engine, once its payloads are known to be those of the data directory; a bucket has a mark of its own.
 
     Raises:
         ConfigError: they are another store's.
     """
     store_id = getattr(engine, "store_id", "")
     try:
-        if engine.connection.execute("SELECT 1 FROM payloads LIMIT 1").fetchone() is not None:
+        if is_elsewhere:
+            make_directory(data_dir, mode=0o700)
+        elif engine.connection.execute("SELECT 1 FROM payloads LIMIT 1").fetchone() is not None:
             _check_mark(data_dir, store_id)
         elif _marked(data_dir) not in ("", store_id):
             raise _not_its_own(data_dir)

@@ -16,7 +16,7 @@ from typing import BinaryIO, TypeVar
 
 from heterorl.common.errors import Busy, CorruptStore, StoreFull
 from heterorl.common.process import descriptors, files
-from heterorl.common.process.files import opened_directory, sync_directory
+from heterorl.common.process.files import make_directory, opened_directory, sync_directory
 
 ResultT = TypeVar("ResultT")
 BUSY_S = 2.0
@@ -27,6 +27,20 @@ _REFUSED = (
     errno.ESTALE, errno.ETIMEDOUT,
 )  # fmt: skip
 """The system said no before it did anything."""
+
+
+async def no_room(_missing: int) -> None:
+    """Nothing can be deleted."""
+
+
+def ignore() -> None:
+    """Nobody is told."""
+
+
+def identity(directory: Path) -> tuple[int, int]:
+    """What tells a directory from another one that is mounted in its place."""
+    found = directory.stat()
+    return found.st_dev, found.st_ino
 
 
 def remove_file(path: Path) -> None:
@@ -56,6 +70,15 @@ def rename_file(source: Path, target: Path) -> None:
                 raise CorruptStore(f"the disk of the payloads failed: {error}") from error
     except OSError as error:
         raise typed_error(error) from error
+
+
+def name_file(source: Path, target: Path) -> None:
+    """Give a durable file its place, in a directory that may not be there yet; raises as `rename_file`."""
+    try:
+        make_directory(target.parent)
+    except OSError as error:
+        raise typed_error(error) from error
+    rename_file(source, target)
 
 
 def cut(file: BinaryIO, offset: int) -> None:

@@ -1,23 +1,54 @@
-"""The engine that these tests run on: SQLite, or PostgreSQL where HETERORL_TEST_STORE says so.
+"""The engine that these tests run on: SQLite, or PostgreSQL where HETERORL_TEST_STORE says so; and where payloads are:
+in files, or in a bucket where HETERORL_TEST_PAYLOADS says `bucket`.
 
-A store is where its file would be: its path becomes a schema of one server. Tests marked `sqlite` are of its file, its
-errors or its plans.
+A store is where its file would be: its path becomes a schema of one server, its directory the prefix of a bucket. Tests
+marked `sqlite` are of SQLite's file, errors or plans, those marked `files` of the files that payloads are.
 """
 
+import hashlib
 import os
 
 import pytest
 
+from heterorl.coordinator import core
+from heterorl.coordinator.opening import open_parts
 from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 
 IS_POSTGRES = os.environ.get("HETERORL_TEST_STORE", "sqlite") == "postgres"
 
 
+IS_BUCKET = os.environ.get("HETERORL_TEST_PAYLOADS", "files") == "bucket"
+
+
 def pytest_collection_modifyitems(items):
-    if IS_POSTGRES:
-        for item in items:
-            if item.get_closest_marker("sqlite"):
-                item.add_marker(pytest.mark.skip(reason="of SQLite's file"))
+    for item in items:
+        if IS_POSTGRES and item.get_closest_marker("sqlite"):
+            item.add_marker(pytest.mark.skip(reason="of SQLite's file"))
+        if IS_BUCKET and item.get_closest_marker("files"):
+            item.add_marker(pytest.mark.skip(reason="of payloads that are files"))
+
+
+@pytest.fixture(scope="session")
+def bucket_of_all():
+    from tests.support.bucket import BucketServer
+
+    server = BucketServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _payloads(request, monkeypatch, tmp_path_factory):
+    if not IS_BUCKET:
+        return
+    server, credentials = request.getfixturevalue("bucket_of_all"), tmp_path_factory.mktemp("credentials")
+
+    def open_in_bucket(config, clock, **options):
+        name = hashlib.sha256(str(config.data_dir.resolve()).encode()).hexdigest()[:16]
+        bucket = server.config(credentials, prefix=name, url_lifetime_s=60.0)
+        return open_parts(config.model_copy(update={"payloads": bucket}), clock, **options)
+
+    monkeypatch.setattr(core, "open_parts", open_in_bucket)
 
 
 @pytest.fixture(scope="session")

@@ -254,6 +254,7 @@ async def test_publication_that_contradicts_the_run_is_refused_and_leaves_nothin
     assert (await core.get_status()).head_version == 0
 
 
+@pytest.mark.files
 async def test_publication_needs_complete_payloads_and_a_first_snapshot(core, run, tmp_path, clock):
     request = await run.prepare()
     data = next(iter((tmp_path / "data" / "blobs").rglob("*/*")))
@@ -703,6 +704,7 @@ async def test_failing_operation_undoes_itself_and_not_its_neighbours(core, run)
     assert LAYOUT.num_elements == 40
 
 
+@pytest.mark.files
 async def test_upload_cut_between_its_last_byte_and_its_name_is_published(core, run, tmp_path):
     # T6: complete means that all bytes are durable and right, whatever was interrupted on the way there.
     request = await run.prepare()

@@ -174,6 +174,7 @@ async def test_nothing_is_retired_before_plans_of_an_earlier_process_have_ended(
     await core.close()
 
 
+@pytest.mark.files
 async def test_full_quota_deletes_before_it_refuses_and_names_its_key(tmp_path):
     async with keeping(tmp_path, merged_bytes=0, keep_versions=40) as (core, _):
         run = await published(core, tmp_path, 20)
@@ -211,6 +212,7 @@ async def test_snapshot_that_lies_is_put_aside_and_nothing_is_retired_on_its_wor
         assert len(list((tmp_path / "data" / "damaged").iterdir())) == 1
 
 
+@pytest.mark.files
 async def test_damaged_delta_on_the_way_stops_retirement_and_is_named(tmp_path):
     async with keeping(tmp_path, merged_bytes=0, snapshot_ratio=1e9, keep_versions=30) as (core, _):
         await published(core, tmp_path, 33)
@@ -231,6 +233,7 @@ async def test_damaged_delta_on_the_way_stops_retirement_and_is_named(tmp_path):
         assert (PayloadKind.DELTA, 20) not in await named(core)
 
 
+@pytest.mark.files
 async def test_payload_that_changed_on_disk_is_never_sent_and_the_next_plan_does_without_it(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, _):
         run = await published(core, tmp_path, 4)
@@ -250,6 +253,7 @@ async def test_payload_that_changed_on_disk_is_never_sent_and_the_next_plan_does
         assert pulled.arena.state_root() == run.roots[7]
 
 
+@pytest.mark.files
 async def test_uploads_that_no_version_names_are_given_up(tmp_path):
     async with keeping(tmp_path, merged_bytes=0, snapshot_ratio=1e9) as (core, _):
         run = await published(core, tmp_path, 2)
@@ -379,6 +383,7 @@ async def test_merged_delta_that_somebody_fetches_outlives_its_use(tmp_path):
         assert not core.merges.path(merged).exists()
 
 
+@pytest.mark.files
 async def test_nothing_is_retired_when_the_head_cannot_be_rebuilt(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, _):
         run = await published(core, tmp_path, 5)

@@ -36,6 +36,7 @@ from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.spans import Span, due_blocks
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours, lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto
@@ -78,6 +79,7 @@ class Composer:
         merges: Merges,
         database: Database,
         path_of: Callable[[Digest], Path],
+        copies: Copies,
         config: CoordinatorConfig,
         leased: Callable[[], frozenset[Digest]],
         may_write: Callable[[], bool],
@@ -89,6 +91,7 @@ class Composer:
         self._merges = merges
         self._database = database
         self._path_of = path_of
+        self._copies = copies
         self._budget_bytes = config.merged_bytes
         self._window = config.merge_window_versions
         self._requests: dict[Span, None] = {}
@@ -157,7 +160,9 @@ class Composer:
         self._current = choice.job.span
         self._requests.pop(choice.job.span, None)
         try:
-            payload = await asyncio.get_running_loop().run_in_executor(executor, self._compose, choice.job)
+            stored = [part.digest for part in choice.job.payloads if part.kind is not PayloadKind.MERGED]
+            async with self._copies.at_hand(stored):
+                payload = await asyncio.get_running_loop().run_in_executor(executor, self._compose, choice.job)
         except CorruptData as error:
             _LOG.warning("versions %d to %d cannot be merged: %s", self._current.start, self._current.stop, error)
             self._skipped |= {self._current}

@@ -71,6 +71,7 @@ async def test_system_that_refuses_a_read_damages_nothing(core, payload, monkeyp
     assert len([record for record in caplog.records if "cannot be read now" in record.message]) == 1
 
 
+@pytest.mark.files
 async def test_payload_that_is_gone_is_offered_no_longer(core, payload):
     core.blobs.path(payload.digest).unlink()
 
@@ -80,6 +81,7 @@ async def test_payload_that_is_gone_is_offered_no_longer(core, payload):
     assert not await core.database.run(lambda connection: index.is_named(connection, payload.digest))
 
 
+@pytest.mark.files
 @pytest.mark.parametrize("is_mounted_over", [False, True])
 async def test_disk_that_was_unmounted_has_lost_nothing(core, payload, tmp_path, is_mounted_over):
     blobs = tmp_path / "data" / "blobs"
@@ -114,6 +116,7 @@ async def test_snapshot_that_cannot_be_read_now_is_verified_later(core, payload,
     assert (await core.get_status()).snapshot_version == 0
 
 
+@pytest.mark.files
 async def test_nobody_can_tell_whether_a_payload_is_there(core, payload, monkeypatch):
     path = core.blobs.path(payload.digest)
     with monkeypatch.context() as patch:
@@ -126,6 +129,7 @@ async def test_nobody_can_tell_whether_a_payload_is_there(core, payload, monkeyp
     assert [payload] == list((await plan(core)).payloads)
 
 
+@pytest.mark.files
 async def test_damaged_payload_is_put_aside_where_a_person_finds_it(core, payload, tmp_path):
     path = core.blobs.path(payload.digest)
     path.write_bytes(b"x" + path.read_bytes()[1:])

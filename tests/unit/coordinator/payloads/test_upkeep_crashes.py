@@ -144,6 +144,7 @@ def damage(data, chooser):
     return data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :]
 
 
+@pytest.mark.files
 @pytest.mark.timeout(300)
 async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeypatch):
     chooser = random.Random(11)
@@ -178,6 +179,7 @@ async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeyp
         assert (await puller(core, tmp_path / "a").pull(held=None, want_version=-1)).version == run.head
 
 
+@pytest.mark.files
 @pytest.mark.parametrize("seed", range(8))
 async def test_damaged_payload_on_the_way_costs_a_detour_and_no_wrong_state(tmp_path, seed):
     chooser = random.Random(seed)
@@ -198,6 +200,7 @@ async def test_damaged_payload_on_the_way_costs_a_detour_and_no_wrong_state(tmp_
         assert not path.exists()
 
 
+@pytest.mark.files
 async def test_damaged_upload_is_refused_and_sent_again(tmp_path):
     chooser = random.Random(3)
     async with keeping(tmp_path) as (core, _):

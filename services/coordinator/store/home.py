@@ -1,0 +1,80 @@
+"""Where payloads are at home, and how their files come to hand: here, both are the files of the data directory.
+
+Whoever keeps payloads elsewhere (heterorl.coordinator.store.bucket) derives from these two classes. A `BlobStore` asks
+its home before it says that a payload is complete and after it deleted one; whoever reads files asks for copies first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from heterorl.common.types.common import Digest
+
+
+class Home:
+    """Files are the payloads: there is nothing elsewhere."""
+
+    @property
+    def used_bytes(self) -> int | None:
+        """Bytes of all payloads there; None where the files are all there is."""
+        return None
+
+    def size(self, digest: Digest) -> int | None:  # noqa: ARG002 - of no payload
+        """Size of a payload that is there, or None."""
+        return None
+
+    def digests(self) -> frozenset[Digest]:
+        """Every payload that is there."""
+        return frozenset()
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Make room for a payload.
+
+        Raises:
+            StoreFull: there is none.
+        """
+
+    async def keep(self, digest: Digest, path: Path) -> None:
+        """Take a complete, verified file; durable when this returns.
+
+        Raises:
+            Busy: it cannot be taken now; the file stays.
+        """
+
+    async def erase(self, digest: Digest) -> int:  # noqa: ARG002 - none is there
+        """Delete a payload; returns its bytes, 0 where it is not there.
+
+        Raises:
+            Busy: it cannot be deleted now.
+        """
+        return 0
+
+    async def set_aside(self, digest: Digest) -> None:
+        """Move a damaged payload out of the way.
+
+        Raises:
+            Busy: it cannot be moved now.
+        """
+
+    async def urls(self, digests: Sequence[Digest]) -> list[str]:
+        """An address for each payload from which a node may read it for a while, empty where there is none."""
+        return [""] * len(digests)
+
+
+class Copies:
+    """Files of payloads: they are all there, until one is damaged."""
+
+    @asynccontextmanager
+    async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:  # noqa: ARG002 - all are
+        """While files of these payloads are there, as far as they can be had.
+
+        Raises:
+            Busy: nobody can tell now.
+        """
+        yield
+
+    async def heal(self, digest: Digest) -> bool:  # noqa: ARG002 - there is no other
+        """Replace a file that is gone or has other bytes than its name says; False where that cannot be the cure."""
+        return False

@@ -1,0 +1,292 @@
+"""Payloads in a bucket, over real sockets to a real server of S3's protocol: who reads from where, and what survives."""
+
+import asyncio
+import contextlib
+import http.server
+import threading
+
+import pytest
+
+from heterorl.common.errors import Busy, ConfigError, CorruptData, PayloadMissing, UnknownVersion
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.metrics import BYTES
+from heterorl.common.pull.pull import Puller
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.store.bucket.objects import read_credentials
+from tests.support.bucket import SECRET, BucketServer
+from tests.support.clock import ManualClock
+from tests.support.relay import Relay
+from tests.support.relayed import LargeRun
+from tests.support.secure_run import PATIENT, SecureRun
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = BucketServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def prefix(request):
+    return f"runs/{request.node.name}".replace("[", ".").replace("]", "")
+
+
+@contextlib.asynccontextmanager
+async def run_at(directory, payloads):
+    run = SecureRun(directory)
+    run.run_class = LargeRun
+    run.changes = {"payloads": payloads, "max_staleness_versions": 1, "keep_versions": 1, "pull_lease_s": 0.01}
+    async with run:
+        yield run
+
+
+@pytest.fixture
+async def run(server, prefix, tmp_path):
+    async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix)) as run:
+        yield run
+
+
+@contextlib.asynccontextmanager
+async def node(run, spool, *, urls="any", streams=1):
+    tls = run.certificates.tls("sampler")
+    async with CoordinatorClient(run.address, tls=tls, policy=PATIENT, payload_urls=urls) as client:
+        yield Puller(api=client, spool=spool, layout=run.run.layout, clock=SystemClock(), num_streams=streams)
+
+
+def served():
+    """Payload bytes that coordinators of this process sent."""
+    return BYTES.labels("weights", "out")._value.get()
+
+
+def copies(run):
+    return [path for path in (run.directory / "data" / "blobs").rglob("*") if path.is_file()]
+
+
+def payloads_of(names):
+    return [name for name in names if name.startswith("blobs/")]
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+async def test_nodes_read_from_the_bucket_and_the_coordinator_sends_nothing(run, server, prefix, tmp_path, streams):
+    before = served()
+    async with node(run, tmp_path / "spool", streams=streams) as puller:
+        pulled = await puller.pull(held=None, want_version=-1)
+        await run.run.publish()
+        later = await puller.pull(held=pulled, want_version=-1)
+
+    assert later.manifest.state_root == run.run.roots[1]
+    assert served() == before
+    assert len(payloads_of(server.names(prefix))) == 2
+
+
+async def test_node_that_asks_no_addresses_is_served_by_the_coordinator(run, tmp_path):
+    for path in copies(run):
+        # Not even a copy is there.
+        path.unlink()
+    for urls in ("none", "https"):
+        before = served()
+        async with node(run, tmp_path / urls, urls=urls) as puller:
+            pulled = await puller.pull(held=None, want_version=-1)
+
+        assert pulled.manifest.state_root == run.run.roots[0]
+        assert served() - before > 6 << 20
+    assert len(copies(run)) == 1
+
+
+class _Refusing(http.server.BaseHTTPRequestHandler):
+    """Half of what is asked for at first, then a refusal, as of an address that is over."""
+
+    asked: list[str]
+
+    def do_GET(self):
+        self.asked.append(self.headers["Range"])
+        if len(self.asked) > 1:
+            self.send_error(403)
+            return
+        begin, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {begin}-{end}/{end + 1}")
+        self.send_header("Content-Length", str(end + 1 - begin))
+        self.end_headers()
+        self.wfile.write(self.whole[begin : (begin + end) // 2])
+        self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+async def test_address_that_breaks_off_leaves_the_rest_to_the_coordinator(run, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    (copy,) = copies(run)
+    handler = type("Handler", (_Refusing,), {"asked": [], "whole": copy.read_bytes()})
+    stand_in = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=stand_in.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{stand_in.server_port}/x?X-Amz-Signature=5ec4e7"
+
+    async def urls(plan):
+        return [url] * len(plan.payloads)
+
+    monkeypatch.setattr(run.core.policy, "payload_urls", urls)
+    before = served()
+    try:
+        async with node(run, tmp_path / "spool") as puller:
+            pulled = await puller.pull(held=None, want_version=-1)
+    finally:
+        await asyncio.to_thread(stand_in.shutdown)
+        stand_in.server_close()
+
+    assert pulled.manifest.state_root == run.run.roots[0]
+    assert len(handler.asked) == 1
+    # The half that came from the address is not sent again.
+    assert 0 < served() - before < 0.7 * len(handler.whole)
+    assert "5ec4e7" not in caplog.text
+    assert "comes from the coordinator" in caplog.text
+
+
+async def test_wrong_bytes_in_the_bucket_are_refused_by_the_node_and_put_aside(run, server, prefix, tmp_path):
+    (name,) = payloads_of(server.names(prefix))
+    (copy,) = copies(run)
+    data = copy.read_bytes()
+    server.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
+    async with node(run, tmp_path / "spool") as puller:
+        with pytest.raises(CorruptData, match="arrived with another digest"):
+            await puller.pull(held=None, want_version=-1)
+        # The second time by the coordinator, whose copy is right.
+        pulled = await puller.pull(held=None, want_version=-1)
+    assert pulled.manifest.state_root == run.run.roots[0]
+
+    copy.unlink()
+    async with node(run, tmp_path / "again", urls="none") as puller:
+        with pytest.raises(UnknownVersion):
+            await puller.pull(held=None, want_version=-1)
+    assert payloads_of(server.names(prefix)) == []
+    assert f"damaged/{copy.name}" in server.names(prefix)
+
+
+async def test_copy_that_a_disk_changed_is_fetched_again(run, tmp_path):
+    (copy,) = copies(run)
+    data = copy.read_bytes()
+    copy.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    async with node(run, tmp_path / "spool", urls="none") as puller:
+        with pytest.raises(Busy, match="fetched again"):
+            await puller.pull(held=None, want_version=-1)
+        pulled = await puller.pull(held=None, want_version=-1)
+
+    assert pulled.manifest.state_root == run.run.roots[0]
+    assert copy.read_bytes() == data
+
+
+async def test_upload_is_complete_when_the_bucket_has_it(server, prefix, tmp_path):
+    relay = Relay(f"127.0.0.1:{server.port}", one_way_s=0.0)
+    async with relay.open():
+        payloads = server.config(tmp_path, prefix=prefix, endpoint=f"http://127.0.0.1:{relay.port}")
+        async with run_at(tmp_path / "run", payloads) as run:
+            relay.cut()
+            with pytest.raises(Busy, match="bucket of the payloads cannot take a payload now"):
+                await run.run.prepare()
+            assert len(payloads_of(server.names(prefix))) == 1
+            (new,) = {path.name for path in copies(run)} - {n.rpartition("/")[2] for n in server.names(prefix)}
+            relay.mend()
+            # All its bytes are here: nothing is sent again.
+            assert await run.run.api.query_upload(digest=new) == (run.directory / f"payload-{1}").stat().st_size
+            run.run.arena = run.run.arena.copy()
+            assert await run.core.blobs.ensure(digest=new, num_bytes=(run.directory / "payload-1").stat().st_size)
+            assert len(payloads_of(server.names(prefix))) == 2
+
+
+async def test_restart_on_another_host_needs_the_store_and_the_bucket_alone(server, prefix, tmp_path):
+    payloads = server.config(tmp_path, prefix=prefix)
+    async with run_at(tmp_path / "run", payloads) as run:
+        await run.run.publish()
+        config = run.core.config
+        roots = dict(run.run.roots)
+    for path in copies(run):
+        path.unlink()
+    core = await Coordinator.open(config, SystemClock())
+    try:
+        puller = Puller(api=core, spool=tmp_path / "spool", layout=run.run.layout, clock=SystemClock())
+        assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == roots[1]
+        assert core.blobs.used_bytes == sum(path.stat().st_size for path in copies(run))
+    finally:
+        await core.close()
+
+    with pytest.raises(ConfigError, match="payloads of this run are in a bucket"):
+        await Coordinator.open(config.model_copy(update={"payloads": type(payloads)()}), SystemClock())
+    other = config.model_copy(update={"data_dir": tmp_path / "other"})
+    with pytest.raises(ConfigError, match="has the payloads of another store"):
+        await Coordinator.open(other, SystemClock())
+
+
+async def test_run_that_kept_files_moves_into_the_bucket(server, prefix, tmp_path):
+    async with run_at(tmp_path / "run", {}) as run:
+        config = run.core.config
+    moved = config.model_copy(update={"payloads": server.config(tmp_path, prefix=prefix)})
+    core = await Coordinator.open(moved, SystemClock())
+    await core.close()
+
+    assert [name.rpartition("/")[2] for name in payloads_of(server.names(prefix))] == [p.name for p in copies(run)]
+
+
+async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(server, prefix, tmp_path):
+    payloads = server.config(tmp_path, prefix=prefix, cache_bytes=16 << 20)
+    config = CoordinatorConfig(data_dir=tmp_path / "data", payloads=payloads, max_staleness_versions=1, keep_versions=1)
+    clock = ManualClock()
+    core = await Coordinator.open(config, clock)
+    try:
+        run = LargeRun(core, tmp_path)
+        await run.begin()
+        for _ in range(6):
+            await run.publish(snapshot=True)
+            await core.keeper.work()
+        assert len(payloads_of(server.names(prefix))) == 6
+        files = [path for path in (tmp_path / "data" / "blobs").rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) <= 16 << 20
+        # Addresses of all plans are over.
+        clock.advance(2 * payloads.url_lifetime_s)
+        assert await core.keeper.collect(missing_bytes=1) > 12 << 20
+
+        names = payloads_of(server.names(prefix))
+        assert len(names) < 4
+        assert core.blobs.stored() == {name.rpartition("/")[2] for name in names}
+        puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
+        assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == run.roots[5]
+    finally:
+        await core.close()
+
+
+async def test_bucket_that_does_not_answer_ends_the_start_without_its_secret(server, prefix, tmp_path, caplog):
+    payloads = server.config(tmp_path, prefix=prefix, endpoint="http://127.0.0.1:9")
+    caplog.set_level("DEBUG")
+    with pytest.raises(ConfigError, match="payloads: the bucket of the payloads cannot be written to") as caught:
+        async with run_at(tmp_path / "run", payloads):
+            pass
+
+    told = caplog.text + str(caught.value) + repr(caught.value.__cause__) + repr(payloads)
+    assert SECRET not in told
+    assert "127.0.0.1:9" not in str(caught.value)
+
+
+@pytest.mark.parametrize("problem", ["mode", "section", "missing"])
+def test_credentials_are_refused_without_being_quoted(tmp_path, problem):
+    path = tmp_path / "credentials"
+    if problem != "missing":
+        path.write_text(f"[other]\naws_secret_access_key = {SECRET}\n")
+        path.chmod(0o640 if problem == "mode" else 0o600)
+    with pytest.raises(ConfigError, match=r"payloads\.credentials_file") as caught:
+        read_credentials(path)
+    assert SECRET not in str(caught.value)
+
+
+async def test_publication_names_only_what_the_bucket_has(server, prefix, run):
+    request = await run.run.prepare()
+    for name in payloads_of(server.names(prefix)):
+        server.remove(prefix, name)
+    for path in copies(run):
+        path.unlink()
+    # Listed at the start, written by this process alone: what a hand deletes meanwhile is found when it is read.
+    run.core.parts.home._sizes.clear()
+    with pytest.raises(PayloadMissing):
+        await run.run.api.publish_version(request)

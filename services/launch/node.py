@@ -70,3 +70,10 @@ def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", ins
 def without(table: dict[str, Any], key: str) -> dict[str, Any]:
     """A table but for one key."""
     return {name: value for name, value in table.items() if name != key}
+
+
+def renumbered(node: Node) -> dict[str, Any]:
+    """The configuration where a node sees its own GPUs alone, as 0, 1 and so on."""
+    if node.kind != "sampler" or not node.devices:
+        return node.config
+    return node.config | {"engine": {**node.config["engine"], "devices": list(range(len(node.devices)))}}

@@ -16,7 +16,7 @@ Dial = Literal["host", "name"]
 def nodes_of(run: RunFile, *, dial: Dial = "host") -> tuple[Node, ...]:
     """Every node, in the order in which they start: coordinator, relays, learner, samplers."""
     coordinators = tuple(_coordinators(run))
-    relays = tuple(_relay(run, relay, coordinators, dial) for relay in run.relays)
+    relays = tuple(_relay(relay, coordinators, dial) for relay in run.relays)
     samplers = tuple(node for table in run.samplers for node in _samplers(run, table, coordinators, relays, dial))
     return (*coordinators, *relays, _learner(run, coordinators, dial), *samplers)
 
@@ -70,7 +70,7 @@ def _coordinators(run: RunFile) -> Iterator[Node]:
         )
 
 
-def _relay(run: RunFile, table: RelayTable, coordinators: tuple[Node, ...], dial: Dial) -> Node:
+def _relay(table: RelayTable, coordinators: tuple[Node, ...], dial: Dial) -> Node:
     name = f"relay-{table.site.replace('.', '-')}"
     config = {"coordinator": _address(coordinators[0], dial), "listen": _listen(table.host, table.port)}
     return Node(

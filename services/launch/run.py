@@ -1,6 +1,6 @@
 """run.toml: one run as its operator thinks of it. What only one service knows goes through its `config` table.
 
-Guarantees: hosts, sites, ports and devices fit together. The keys of a service are checked by its own schema, elsewhere.
+Guarantees: hosts, sites, ports and devices fit together. The keys of a service are checked by its schema, elsewhere.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Guarantees: hosts, sites, ports and devices fit together. The keys of a service 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -15,7 +15,9 @@ from heterorl.common.process.config import Config
 
 HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
 SITE = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,10}[a-z0-9])?){0,2}$"
+MAYBE_HOST = r"^([A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)?$"
 Host = Annotated[str, Field(pattern=HOST)]
+MaybeHost = Annotated[str, Field(pattern=MAYBE_HOST)]
 Site = Annotated[str, Field(pattern=SITE)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Devices = tuple[Annotated[int, Field(ge=0)], ...]
@@ -84,7 +86,7 @@ class CoordinatorTable(Config):
 class LearnerTable(Config):
     """The learner."""
 
-    host: Host | Literal[""] = ""
+    host: MaybeHost = ""
     """Its host, rank 0's of several; empty is the coordinator's, or any machine of Slurm and Kubernetes."""
     nproc: int = Field(default=1, ge=1, le=64)
     """Processes of each machine, one for each GPU."""
@@ -136,7 +138,7 @@ class SamplerTable(Config):
 
     site: Site
     """Name of the site; of several samplers SITE.1, SITE.2 and so on."""
-    host: Host | Literal[""] = ""
+    host: MaybeHost = ""
     """Its host; empty is the coordinator's, or any machine of Slurm and Kubernetes."""
     count: int = Field(default=1, ge=1, le=1000)
     """Samplers; they share the devices among them."""
@@ -197,12 +199,12 @@ class RunFile(Config):
             # Names of services on Kubernetes have no dots.
             flat = site.replace(".", "-")
             if flat in seen:
-                raise ValueError(f"samplers.{index}.site: {site} and {seen[flat]} would be one name; rename one")
+                raise ValueError(f"samplers[{index}].site: {site} and {seen[flat]} would be one name; rename one")
             seen[flat] = site
         flat_relays = [relay.site.replace(".", "-") for relay in self.relays]
         for index, name in enumerate(flat_relays):
             if name in flat_relays[:index]:
-                raise ValueError(f"relays.{index}.site: {self.relays[index].site} has a relay already")
+                raise ValueError(f"relays[{index}].site: {self.relays[index].site} has a relay already")
         return self
 
     @model_validator(mode="after")
@@ -212,10 +214,10 @@ class RunFile(Config):
             if not sampler.relay:
                 continue
             if sampler.relay not in known:
-                raise ValueError(f"samplers.{index}.relay: no relay has site {sampler.relay!r}")
+                raise ValueError(f"samplers[{index}].relay: no relay has site {sampler.relay!r}")
             if sampler.site != sampler.relay and not sampler.site.startswith(f"{sampler.relay}."):
                 raise ValueError(
-                    f"samplers.{index}.relay: relay {sampler.relay} carries {sampler.relay} and {sampler.relay}.*, not"
+                    f"samplers[{index}].relay: relay {sampler.relay} carries {sampler.relay} and {sampler.relay}.*, not"
                     f" {sampler.site}"
                 )
         if self.relays and self.coordinator.postgres and self.coordinator.postgres.standby:

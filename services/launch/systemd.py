@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 
 from heterorl.common.errors import ConfigError
@@ -75,11 +76,9 @@ def _unit(run: RunFile, node: Node) -> str:
     kind = "relay" if node.kind == "relay" else "machines" if node.machines else node.image
     text = (files("heterorl.launch") / "units" / _UNITS[kind]).read_text(encoding="utf-8")
     if node.kind == "coordinator":
-        text = text.replace("/coordinator.toml", f"/{node.name}.toml").replace(
-            "heterorl/coordinator", f"heterorl/{node.name}"
-        )
-        text = text.replace("credentials/coordinator", f"credentials/{node.name}")
-        text = text.replace("Description=heterorl coordinator", f"Description=heterorl {node.name} of run {run.run.id}")
+        for place in ("heterorl", "credentials"):
+            text = re.sub(rf"(?<=\b{place}/)coordinator\b(?!-)", node.name, text)
+        text = text.replace("Description=heterorl coordinator", f"Description=heterorl {node.name}")
         text = text.replace("--log json", " ".join(["--log json", *node.arguments]))
     text = text.replace("%i", node.name)
     if directory := node.config.get("data_dir"):

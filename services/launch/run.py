@@ -189,7 +189,7 @@ class RunFile(Config):
         """Every host that is named, each once, the coordinator's first."""
         standby = self.coordinator.postgres.standby if self.coordinator.postgres else ()
         named = [self.coordinator.host, *standby, self.learner.host, *self.learner.other_hosts]
-        named += [each.host for each in (*self.relays, *self.samplers)]
+        named += [*(relay.host for relay in self.relays), *(sampler.host for sampler in self.samplers)]
         return tuple(dict.fromkeys(host for host in named if host))
 
     @model_validator(mode="after")

@@ -1,5 +1,7 @@
 """run.toml: what fits together, and what is said where it does not."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -107,3 +109,16 @@ def test_command_writes_once_and_never_over_what_is_there(tmp_path):
     assert first.exit_code == 0, first.output
     assert (tmp_path / "out" / "certs.sh").stat().st_mode & 0o100
     assert "exists and is not empty" in str(second.exception)
+
+
+def test_example_of_the_documentation_is_a_run(tmp_path):
+    text = (Path(__file__).parents[3] / "docs" / "launch.md").read_text()
+    path = tmp_path / "run.toml"
+    path.write_text(text.partition("```toml\n")[2].partition("```")[0])
+
+    result = CliRunner().invoke(app, ["launch", "compose", str(path), "--out", str(tmp_path / "out")])
+
+    assert result.exit_code == 0, result.exception
+    path.write_text(path.read_text().replace("max_new_tokens = 2048", "max_new_tokens = 0"))
+    refused = CliRunner().invoke(app, ["launch", "compose", str(path), "--out", str(tmp_path / "other")])
+    assert f"`{refused.exception}`" in text.replace("\n", " ")

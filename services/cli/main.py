@@ -22,7 +22,7 @@ from heterorl.cli.check_config import check_config, check_link
 from heterorl.cli.doctor import doctor
 from heterorl.cli.evaluate import evaluate
 from heterorl.cli.lab import app as lab
-from heterorl.cli.launch import launch
+from heterorl.cli.launch.command import launch
 from heterorl.cli.live.top import top
 from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status

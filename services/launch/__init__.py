@@ -1,1 +1,4 @@
-"""One file of a whole run, and what each way of starting its nodes needs: pure functions from run.toml to texts."""
+"""One file of a whole run, and what Compose, systemd, Slurm or Kubernetes start its nodes by. Pure: a run in, texts out.
+
+Open `nodes` first; `run` is the file, `node` what it becomes, each launcher has a file.
+"""

@@ -17,6 +17,9 @@ SERVER ?= http://127.0.0.1:9090
 MINUTES ?= 30
 # A part of the tests: make test T=tests/unit/sampler.
 T ?=
+# How often a test that failed is run again; the results name it.
+RERUNS ?=
+AGAIN = $(if $(RERUNS),--reruns $(RERUNS) -raR)
 
 # What has a sentence is a target for people: it is shown, and no file stands for it.
 MARK := \#\#
@@ -53,17 +56,17 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage, or one part without: T=tests/unit/sampler
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 2 --cov --cov-report=) -q -m "not image and not compiler and not nodes" --ignore tests/gpu $(T)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 2 --cov --cov-report=) -q $(AGAIN) -m "not image and not compiler and not nodes" --ignore tests/gpu $(T)
 	$(if $(T),,$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40)
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
 
 test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
-	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q $(AGAIN) tests/engines
 
 test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
-	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q tests/trackers
+	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q $(AGAIN) tests/trackers
 
 browser:  ## Install Debian's Chromium for the tests of the page; as root
 	apt-get update -qq
@@ -74,7 +77,7 @@ postgres:  ## Install Debian's PostgreSQL for the tests of that store; as root
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends postgresql > /dev/null
 
 test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; ten minutes on two slow cores
-	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(or $(TESTS),tests/unit/coordinator)
+	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
 
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler

@@ -21,6 +21,7 @@ from heterorl.cli.certs import app as certs
 from heterorl.cli.check_config import check_config, check_link
 from heterorl.cli.doctor import doctor
 from heterorl.cli.lab import app as lab
+from heterorl.cli.launch.command import launch
 from heterorl.cli.live.top import top
 from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status
@@ -225,6 +226,7 @@ app.command("track", rich_help_panel=WATCH)(track)
 
 app.command("check-config", rich_help_panel=CHECK)(check_config)
 app.command("plan", rich_help_panel=TRY)(plan)
+app.command("launch", rich_help_panel=RUN)(launch)
 
 
 @app.command("print-config", rich_help_panel=CHECK)

@@ -20,6 +20,11 @@ PATTERNS = {
     r"^https?://[^\s]+$": "a url that begins with http:// or https://",
     r"^[A-Za-z_0-9]*$": "the name of an environment variable",
     r"^([0-9a-f]{64})?$": "64 hexadecimal digits, or nothing",
+    r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$": "a host: a name or an address, without a port",
+    r"^([A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)?$": "a host: a name or an address, without a port; or nothing",
+    r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,10}[a-z0-9])?){0,2}$": (
+        "a site: small letters, digits and dashes, with at most two dots"
+    ),
     r"^ed25519:[0-9a-f]{64}$": "a public key as `heterorl keys show` prints it: ed25519: and 64 hexadecimal digits",
 }
 """What a pattern of a schema asks for; a test looks for one that is not here."""

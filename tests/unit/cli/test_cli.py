@@ -48,6 +48,7 @@ COMMANDS = [
     "track",
     "check-config",
     "plan",
+    "launch",
     "print-config",
     "verify-lineage",
 ]

@@ -1,0 +1,56 @@
+"""The command `heterorl launch`: from run.toml to what Compose, systemd, Slurm or Kubernetes start its nodes by."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from heterorl.cli.service_config import Service, schema_of
+from heterorl.common.errors import DependencyMissing
+from heterorl.common.process.config import DIRECTORY, load
+from heterorl.common.process.config_words import problems_of
+
+Launcher = Literal["compose", "systemd", "slurm", "k8s"]
+
+
+def launch(
+    launcher: Annotated[Launcher, typer.Argument(help="What starts the nodes.")],
+    run: Annotated[Path, typer.Argument(help="The run's file: docs/launch.md.", metavar="RUN.toml")],
+    out: Annotated[Path, typer.Option(help="Directory to write; new or empty.")],
+) -> None:
+    """Write what each node of a run needs, from one file: configurations, units or manifests, and a README.
+
+    Nothing is started and nobody is asked. Each configuration is checked as its service would check it, on this
+    machine, so that every package of the run's own rewards may be missing here.
+
+    Exit code 0: written. 2: run.toml or --out is wrong, nothing was written.
+    """
+    for package, module in (("PyYAML", "yaml"), ("tomli-w", "tomli_w")):
+        if importlib.util.find_spec(module) is None:
+            raise DependencyMissing(package, "launch")
+    from heterorl.launch.check import check_nodes
+    from heterorl.launch.nodes import nodes_of
+    from heterorl.launch.run import RunFile
+    from heterorl.launch.write import write_tree
+
+    loaded = load(RunFile, run)
+    check_nodes(nodes_of(loaded), _problems)
+    tree: dict[str, str] = importlib.import_module(f"heterorl.launch.{launcher}").render(loaded)
+    write_tree(tree, out)
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.print(f"{len(tree)} files in {out}; begin with {out / 'README.md'}", soft_wrap=True)
+
+
+def _problems(kind: Service, table: dict[str, Any]) -> list[tuple[str, str]]:
+    schema = schema_of(kind)
+    try:
+        schema.model_validate(table, context={DIRECTORY: ""})
+    except ValidationError as error:
+        return [(problem.key, problem.text) for problem in problems_of(schema, error)]
+    return []

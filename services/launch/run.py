@@ -1,0 +1,245 @@
+"""run.toml: one run as its operator thinks of it. What only one service knows goes through its `config` table.
+
+Guarantees: hosts, sites, ports and devices fit together. The keys of a service are checked by its schema, elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue, model_validator
+
+from heterorl.common.process.address import is_loopback
+from heterorl.common.process.config import Config
+
+HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
+SITE = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,10}[a-z0-9])?){0,2}$"
+MAYBE_HOST = r"^([A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)?$"
+Host = Annotated[str, Field(pattern=HOST)]
+MaybeHost = Annotated[str, Field(pattern=MAYBE_HOST)]
+Site = Annotated[str, Field(pattern=SITE)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Devices = tuple[Annotated[int, Field(ge=0)], ...]
+Table = dict[str, JsonValue]
+
+
+class RunTable(Config):
+    """What every node of the run agrees on."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the run; the name of its authority as well."""
+    image: str = Field(default="heterorl", pattern=r"^[a-z0-9][a-z0-9._/:-]{0,200}$")
+    """Images are IMAGE-coordinator, IMAGE-learner, IMAGE-sampler and so on, with a registry before them if any."""
+    version: str = Field(default="local", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")
+    """Tag of the images."""
+    model_dir: str = Field(min_length=1, max_length=4096)
+    """Hugging Face directory or hub id of the model to start from; a directory is the same path on every host."""
+    data_dirs: tuple[Annotated[str, Field(pattern=r"^/")], ...] = ()
+    """Other directories that learner and samplers read, such as those of data sets: containers get them read-only."""
+    group_size: int = Field(default=8, ge=2, le=4096)
+    """Rollouts of one prompt."""
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups of one optimizer step."""
+    steps_per_version: int = Field(default=1, ge=1)
+    """Optimizer steps between publications."""
+    max_steps: int = Field(default=1000, ge=1)
+    """Optimizer steps of the whole run."""
+    use_chat_template: bool = False
+    """Send prompts through the tokenizer's chat template."""
+    chat_template_arguments: Table = Field(default_factory=dict)
+    """What the template is given beside the messages."""
+    task: dict[str, Any] = Field(default_factory=dict)
+    """[task] of learner and samplers."""
+    sampling: Table = Field(default_factory=dict)
+    """[sampling] of learner and samplers."""
+    lora: Table = Field(default_factory=dict)
+    """[lora] of learner and samplers."""
+    loss: Table = Field(default_factory=dict)
+    """[loss] of the learner."""
+
+
+class PostgresTable(Config):
+    """PostgreSQL as the coordinator's store, with which another host may stand by."""
+
+    url: str = Field(pattern=r"^postgres(ql)?://")
+    """store.url of the coordinators; no password."""
+    standby: tuple[Host, ...] = ()
+    """Hosts of coordinators that stand by; data_dir is on a file system that all of them share."""
+
+
+class CoordinatorTable(Config):
+    """The coordinator."""
+
+    host: Host
+    """Name or address that every other node dials; 127.0.0.1 for a run on one host."""
+    port: Port = 50051
+    """Port of the link."""
+    data_dir: str = Field(default="", pattern=r"^(/.*)?$")
+    """Directory of database and payloads; empty is the launcher's own place."""
+    postgres: PostgresTable | None = None
+    """Another store than a file in data_dir."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """More keys of coordinator.toml."""
+
+
+class LearnerTable(Config):
+    """The learner."""
+
+    host: MaybeHost = ""
+    """Its host, rank 0's of several; empty is the coordinator's, or any machine of Slurm and Kubernetes."""
+    nproc: int = Field(default=1, ge=1, le=64)
+    """Processes of each machine, one for each GPU."""
+    nnodes: int = Field(default=1, ge=1, le=1024)
+    """Machines."""
+    other_hosts: tuple[Host, ...] = ()
+    """Hosts of the machines after the first one; not for Slurm, which chooses them."""
+    devices: Devices = ()
+    """Numbers of the GPUs of its machine; empty is the first nproc."""
+    backend: Table = Field(default_factory=dict)
+    """[backend] of learner.toml; `device = "cuda"` asks for GPUs."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """More keys of learner.toml."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of each machine."""
+        return self.nproc if str(self.backend.get("device", "cpu")).startswith("cuda") else 0
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> LearnerTable:
+        kind = self.backend.get("kind", "torch")
+        if self.nproc * self.nnodes > 1 and kind == "torch":
+            raise ValueError('nproc or nnodes above 1 needs backend.kind = "fsdp2" or "deepspeed"')
+        if self.devices and len(self.devices) != self.num_gpus:
+            raise ValueError(
+                f"devices names {len(self.devices)} GPUs, and nproc with backend.device use {self.num_gpus}"
+            )
+        if self.other_hosts and len(self.other_hosts) != self.nnodes - 1:
+            raise ValueError(f"other_hosts names {len(self.other_hosts)} hosts, and nnodes asks for {self.nnodes - 1}")
+        return self
+
+
+class RelayTable(Config):
+    """A relay, for the samplers of one site and of what is under its name."""
+
+    site: Site
+    """Name of the site; serves samplers of `SITE` and `SITE.*`."""
+    host: Host
+    """Name or address that its samplers dial."""
+    port: Port = 50061
+    """Port of the link."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """More keys of relay.toml."""
+
+
+class SamplerTable(Config):
+    """One sampler, or several alike."""
+
+    site: Site
+    """Name of the site; of several samplers SITE.1, SITE.2 and so on."""
+    host: MaybeHost = ""
+    """Its host; empty is the coordinator's, or any machine of Slurm and Kubernetes."""
+    count: int = Field(default=1, ge=1, le=1000)
+    """Samplers; they share the devices among them."""
+    devices: Devices = ()
+    """Numbers of the GPUs; none: the CPU."""
+    relay: str = ""
+    """Site of the relay that it dials; empty: the coordinator."""
+    engine: Table = Field(default_factory=dict)
+    """[engine] of sampler.toml; `kind` is hf or vllm."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """More keys of sampler.toml."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The samplers' own names."""
+        return (self.site,) if self.count == 1 else tuple(f"{self.site}.{n}" for n in range(1, self.count + 1))
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> SamplerTable:
+        if len(set(self.devices)) != len(self.devices):
+            raise ValueError("devices names one twice")
+        if len(self.devices) % self.count:
+            raise ValueError(f"devices: {len(self.devices)} cannot be shared by count = {self.count} samplers")
+        return self
+
+
+class TlsTable(Config):
+    """How links are secured."""
+
+    directory: str = Field(default="certs", min_length=1, max_length=4096)
+    """Directory of the run's authority, as `heterorl certs init` makes it; never on a node."""
+    insecure: bool = False
+    """Plaintext: only where every host is loopback."""
+
+
+class RunFile(Config):
+    """A whole run."""
+
+    run: RunTable
+    coordinator: CoordinatorTable
+    learner: LearnerTable = LearnerTable()
+    relays: tuple[RelayTable, ...] = ()
+    samplers: tuple[SamplerTable, ...] = Field(min_length=1)
+    tls: TlsTable = TlsTable()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Every host that is named, each once, the coordinator's first."""
+        standby = self.coordinator.postgres.standby if self.coordinator.postgres else ()
+        named = [self.coordinator.host, *standby, self.learner.host, *self.learner.other_hosts]
+        named += [*(relay.host for relay in self.relays), *(sampler.host for sampler in self.samplers)]
+        return tuple(dict.fromkeys(host for host in named if host))
+
+    @model_validator(mode="after")
+    def _check_names(self) -> RunFile:
+        seen: dict[str, str] = {}
+        for index, site in ((n, site) for n, each in enumerate(self.samplers) for site in each.sites):
+            # Names of services on Kubernetes have no dots.
+            flat = site.replace(".", "-")
+            if flat in seen:
+                raise ValueError(f"samplers[{index}].site: {site} and {seen[flat]} would be one name; rename one")
+            seen[flat] = site
+        flat_relays = [relay.site.replace(".", "-") for relay in self.relays]
+        for index, name in enumerate(flat_relays):
+            if name in flat_relays[:index]:
+                raise ValueError(f"relays[{index}].site: {self.relays[index].site} has a relay already")
+        return self
+
+    @model_validator(mode="after")
+    def _check_relays(self) -> RunFile:
+        known = {relay.site for relay in self.relays}
+        for index, sampler in enumerate(self.samplers):
+            if not sampler.relay:
+                continue
+            if sampler.relay not in known:
+                raise ValueError(f"samplers[{index}].relay: no relay has site {sampler.relay!r}")
+            if sampler.site != sampler.relay and not sampler.site.startswith(f"{sampler.relay}."):
+                raise ValueError(
+                    f"samplers[{index}].relay: relay {sampler.relay} carries {sampler.relay} and {sampler.relay}.*, not"
+                    f" {sampler.site}"
+                )
+        if self.relays and self.coordinator.postgres and self.coordinator.postgres.standby:
+            raise ValueError("relays: a relay dials one coordinator; remove it, or coordinator.postgres.standby")
+        return self
+
+    @model_validator(mode="after")
+    def _check_places(self) -> RunFile:
+        paths = [path for path in (self.run.model_dir, *self.run.data_dirs) if path.startswith("/")]
+        for path in paths:
+            if ".." in PurePosixPath(path).parts or path == "/":
+                raise ValueError(f"run: {path!r} is no directory that a container may be given")
+        serving = [(self.coordinator.host, self.coordinator.port), *((each.host, each.port) for each in self.relays)]
+        if len(set(serving)) != len(serving):
+            raise ValueError("relays: two services have one host and one port; give one of them another port")
+        if self.coordinator.postgres and self.coordinator.postgres.standby and not self.coordinator.data_dir:
+            raise ValueError("coordinator.data_dir: coordinators that stand by share it; name a directory")
+        return self
+
+    @model_validator(mode="after")
+    def _check_plaintext(self) -> RunFile:
+        far = [host for host in self.hosts if not is_loopback(f"{host}:1")]
+        if self.tls.insecure and far:
+            raise ValueError(f"tls.insecure: plaintext is for one host by its loopback, and {far[0]} is another")
+        return self

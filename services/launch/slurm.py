@@ -1,0 +1,140 @@
+"""Slurm: a batch script for each node, and submit.sh that hands them in so that each starts after what it needs.
+
+A directory on a file system of all machines holds scripts, configurations, credentials, state and logs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+from heterorl.launch.node import Node, complete, renumbered
+from heterorl.launch.nodes import nodes_of
+from heterorl.launch.run import RunFile
+from heterorl.launch.texts import Tree, certs_script, certs_words, readme, table, toml_text
+
+_CPUS = {"coordinator": 2, "relay": 2, "learner": 8, "sampler": 4}
+_ATTEMPTS = """\
+attempts=${HETERORL_ATTEMPTS:-10}
+pause_s=${HETERORL_PAUSE_S:-10}
+"""
+_LOOP_END = """\
+  # 0 is a stop or the end of the run; 2 is an error that only an operator can correct.
+  if ((code == 0 || code == 2)); then exit "$code"; fi
+  echo "%s: attempt $attempt of $attempts ended with code $code" >&2
+  sleep "$pause_s"
+done
+exit "$code"
+"""
+_MACHINES = """\
+python=${HETERORL_PYTHON:-python}
+master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Of the job: two jobs may share a machine.
+port=$((20000 + SLURM_JOB_ID %% 10000))
+# Who starts the job step is not a rank: a launcher's variables would make it one.
+unset RANK LOCAL_RANK WORLD_SIZE
+for ((attempt = 1; attempt <= attempts; attempt++)); do
+  code=0
+  # "--" keeps torchrun from reading --log as the beginning of its own --log-dir.
+  # shellcheck disable=SC2016  # SLURM_NODEID is each machine's own
+  srun --kill-on-bad-exit=1 --wait=60 bash -c '
+    exec "$0" -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \\
+      --nproc-per-node %d --master-addr "$1" --master-port "$2" --max-restarts 0 \\
+      -m -- heterorl learner --config config/%s.toml --log json' "$python" "$master" "$port" || code=$?
+"""
+
+
+def render(run: RunFile) -> Tree:
+    """The files of the shared directory."""
+    nodes = nodes_of(run)
+    tree: Tree = {}
+    for node in nodes:
+        tree[f"{node.name}.sbatch"] = _script(run, node)
+        config = complete(
+            replace(node, config=renumbered(node)),
+            state_dir=f"state/{node.name}",
+            tls_dir=f"credentials/{node.name}",
+            insecure=run.tls.insecure,
+        )
+        tree[f"config/{node.name}.toml"] = toml_text(node, run.run.id, config)
+    tree["submit.sh"] = _submit(run, nodes)
+    tree |= certs_script(run, nodes, lambda node: f"credentials/{node.name}")
+    return tree | readme(run, "Slurm", table(nodes, lambda node: node.host or "any"), _words(run))
+
+
+def _script(run: RunFile, node: Node) -> str:
+    options = [
+        f"--job-name={run.run.id}-{node.name}",
+        f"--nodes={len(node.machines) or 1}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={_CPUS[node.kind]}",
+        *([f"--gpus-per-node={node.num_gpus}"] if node.num_gpus else []),
+        # The others dial this host; where nobody dials, Slurm chooses unless the run says.
+        *([f"--nodelist={node.host}"] if node.host and not node.machines else []),
+        "--requeue",
+        "--open-mode=append",
+        f"--output=logs/{node.name}-%j.log",
+    ]
+    lines = [
+        "#!/bin/bash",
+        f"# {node.name} of run {run.run.id}; submit.sh hands it in. HETERORL names another program than heterorl.",
+        *(f"#SBATCH {option}" for option in options),
+        "",
+        "set -uo pipefail",
+        'cd "${SLURM_SUBMIT_DIR:?start it with submit.sh}" || exit 2',
+        _ATTEMPTS.rstrip(),
+    ]
+    if node.machines:
+        lines.append((_MACHINES % (node.nproc, node.name)).rstrip())
+    else:
+        command = shlex.join([*node.command, "--config", f"config/{node.name}.toml", "--log", "json"])
+        lines += [
+            "heterorl=${HETERORL:-heterorl}",
+            "for ((attempt = 1; attempt <= attempts; attempt++)); do",
+            "  code=0",
+            f'  srun --kill-on-bad-exit=1 "$heterorl" {command} || code=$?',
+        ]
+    return "\n".join(lines) + "\n" + _LOOP_END % node.name
+
+
+def _submit(run: RunFile, nodes: tuple[Node, ...]) -> str:
+    lines = [
+        "#!/bin/bash",
+        f"# Hands in the jobs of run {run.run.id}: each may start when what it needs has started.",
+        "# SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT and Slurm's other variables count for every job.",
+        "set -euo pipefail",
+        'cd "$(dirname "${BASH_SOURCE[0]}")"',
+        "mkdir -p logs state",
+    ]
+    waited_for = {name for node in nodes for name in node.needs}
+    for node in nodes:
+        after = ":".join(f"${{{_variable(name)}%%;*}}" for name in node.needs)
+        option = f' --dependency="after:{after}"' if after else ""
+        # A name that nothing waits for is for the eyes alone.
+        prefix = f"{_variable(node.name)}=$(" if node.name in waited_for else ""
+        lines.append(f"{prefix}sbatch --parsable{option} {node.name}.sbatch{')' if prefix else ''}")
+    return "\n".join([*lines, ""])
+
+
+def _variable(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _words(run: RunFile) -> str:
+    place = (
+        "## Place\n\nThis directory lies on a file system of all machines. `host` in run.toml is what Slurm"
+        " calls the machine,"
+        " and what other nodes dial. `heterorl` is found by PATH, or by the variable HETERORL; a learner on"
+        " several machines"
+        " takes HETERORL_PYTHON, the interpreter of its environment."
+    )
+    secrets = certs_words(run, "It writes credentials/NODE here: readable by the user of the jobs alone.")
+    password = (
+        "PGPASSFILE names the file of PostgreSQL's password when submit.sh runs." if run.coordinator.postgres else ""
+    )
+    start = (
+        "## Start\n\n```\n./submit.sh\nsqueue --me\n```\n\nLogs are in logs/, state in state/. `scancel"
+        " --signal=TERM --full"
+        " JOB` stops a node in order. A job that Slurm requeues goes on from its state."
+    )
+    return "\n\n".join(part for part in (place, secrets, password, start) if part)

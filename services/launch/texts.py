@@ -1,0 +1,119 @@
+"""Texts that every launcher writes: TOML and YAML with a word of what they are, certs.sh, the README's common"
+" parts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tomli_w
+import yaml
+
+from heterorl.common.errors import ConfigError
+from heterorl.launch.node import Node
+from heterorl.launch.run import RunFile
+
+Tree = dict[str, str]
+"""Texts by their path within the directory that is written."""
+
+
+class _Plain(yaml.SafeDumper):
+    """YAML without anchors: what is read beside an anchor's other end is read twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
+        return True
+
+
+def toml_text(node: Node, run_id: str, table: dict[str, Any]) -> str:
+    """The configuration file of a node."""
+    head = f"# {node.name} of run {run_id}. `heterorl print-config {node.kind}` shows every key.\n"
+    return head + tomli_w.dumps(table)
+
+
+def yaml_text(comment: str, *documents: dict[str, Any]) -> str:
+    """Documents of YAML after a comment, in the order of their keys."""
+    body = yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=120, default_flow_style=False)
+    return f"# {comment}\n{body}"
+
+
+def with_hosts(run: RunFile, nodes: Iterable[Node]) -> dict[str, list[Node]]:
+    """The nodes of each host; those without one stand beside the coordinator."""
+    placed: dict[str, list[Node]] = {}
+    for node in nodes:
+        placed.setdefault(node.host or run.coordinator.host, []).append(node)
+    return placed
+
+
+def refuse_plaintext(run: RunFile, launcher: str) -> None:
+    """Refuse plaintext where nodes reach one another over a network.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if run.tls.insecure:
+        raise ConfigError(
+            "tls.insecure", f"nodes of {launcher} meet over a network", action="set tls.directory instead"
+        )
+
+
+def certs_script(run: RunFile, nodes: Sequence[Node], place: Callable[[Node], str]) -> Tree:
+    """certs.sh, which makes each node's certificate at the place that the launcher looks at; none for plaintext."""
+    if run.tls.insecure:
+        return {}
+    lines = [
+        "#!/bin/bash",
+        f"# Makes every certificate of run {run.run.id} by `heterorl certs`, on the machine that keeps the authority.",
+        "# What is there stays: run it again after a node was added. HETERORL names another program than heterorl.",
+        "set -euo pipefail",
+        "heterorl=${HETERORL:-heterorl}",
+        f"authority={shlex.quote(run.tls.directory)}",
+        'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
+        "umask 077",
+        "issue() {",
+        "  if [[ -e $here/$1/node.crt ]]; then return; fi",
+        '  "$heterorl" certs issue "${@:2}" --dir "$authority" --out "$here/$1"',
+        "}",
+        f'if [[ ! -e $authority/ca.crt ]]; then "$heterorl" certs init {run.run.id} --dir "$authority"; fi',
+    ]
+    for node in nodes:
+        hosts = " ".join(f"--host {host}" for host in node.dialled)
+        path = place(node)
+        parents = path.rpartition("/")[0]
+        if parents and f'mkdir -p "$here/{parents}"' not in lines:
+            lines.append(f'mkdir -p "$here/{parents}"')
+        lines.append(f"issue {path} {node.kind} {node.site} {hosts}".rstrip())
+    lines.append(f"issue operator operator me --coordinator {run.coordinator.host}:{run.coordinator.port}")
+    return {"certs.sh": "\n".join([*lines, ""])}
+
+
+def readme(run: RunFile, title: str, *parts: str) -> Tree:
+    """README.md of a tree: what to run where, in order."""
+    watch = "heterorl status" if run.tls.insecure else "HETERORL_CREDENTIALS=operator heterorl status"
+    if run.tls.insecure:
+        watch += f" {run.coordinator.host}:{run.coordinator.port} --insecure"
+    head = (
+        f"# Run {run.run.id} by {title}\n\nMade by `heterorl launch` from run.toml: change that file and make them"
+        f" anew."
+    )
+    last = f"## Look\n\n```\n{watch}\n```\n\n`heterorl top`, `heterorl sites` and `heterorl doctor` take the same."
+    return {"README.md": "\n\n".join([head, *(part.strip() for part in parts if part.strip()), last]) + "\n"}
+
+
+def certs_words(run: RunFile, what_next: str) -> str:
+    """The README's part on certificates."""
+    if run.tls.insecure:
+        return "## Certificates\n\nNone: links are plaintext over loopback."
+    return (
+        "## Certificates\n\nOn the machine that keeps the authority, which is none of the"
+        " nodes:\n\n```\n./certs.sh\n```\n\n"
+        f"{what_next}\n\nEach node's directory holds ca.crt, node.crt and its secret node.key; `revoked` of"
+        f" coordinator and"
+        " relays is the list that `heterorl certs revoke` writes. The authority's ca.key stays where it is."
+    )
+
+
+def table(nodes: Sequence[Node], host: Callable[[Node], str]) -> str:
+    """The nodes as a table of Markdown, in the order in which they start."""
+    rows = [f"| {number} | {node.name} | {host(node)} |" for number, node in enumerate(nodes, start=1)]
+    return "\n".join(["| order | node | host |", "|---|---|---|", *rows])

@@ -1,0 +1,180 @@
+"""Each launcher's files: every configuration loads as its service would load it, every file passes its own checker."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity.tls import check_tls
+from heterorl.launch import compose, k8s, slurm, systemd
+from heterorl.launch.nodes import nodes_of
+from heterorl.launch.write import write_tree
+from tests.support.launches import NODES, SCHEMAS, run_file, run_table
+from tests.support.tools import check, tool
+
+ROOT = Path(__file__).parents[3]
+LAUNCHERS = {"compose": compose, "systemd": systemd, "slurm": slurm, "k8s": k8s}
+
+
+def configurations(launcher):
+    """Name of each node to its TOML."""
+    tree = LAUNCHERS[launcher].render(run_file())
+    if launcher != "k8s":
+        return {Path(path).stem: tomllib.loads(text) for path, text in tree.items() if path.endswith(".toml")}
+    documents = [document for text in tree.values() if text.startswith("# ") for document in manifests(text)]
+    maps = [document for document in documents if document["kind"] == "ConfigMap"]
+    return {each["metadata"]["name"]: tomllib.loads(each["data"]["node.toml"]) for each in maps}
+
+
+def manifests(text):
+    try:
+        return [document for document in yaml.safe_load_all(text) if isinstance(document, dict) and "kind" in document]
+    except yaml.YAMLError:
+        return []
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_configuration_is_its_services(launcher):
+    kinds = {node.name: node.kind for node in nodes_of(run_file())}
+
+    found = configurations(launcher)
+
+    assert sorted(found) == sorted(NODES)
+    for name, table in found.items():
+        config = SCHEMAS[kinds[name]].model_validate(table)
+        check_tls(config.tls, key="coordinator", address="coord.example:50051")
+        assert bool(getattr(config.tls, "revoked", "")) == (kinds[name] in ("coordinator", "relay"))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_renders_are_equal_and_say_all_in_the_readme(launcher):
+    first, second = (LAUNCHERS[launcher].render(run_file()) for _ in range(2))
+
+    assert list(first.items()) == list(second.items())
+    assert all(f"| {name} |" in first["README.md"] for name in NODES)
+    assert "./certs.sh" in first["README.md"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_scripts_are_clean(launcher, tmp_path):
+    write_tree(LAUNCHERS[launcher].render(run_file()), tmp_path / "out")
+
+    check(tool("shellcheck"), *map(str, sorted((tmp_path / "out").rglob("*.sh"))))
+    for script in (tmp_path / "out").rglob("*.sbatch"):
+        check(tool("shellcheck"), str(script))
+
+
+def test_samplers_see_their_own_gpus_under_the_numbers_that_they_have_there():
+    devices = {name: configurations(name)["sampler-eu-2"]["engine"]["devices"] for name in LAUNCHERS}
+
+    # A unit sees the machine's; a container, a job and a pod see theirs alone.
+    assert devices == {"systemd": [2, 3], "compose": [0, 1], "slurm": [0, 1], "k8s": [0, 1]}
+    document = yaml.safe_load(compose.render(run_file())["eu.example/compose.yaml"])
+    reserved = document["services"]["sampler-eu-2"]["deploy"]["resources"]["reservations"]["devices"]
+    assert [each["device_ids"] for each in reserved] == [["2", "3"]]
+
+
+def test_compose_files_satisfy_specification_and_program(tmp_path):
+    write_tree(compose.render(run_file()), tmp_path / "out")
+    found = sorted((tmp_path / "out").glob("*/compose.yaml"))
+
+    assert len(found) == 4
+    for path in found:
+        check(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(path))
+    for path in found:
+        check(tool("docker-compose"), "-f", str(path), "config", "--quiet")
+
+
+def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
+    table = run_table()
+    table |= {"relays": [], "samplers": [{"site": "us"}], "learner": {}, "coordinator": {"host": "127.0.0.1"}}
+    tree = compose.render(run_file(**table))
+
+    services = yaml.safe_load(tree["127.0.0.1/compose.yaml"])["services"]
+    assert tomllib.loads(tree["127.0.0.1/config/sampler-us.toml"])["coordinator"] == "coordinator:50051"
+    assert services["coordinator"]["ports"] == ["127.0.0.1:50051:50051"]
+    assert "--host 127.0.0.1 --host coordinator" in tree["certs.sh"]
+
+
+def test_units_are_those_of_deploy_with_the_names_of_nodes(tmp_path):
+    shipped = {path.name: path for folder in ("systemd", "torchrun") for path in (ROOT / "deploy" / folder).iterdir()}
+    templates = {path.name: path for path in (ROOT / "services" / "launch" / "units").iterdir()}
+    assert {name: path.read_text() for name, path in templates.items()} == {
+        name: path.read_text() for name, path in shipped.items()
+    }
+    tree = systemd.render(run_file())
+    unit = tree["us.example/etc/systemd/system/heterorl-sampler-us.service"]
+
+    assert unit == shipped["heterorl-sampler@.service"].read_text().replace("%i", "sampler-us")
+    for path, text in tree.items():
+        if path.endswith(".service"):
+            assert "%i" not in text
+            # The program is installed by deploy/install.sh; here another one stands in its place.
+            copy = tmp_path / Path(path).name
+            programs = ("/opt/heterorl/current/bin/heterorl", "/opt/heterorl/current-vllm/bin/heterorl")
+            for program in programs:
+                text = text.replace(program, "/bin/true")
+            copy.write_text(text)
+            check(tool("systemd-analyze"), "verify", "--man=no", str(copy))
+
+
+def test_learner_on_several_machines_is_an_agent_on_each():
+    table = run_table()
+    learner = {**table["learner"], "nnodes": 2, "other_hosts": ["gpu-2.example"]}
+    tree = systemd.render(run_file(learner=learner))
+
+    env = "etc/heterorl/learner.env"
+    first, second = (tree[f"{host}/{env}"].splitlines() for host in ("gpu.example", "gpu-2.example"))
+    assert set(first) ^ set(second) == {"HETERORL_NODE_RANK=0", "HETERORL_NODE_RANK=1"}
+    assert "HETERORL_MASTER_ADDR=gpu.example" in first
+    assert "torch.distributed.run" in tree["gpu-2.example/etc/systemd/system/heterorl-learner.service"]
+    script = slurm.render(run_file(learner=learner))["learner.sbatch"]
+    assert "#SBATCH --nodes=2" in script
+    assert "--nproc-per-node 2" in script
+    for refusing in (compose, k8s):
+        with pytest.raises(ConfigError, match="learner.nnodes"):
+            refusing.render(run_file(learner=learner))
+
+
+def test_coordinator_with_postgres_finds_its_directory_and_password():
+    postgres = {"url": "postgresql://heterorl@db.example/run", "standby": ["b.example"]}
+    coordinator = {"host": "a.example", "data_dir": "/shared/run", "postgres": postgres}
+    run = run_file(coordinator=coordinator, relays=[], samplers=[{"site": "us", "host": "us.example"}])
+
+    tree = systemd.render(run)
+
+    unit = tree["b.example/etc/systemd/system/heterorl-coordinator-2.service"]
+    assert "--config /etc/heterorl/coordinator-2.toml --log json --standby" in unit
+    assert "--set data_dir=/shared/run" in unit
+    assert "ReadWritePaths=/shared/run\n" in unit
+    assert "LoadCredential=tls:/etc/heterorl/credentials/coordinator-2\n" in unit
+    with pytest.raises(ConfigError, match="coordinator.data_dir"):
+        k8s.render(run)
+
+
+def test_manifests_satisfy_the_api_of_kubernetes():
+    validator = pytest.importorskip("kubernetes_validate")
+    tree = k8s.render(run_file())
+    documents = [document for path, text in tree.items() if path.endswith(".yaml") for document in manifests(text)]
+
+    # Six nodes, two of which serve.
+    assert len(documents) == 6 * 2 + 2
+    for document in documents:
+        validator.validate(document, "1.34", strict=True)
+    wrong = {**documents[0], "datas": {}}
+    with pytest.raises(validator.ValidationError):
+        validator.validate(wrong, "1.34", strict=True)
+
+
+@pytest.mark.parametrize("launcher", ["compose", "k8s"])
+def test_plaintext_is_refused_where_nodes_meet_over_a_network(launcher):
+    table = run_table()
+    table |= {"relays": [], "samplers": [{"site": "us"}], "learner": {}, "coordinator": {"host": "127.0.0.1"}}
+    run = run_file(**table, tls={"insecure": True})
+
+    with pytest.raises(ConfigError, match="tls.insecure"):
+        LAUNCHERS[launcher].render(run)
+    assert "certs.sh" not in systemd.render(run)
+    assert "LoadCredential" not in systemd.render(run)["127.0.0.1/etc/systemd/system/heterorl-coordinator.service"]

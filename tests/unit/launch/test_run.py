@@ -1,0 +1,124 @@
+"""run.toml: what fits together, and what is said where it does not."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from heterorl.cli.main import app
+from heterorl.common.errors import ConfigError, HeterorlError
+from heterorl.common.process.config import load
+from heterorl.launch.nodes import nodes_of
+from heterorl.launch.run import RunFile
+from tests.support.launches import NODES, RUN, run_file
+
+
+def test_nodes_start_in_order_and_dial_what_the_run_says():
+    nodes = {node.name: node for node in nodes_of(run_file())}
+
+    assert list(nodes) == NODES
+    assert nodes["coordinator"].config["groups_per_version"] == 16 * 2
+    assert nodes["sampler-eu-2"].config["coordinator"] == "eu.example:50061"
+    assert nodes["sampler-us"].config["coordinator"] == "coord.example:50051"
+    assert (nodes["sampler-eu-1"].devices, nodes["sampler-eu-2"].devices) == ((0, 1), (2, 3))
+    assert nodes["sampler-eu-2"].site == "eu.2"
+    # Named as what they wait for is named.
+    seen = set()
+    for node in nodes.values():
+        assert seen.issuperset(node.needs)
+        seen.add(node.name)
+
+
+def test_what_all_must_agree_on_is_the_same_for_learner_and_samplers():
+    learner, *samplers = (node.config for node in nodes_of(run_file()) if node.kind in ("learner", "sampler"))
+
+    for key in ("task", "sampling", "group_size", "model_dir"):
+        assert {str(config[key]) for config in samplers} == {str(learner[key])}
+
+
+def test_coordinators_that_stand_by_are_dialled_by_all():
+    postgres = {"url": "postgresql://heterorl@db.example/run", "standby": ["b.example"]}
+    coordinator = {"host": "a.example", "data_dir": "/shared/run", "postgres": postgres}
+    samplers = [{"site": "us", "host": "us.example"}]
+    nodes = {node.name: node for node in nodes_of(run_file(coordinator=coordinator, relays=[], samplers=samplers))}
+
+    assert nodes["learner"].config["coordinator"] == ["a.example:50051", "b.example:50051"]
+    for name in ("coordinator", "coordinator-2"):
+        assert nodes[name].arguments == ("--standby",)
+        assert nodes[name].config["data_dir"] == "/shared/run"
+
+
+WRONG = {
+    'id = "my-run"': ('id = "my run"', "run.id"),
+    'model_dir = "/models/start"': ("", "run.model_dir"),
+    "group_size = 4": ("group_sizes = 4", "run.group_sizes"),
+    "nproc = 2": ("nproc = 0", "learner.nproc"),
+    'kind = "fsdp2", device': ('kind = "torch", device', "nproc or nnodes above 1 needs backend.kind"),
+    'relay = "eu"': ('relay = "asia"', "samplers[0].relay: no relay has site 'asia'"),
+    'site = "us"': ('site = "eu.1"', "samplers[1].site: eu.1 and eu.1 would be one name"),
+    "devices = [0, 1, 2, 3]": ("devices = [0, 1, 2]", "devices: 3 cannot be shared by count = 2 samplers"),
+    'site = "eu"\nhost = "eu.example"\n\n': ('site = "asia"\nhost = "eu.example"\n\n', "samplers[0].relay: no relay has site 'eu'"),
+    'host = "us.example"': ('host = "us example"', "samplers[1].host"),
+    'data_dirs = ["/data"]': ('data_dirs = ["/a/../etc"]', "is no directory that a container may be given"),
+    "[coordinator]\n": ("[tls]\ninsecure = true\n[coordinator]\n", "tls.insecure: plaintext is for one host"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("right", WRONG)
+def test_wrong_value_is_refused_by_the_name_of_its_key(right, tmp_path):
+    wrong, said = WRONG[right]
+    assert right in RUN
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.replace(right, wrong))
+
+    with pytest.raises(ConfigError) as caught:
+        load(RunFile, path)
+
+    assert said in str(caught.value)
+
+
+SERVICES_REFUSE = {
+    'loss = {kind = "gepo"}': ('loss = {kind = "gepoo"}', "run.loss"),
+    "max_new_tokens = 512": ("max_new_tokens = 0", "run.sampling.max_new_tokens"),
+    "threads = 2": ("treads = 2", "samplers.engine"),
+    "max_staleness_versions = 32": ("max_staleness = 32", "coordinator.config.max_staleness"),
+    "lr = 1e-6": ("lr = -1.0", "learner.backend"),
+}
+
+
+@pytest.mark.parametrize("right", SERVICES_REFUSE)
+def test_command_refuses_what_a_service_would_and_writes_nothing(right, tmp_path):
+    wrong, said = SERVICES_REFUSE[right]
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.replace(right, wrong))
+
+    result = CliRunner().invoke(app, ["launch", "slurm", str(path), "--out", str(tmp_path / "out")])
+
+    assert isinstance(result.exception, HeterorlError)
+    assert said in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_writes_once_and_never_over_what_is_there(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    arguments = ["launch", "systemd", str(path), "--out", str(tmp_path / "out")]
+
+    first, second = CliRunner().invoke(app, arguments), CliRunner().invoke(app, arguments)
+
+    assert first.exit_code == 0, first.output
+    assert (tmp_path / "out" / "certs.sh").stat().st_mode & 0o100
+    assert "exists and is not empty" in str(second.exception)
+
+
+def test_example_of_the_documentation_is_a_run(tmp_path):
+    text = (Path(__file__).parents[3] / "docs" / "launch.md").read_text()
+    path = tmp_path / "run.toml"
+    path.write_text(text.partition("```toml\n")[2].partition("```")[0])
+
+    result = CliRunner().invoke(app, ["launch", "compose", str(path), "--out", str(tmp_path / "out")])
+
+    assert result.exit_code == 0, result.exception
+    path.write_text(path.read_text().replace("max_new_tokens = 2048", "max_new_tokens = 0"))
+    refused = CliRunner().invoke(app, ["launch", "compose", str(path), "--out", str(tmp_path / "other")])
+    assert f"`{refused.exception}`" in text.replace("\n", " ")

@@ -10,9 +10,9 @@ import grpc.aio
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.calls import once, readable, timed
-from heterorl.common.rpc.evaluation_calls import EvaluationCalls
-from heterorl.common.rpc.learner_calls import LearnerCalls
-from heterorl.common.rpc.weight_calls import WeightCalls
+from heterorl.common.rpc.roles.evaluation import EvaluationCalls
+from heterorl.common.rpc.roles.learner import LearnerCalls
+from heterorl.common.rpc.roles.weights import WeightCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport
 from heterorl.common.types.policy import PublishRequest
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, SealedGroup, WorkGrant

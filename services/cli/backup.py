@@ -73,7 +73,7 @@ def restore(
     from heterorl.coordinator.offline.restore import restore as put
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True, markup=False, highlight=False), transient=True) as progress:
         bar = progress.add_task("payloads", total=None)
         found = put(
             source,

@@ -38,6 +38,8 @@ COMMANDS = [
     "evaluate",
     "rollback",
     "backup",
+    "restore",
+    "accept-rewind",
     "status",
     "health",
     "join",

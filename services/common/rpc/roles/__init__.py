@@ -1,1 +1,1 @@
-"""The calls of a client by who makes them: pullers of weights, the learner, sites that evaluate. Open `weights` first."""
+"""The calls of a client by who makes them: pullers, the learner, sites that evaluate. Open `weights` first."""

@@ -13,6 +13,7 @@ _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
 _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
 _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
 _HORIZON = (0.0, 64.0)
+_ENDS = (0.0, 256.0)
 _CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
 _COLUMNS = {0.0: "no delay", 8.0: "8 versions", 64.0: "64 versions", 128.0: "128 versions", 256.0: "256 versions"}
 
@@ -72,15 +73,6 @@ def _beside_gepo() -> str:
     )
 
 
-def _horizon_beside_gepo() -> str:
-    runs = _lab("horizon").runs
-    names = sorted({run.algorithm for run in runs} - {"gepo"})
-    return table(
-        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
-        [[name, *(paired(name, "gepo", runs, delay) for delay in _HORIZON)] for name in names],
-    )
-
-
 def _horizon_rates() -> str:
     rates = {(run.algorithm, run.delay): run.lr for run in _lab("horizon").runs}
     names = sorted({name for name, _ in rates}, key=lambda name: (name != "gepo", name))
@@ -129,14 +121,25 @@ def _rates_beside(name: str, baseline: str) -> str:
     )
 
 
+def _beside(name: str, baseline: str, delays: Sequence[float]) -> str:
+    runs = _lab(name).runs
+    names = sorted({run.algorithm for run in runs} - {baseline}, key=lambda one: (one != "gepo", one))
+    return table(
+        ["algorithm", *(_COLUMNS[delay] for delay in delays)],
+        [[one, *(paired(one, baseline, runs, delay) for delay in delays)] for one in names],
+    )
+
+
 LAB: dict[str, Callable[[], str]] = {
     "horizon-short": lambda: accuracies(_lab("horizon"), _HORIZON, _SHORT),
     "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
-    "horizon-beside-gepo": _horizon_beside_gepo,
+    "horizon-beside-gepo": lambda: _beside("horizon", "gepo", _HORIZON),
     "horizon-rates": _horizon_rates,
     "clips": _clips,
     "candidates": lambda: _rates("candidates"),
     "candidates-beside-1s": lambda: _rates_beside("candidates", "gepo-1s"),
+    "candidates-ends": lambda: accuracies(_lab("candidates_ends"), _ENDS),
+    "candidates-ends-beside-1s": lambda: _beside("candidates_ends", "gepo-1s", _ENDS),
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),

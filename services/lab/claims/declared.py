@@ -65,6 +65,7 @@ def _near_online() -> Iterator[Claim]:
 def _against_gspo() -> Iterator[Claim]:
     for experiment, delay in (
         ("recommend", _FAR), (_LONG, _FAR), ("horizon", _FAR), ("sawtooth", _SAW), ("ladder", _FARTHEST),
+        ("candidates_ends", _FARTHEST),
     ):  # fmt: skip
         yield _claim(
             _GSPO, "Under delay GEPO ends above GSPO",

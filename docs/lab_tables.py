@@ -15,7 +15,14 @@ _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
 _HORIZON = (0.0, 64.0)
 _ENDS = (0.0, 256.0)
 _CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
-_COLUMNS = {0.0: "no delay", 8.0: "8 versions", 64.0: "64 versions", 128.0: "128 versions", 256.0: "256 versions"}
+_COLUMNS = {
+    0.0: "no delay",
+    8.0: "8 versions",
+    57.0: "saw-tooth of 0 to 57",
+    64.0: "64 versions",
+    128.0: "128 versions",
+    256.0: "256 versions",
+}
 
 
 def cell(runs: Sequence[Run]) -> str:
@@ -140,6 +147,8 @@ LAB: dict[str, Callable[[], str]] = {
     "candidates-beside-1s": lambda: _rates_beside("candidates", "gepo-1s"),
     "candidates-ends": lambda: accuracies(_lab("candidates_ends"), _ENDS),
     "candidates-ends-beside-1s": lambda: _beside("candidates_ends", "gepo-1s", _ENDS),
+    "sawtooth": lambda: accuracies(_lab("sawtooth"), (57.0,)),
+    "sawtooth-beside-gepo": lambda: _beside("sawtooth", "gepo", (57.0,)),
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),

@@ -103,18 +103,25 @@ def _train(directory: Path, options: WarmStart) -> float:
     task = options.build_task()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     random = np.random.default_rng(options.seed)
-    accuracy = 0.0
+    accuracy = hope = 0.0
     with Progress(transient=True, disable=not sys.stdout.isatty()) as progress:
         bar = progress.add_task("supervised warm start", total=options.target)
         for step in range(1, options.max_steps + 1):
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate * min(1.0, step / 100)
-            loss = _loss(model, task, prompter, random.integers(0, task.num_prompts, options.batch_size).tolist())
+            indices = random.integers(0, task.num_prompts, options.batch_size).tolist()
+            loss, bound = _loss(model, task, prompter, indices)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            if step % (_EVALUATE_OFTEN if accuracy > 0.02 else _EVALUATE_EVERY) == 0:
+            hope = max(0.9 * hope, bound)
+            is_last = step == options.max_steps
+            if is_last or step % (_EVALUATE_OFTEN if accuracy > 0.02 else _EVALUATE_EVERY) == 0:
+                if hope < options.target / 2 and not is_last:
+                    # Sampling long answers takes longer than the steps between.
+                    accuracy = hope
+                    continue
                 model.save_pretrained(directory)
                 accuracy = evaluate(directory, task=task, seed=options.seed)
                 progress.update(bar, completed=min(accuracy, options.target), description=f"warm start, step {step}")
@@ -123,17 +130,29 @@ def _train(directory: Path, options: WarmStart) -> float:
     return accuracy
 
 
-def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> torch.Tensor:
+def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> tuple[torch.Tensor, float]:
+    """Cross entropy of right answers, and a bound of what sampling them would be worth."""
     prompts = [task.prompt(index) for index in indices]
     rows = [[*prompter.encode(prompt.text + prompt.answer).tolist(), prompter.eos_token_id] for prompt in prompts]
     if len({(len(row), len(prompt.answer)) for row, prompt in zip(rows, prompts, strict=True)}) > 1:
         raise ConfigError("task", "a warm start needs prompts and answers of one length")
     input_ids = torch.tensor(rows)
     num_answer = len(prompts[0].answer) + 1
-    logits = model(input_ids=input_ids[:, :-1]).logits[:, -num_answer:]
-    return torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), input_ids[:, -num_answer:].reshape(-1)
-    )
+    logits = model(input_ids=input_ids[:, :-1]).logits[:, -num_answer:].reshape(-1, model.config.vocab_size)
+    targets = input_ids[:, -num_answer:].reshape(-1)
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none").view(len(rows), num_answer)
+        bound = mean_share(losses)
+    return torch.nn.functional.cross_entropy(logits, targets), bound
+
+
+def mean_share(losses: torch.Tensor) -> float:
+    """Mean share of an answer's tokens that are sampled before a wrong one, from losses (rows, tokens) in nats.
+
+    An answer begins with t right tokens with probability p_1 ... p_t; this is the mean of these over t and rows. The
+    share of right terms is not expected above it, nor that of right answers.
+    """
+    return float(torch.exp(-losses.cumsum(dim=1)).mean())
 
 
 def evaluate(directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_EVALUATION) -> float:

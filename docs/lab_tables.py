@@ -23,6 +23,12 @@ _COLUMNS = {
     128.0: "128 versions",
     256.0: "256 versions",
 }
+_LAWS = {
+    ("lognormal refresh less 60", 1920.0): "lognormal, 60 to 1,920 s",
+    ("weibull refresh less 60", 1920.0): "Weibull, 60 to 1,920 s",
+    ("exponential refresh less 60", 1920.0): "exponential, 60 to 1,920 s",
+    ("lognormal refresh less 400", 3600.0): "lognormal, 400 to 3,600 s",
+}
 
 
 def cell(runs: Sequence[Run]) -> str:
@@ -137,6 +143,25 @@ def _beside(name: str, baseline: str, delays: Sequence[float]) -> str:
     )
 
 
+def _by_law(shown: Callable[[str, Sequence[Run]], str], *, baseline: str = "") -> str:
+    """A row for each algorithm but the baseline, a column for each law of delays in seconds."""
+    runs = _lab("s6_latency").runs
+    columns = [[run for run in runs if (run.delay_kind, run.delay) == law] for law in _LAWS]
+    names = sorted({run.algorithm for run in runs} - {baseline}, key=lambda one: (one != "gepo", one))
+    return table(["algorithm", *_LAWS.values()], [[one, *(shown(one, column) for column in columns)] for one in names])
+
+
+def _law_ages() -> str:
+    runs = _lab("s6_latency").runs
+    rows = []
+    for law, title in _LAWS.items():
+        found = [run for run in runs if (run.delay_kind, run.delay) == law and run.algorithm == "gepo"]
+        ages = [run.staleness_mean for run in found if run.staleness_mean is not None]
+        most = [run.staleness_max for run in found if run.staleness_max is not None]
+        rows.append([title, f"{sum(ages) / len(ages):.1f}", f"{max(most):g}"])
+    return table(["delay", "mean age, versions", "greatest age, versions"], rows)
+
+
 LAB: dict[str, Callable[[], str]] = {
     "horizon-short": lambda: accuracies(_lab("horizon"), _HORIZON, _SHORT),
     "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
@@ -149,6 +174,11 @@ LAB: dict[str, Callable[[], str]] = {
     "candidates-ends-beside-1s": lambda: _beside("candidates_ends", "gepo-1s", _ENDS),
     "sawtooth": lambda: accuracies(_lab("sawtooth"), (57.0,)),
     "sawtooth-beside-gepo": lambda: _beside("sawtooth", "gepo", (57.0,)),
+    "s6-latency": lambda: _by_law(lambda one, runs: cell([run for run in runs if run.algorithm == one])),
+    "s6-latency-beside-gepo": lambda: _by_law(
+        lambda one, runs: paired(one, "gepo", runs, runs[0].delay), baseline="gepo"
+    ),
+    "s6-latency-ages": _law_ages,
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),

@@ -19,7 +19,11 @@ from heterorl.lab.report.data import COLLAPSE_MARGIN
 _FAR, _FARTHEST = versions(64), versions(256)
 _SAW = "sawtooth <= 57 versions"
 _LONG = "stale256+gspo64"
-_SECONDS = "lognormal refresh less 60 <= 1920 s"
+_SECONDS = {
+    "lognormal": "lognormal refresh less 60 <= 1920 s",
+    "Weibull": "weibull refresh less 60 <= 1920 s",
+    "exponential": "exponential refresh less 60 <= 1920 s",
+}
 CONFIRMED = "gepo-1s"
 """The candidate that experiment `confirm` tests."""
 
@@ -76,10 +80,11 @@ def _against_gspo() -> Iterator[Claim]:
             _GSPO, "Under delay GEPO ends above GSPO, with longer completions",
             "lengths", _side("gepo"), _side("gspo"), direction="above", task=task,
         )  # fmt: skip
-    yield _claim(
-        _GSPO, "With delays of up to 1920 s GEPO ends above GSPO",
-        "s6_latency", _side("gepo", _SECONDS), _side("gspo", _SECONDS), direction="above",
-    )  # fmt: skip
+    for law, delay in _SECONDS.items():
+        yield _claim(
+            _GSPO, f"With {law} delays of up to 1920 s GEPO ends above GSPO",
+            "s6_latency", _side("gepo", delay), _side("gspo", delay), direction="above",
+        )  # fmt: skip
     early = ("recommend", "stale64", "stale256")
     yield _claim(
         _GSPO, "GEPO is behind GSPO early, at step 220",
@@ -108,6 +113,7 @@ def _collapse() -> Iterator[Claim]:
     margin = f"{COLLAPSE_MARGIN:g}".removeprefix("0")
     for experiment, task, delay in (
         ("stale64", "add3", _FAR), ("horizon", "add3", _FAR), ("sawtooth", "add3", _SAW), ("lengths", "t21", _FAR),
+        ("s6_latency", "add3", _SECONDS["lognormal"]),
     ):  # fmt: skip
         for algorithm, sentence, direction, share in (
             ("gspo", f"Under delay GSPO collapses: most seeds end over {margin} below their warm start", "above", 0.5),
@@ -137,6 +143,11 @@ def _token_level() -> Iterator[Claim]:
         _TOKEN, "GRPO loses accuracy to a saw-tooth of 0 to 57 versions",
         "horizon+sawtooth", _side("grpo", _SAW), _side("grpo", ONLINE), direction="below",
     )  # fmt: skip
+    for law, delay in _SECONDS.items():
+        yield _claim(
+            _TOKEN, f"With {law} delays of up to 1920 s GEPO ends above GRPO",
+            "s6_latency", _side("gepo", delay), _side("grpo", delay), direction="above",
+        )  # fmt: skip
     yield _claim(
         _TOKEN, "A dual clip keeps GRPO from most of that loss: it ends above GRPO",
         "arms", _side("grpo-dual"), _side("grpo"), direction="above", source="project",

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from heterorl.common.model.routing import RouterReplay
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.common.model.routing import RouterReplay
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import log_denominators, masked_mean
 from heterorl.learner.loss.objectives import kl_estimates, reference_kl_estimates

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,10 @@ class Rows:
 
     def step(self) -> list[Finished]:
         """Draw a token for every row; returns the completions that end with it."""
-        with self._recorder.recording() if self._recorder else contextlib.nullcontext([]) as layers:
+        recording: AbstractContextManager[list[Tensor]] = (
+            self._recorder.recording() if self._recorder else contextlib.nullcontext([])
+        )
+        with recording as layers:
             output, version = self._run(
                 input_ids=self._ids,
                 attention_mask=self._attention,

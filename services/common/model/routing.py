@@ -132,7 +132,8 @@ class RouterRecorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
         """While it lasts, this thread's passes are noted: the experts [N, K] of each layer."""
-        self._own.layers = noted = []
+        noted: list[Tensor] = []
+        self._own.layers = noted
         try:
             yield noted
         finally:
@@ -144,10 +145,10 @@ class RouterRecorder:
             raise RuntimeError(f"{len(layers)} routers were asked in a pass, the model has {self.shape.num_layers}")
         return self.shape.encode(torch.stack(list(layers), 1)).reshape(num_rows, -1, self.shape.token_bytes)
 
-    def _note(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _note(self, router: nn.Module, _inputs: Any, output: Any) -> None:
         layers = getattr(self._own, "layers", None)
         if layers is not None:
-            layers.append(output[2])
+            layers.append(_parts(router, output)[2])
 
 
 class RouterReplay:
@@ -187,29 +188,43 @@ class RouterReplay:
         self._experts_NLK, self._is_recorded_N = experts_NLK, routed.is_recorded_N
 
     def _behind(self, layer: int) -> Any:
-        def replace(router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        def replace(router: nn.Module, _inputs: Any, output: Any) -> Any:
             if self._experts_NLK is None or self._is_recorded_N is None:
                 return None
-            logits_NE, own_NK, chosen_NK = output
+            logits_NE, own_NK, chosen_NK = _parts(router, output)
             if not self._is_checked[layer]:
                 _check(router, logits_NE, own_NK, chosen_NK)
                 self._is_checked[layer] = True
             is_recorded_N1 = self._is_recorded_N[:, None]
             experts_NK = torch.where(is_recorded_N1, self._experts_NLK[:, layer], chosen_NK)
-            weights_NK = torch.where(is_recorded_N1, _gate_weights(router, logits_NE, experts_NK), own_NK)
+            weights_NK = _gate_weights(router, logits_NE, experts_NK).to(own_NK.dtype)
+            weights_NK = torch.where(is_recorded_N1, weights_NK, own_NK)
             return logits_NE, weights_NK, experts_NK
 
         return replace
 
 
+def _parts(router: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [N, E], gate weights [N, K] and experts [N, K] that a router answers."""
+    shapes = [getattr(part, "shape", ())[1:] for part in output] if isinstance(output, tuple) else []
+    sizes = (router.num_experts, router.top_k, router.top_k)
+    if shapes != [(size,) for size in sizes] or output[2].is_floating_point():
+        raise ConfigError(
+            "sampling.router_replay",
+            f"{type(router).__name__} does not answer logits, gate weights and experts",
+            action='set it to "none"',
+        )
+    return output
+
+
 def _gate_weights(router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
-    """softmax(logits)_e, over their sum where the model divides by it, in the type of the router's own."""
+    """softmax(logits)_e, over their sum where the model divides by it; at least float32."""
     exact = torch.promote_types(logits_NE.dtype, torch.float32)
     weights_NK = torch.softmax(logits_NE, -1, dtype=exact).gather(1, experts_NK)
     # Mixtral's routers always divide and have no such option.
     if getattr(router, "norm_topk_prob", True):
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-    return weights_NK.to(logits_NE.dtype)
+    return weights_NK
 
 
 @torch.no_grad()

@@ -54,8 +54,20 @@ def test_hostile_record_has_a_problem(record, words):
     assert shape.problem(b"\0\1\5\1" * 3, 3) == ""
 
 
-def test_recorded_experts_taken_by_equal_weights_change_nothing():
-    model, other = tiny_model(**MOE), tiny_model(**MOE)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MOE,
+        {**MOE, "norm_topk_prob": False},
+        {**MOE, "family": "Qwen2Moe", "shared_expert_intermediate_size": 16},
+        {"family": "Mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+        {"family": "Olmoe", "num_experts": 6, "num_experts_per_tok": 2},
+    ],
+    ids=["qwen3", "not-normalised", "qwen2", "mixtral", "olmoe"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_experts_taken_by_equal_weights_change_nothing(settings, dtype):
+    model, other = tiny_model(**settings, dtype=dtype), tiny_model(**settings, dtype=dtype)
     recorder, replay = RouterRecorder(model), RouterReplay(other)
     with torch.no_grad():
         with recorder.recording() as layers:

@@ -214,7 +214,8 @@ def _parts(router: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
             f"{type(router).__name__} does not answer logits, gate weights and experts",
             action='set it to "none"',
         )
-    return output
+    logits_NE, weights_NK, experts_NK = output
+    return logits_NE, weights_NK, experts_NK
 
 
 def _gate_weights(router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:

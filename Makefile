@@ -148,6 +148,7 @@ bench-relay: $(SETUP)  ## Bytes on a long line when 8 samplers pull a version, w
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
 bench-loop: $(ENGINES_SETUP)  ## How busy a sampler keeps its engine, 150 ms from its coordinator, beside the engine alone: MODEL=DIR BEFORE=CHECKOUT; 40 minutes
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
+bench-routing: $(ENGINES_SETUP)  ## How much of what bf16 mixtures of experts differ by between engines is routing, and what is left with replay; 8 minutes
 bench-slices: $(SETUP)  ## What a rank holds at most over rollouts of 8,192 tokens, whole and in slices of two ranks; 3 minutes
 bench-sites: $(SETUP)  ## What 10, 100 and 1,000 simulated sites and a history of 1,000,000 groups cost one coordinator; 4 minutes
 bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
@@ -166,8 +167,8 @@ bench-forward: OPTIONS = --model $(MODEL) --resume
 bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
 bench-load: MODULE = load_memory
 bench-load: OPTIONS = $(if $(BEFORE),--before $(BEFORE))
-bench-load bench-loop bench-publish bench-sampler: BIN = $(ENGINES)
-bench-loop bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
+bench-load bench-loop bench-publish bench-routing bench-sampler: BIN = $(ENGINES)
+bench-loop bench-routing bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
 $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json
 

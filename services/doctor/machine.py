@@ -157,7 +157,9 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
             use_chat_template=config.use_chat_template,
             template_arguments=config.chat_template_arguments,
         )
-        layout_id, vocab_size = _shape(config.model_dir, published_dtype, config.lora)
+        layout_id, vocab_size, routed_token_bytes = _shape(
+            config.model_dir, published_dtype, config.lora, records_routing=config.sampling.router_replay == "rollout"
+        )
         task = build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
         try_reward(task, prompter)
         return build_contract(
@@ -171,6 +173,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
             sampling=config.sampling.semantics(),
             end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
             lora=config.lora.settings(Digest("")),
+            routed_token_bytes=routed_token_bytes,
         )
     except (HeterorlError, OSError, ValueError, ImportError) as error:
         return Trouble(kind="model", detail=str(error).splitlines()[0])
@@ -183,12 +186,13 @@ def same_base(stated: Contract, own: Contract) -> Contract:
     return dataclasses.replace(own, lora=dataclasses.replace(own.lora, base_digest=stated.lora.base_digest))
 
 
-def _shape(model_dir: str, published_dtype: str, lora: Any) -> tuple[Digest, int]:
+def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: bool) -> tuple[Digest, int, int]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from heterorl.common.model import tensors
     from heterorl.common.model.adapters import attach
+    from heterorl.common.model.routing import routing_shape
 
     settings: Any = AutoConfig.from_pretrained(model_dir)
     with torch.device("meta"):
@@ -197,7 +201,8 @@ def _shape(model_dir: str, published_dtype: str, lora: Any) -> tuple[Digest, int
     if lora.is_on:
         attach(model, lora.settings(Digest("")))
     layout = tensors.layout_of(model, published_dtype)  # type: ignore[arg-type] # one of the configuration's names
-    return layout.layout_id, int(settings.vocab_size)
+    routed_token_bytes = routing_shape(model).token_bytes if records_routing else 0
+    return layout.layout_id, int(settings.vocab_size), routed_token_bytes
 
 
 def _disk_trouble(place: Path, error: OSError) -> Trouble:

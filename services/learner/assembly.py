@@ -15,6 +15,7 @@ from heterorl.common.model.canary import canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
@@ -97,6 +98,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         sampling=sampling,
         end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
         lora=backend.lora if isinstance(backend, TorchBackend | Fsdp2Backend) else NO_LORA,
+        routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
     # In ZeRO stage 3 and FSDP2 no rank alone has the weights, and versions are published without a canary.
@@ -156,6 +158,7 @@ def build_backend(
             sampling=sampling,
             lora=config.lora,
             passes=passes,
+            replays_routing=config.sampling.router_replay == "rollout",
         )
         return single, lambda: None
     _check_divided(config)
@@ -216,6 +219,7 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
             ranks=ranks,
             lora=config.lora,
             passes=passes,
+            replays_routing=config.sampling.router_replay == "rollout",
         )
     assert isinstance(options, DeepSpeedBackendConfig)
     return DeepSpeedBackend(

@@ -155,6 +155,19 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_router_replay(self) -> LearnerConfig:
+        if self.sampling.router_replay == "none":
+            return self
+        if self.backend.kind not in ("torch", "fsdp2"):
+            raise ValueError(f"sampling.router_replay with backend {self.backend.kind}: use torch or fsdp2")
+        if self.backend.compile or self.backend.sequence_parallel > 1:
+            raise ValueError(
+                "sampling.router_replay does not go with compile or sequence_parallel: set one of them off,"
+                ' or router_replay to "none"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_flavours(self) -> LearnerConfig:
         if len(set(self.flavours)) != len(self.flavours):
             raise ValueError("flavours names one twice")

@@ -85,6 +85,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         sampling=sampling,
         end_token_ids=end_token_ids,
         lora=engines.lora,
+        routed_token_bytes=engines.routed_token_bytes,
     )
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
 

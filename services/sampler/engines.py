@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
@@ -27,6 +28,8 @@ class Engines:
     engine: Engine
     vocab_size: int
     lora: LoraSettings
+    routed_token_bytes: int
+    """See Contract."""
     base: Callable[[], Arena | None]
     """Weights of model_dir in the published type, until others are loaded."""
     close: Callable[[], None]
@@ -60,6 +63,7 @@ def _hf(
             end_token_ids=end_token_ids,
             lora=config.lora,
             is_seeded=config.seeded_sampling,
+            records_routing=config.sampling.router_replay == "rollout",
         )
         for device in devices
     ]
@@ -69,6 +73,7 @@ def _hf(
         engine=group or first,
         vocab_size=first.vocab_size,
         lora=first.lora,
+        routed_token_bytes=first.routed_token_bytes,
         base=first.base,
         close=group.close if group else lambda: None,
     )
@@ -77,6 +82,10 @@ def _hf(
 def _vllm(
     config: SamplerConfig, settings: VllmEngineConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]
 ) -> Engines:
+    if config.sampling.router_replay != "none":
+        raise ConfigError(
+            "sampling.router_replay", "vLLM's routing is not recorded", action='use engine hf, or set it to "none"'
+        )
     source = VllmSource(
         model_dir=config.model_dir,
         published_dtype=config.published_dtype,
@@ -91,7 +100,14 @@ def _vllm(
         source.close()
         raise
 
-    return Engines(engine=engine, vocab_size=source.vocab_size, lora=source.lora, base=source.base, close=close)
+    return Engines(
+        engine=engine,
+        vocab_size=source.vocab_size,
+        lora=source.lora,
+        routed_token_bytes=0,
+        base=source.base,
+        close=close,
+    )
 
 
 def vllm_options(settings: VllmEngineConfig) -> list[VllmOptions]:

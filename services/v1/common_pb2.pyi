@@ -156,6 +156,7 @@ class Contract(google.protobuf.message.Message):
     LORA_FIELD_NUMBER: builtins.int
     EOS_TOKEN_ID_FIELD_NUMBER: builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    ROUTED_TOKEN_BYTES_FIELD_NUMBER: builtins.int
     tokenizer_digest: builtins.str
     """Blake3 (hex) of the tokenizer."""
     chat_template_digest: builtins.str
@@ -172,6 +173,8 @@ class Contract(google.protobuf.message.Message):
     """Rollouts in a group."""
     eos_token_id: builtins.int
     """The one token that ends a completion; unset where several do, and in contracts of programs that did not state it."""
+    routed_token_bytes: builtins.int
+    """Bytes of the recorded experts of each token, where routing is replayed in training; 0 where it is not."""
     @property
     def sampling(self) -> Global___SamplingSemantics:
         """How tokens are drawn and what their log-probs mean."""
@@ -198,9 +201,10 @@ class Contract(google.protobuf.message.Message):
         lora: Global___LoraSettings | None = ...,
         eos_token_id: builtins.int | None = ...,
         end_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        routed_token_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "eos_token_id", b"eos_token_id", "lora", b"lora", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "chat_template_digest", b"chat_template_digest", "end_token_ids", b"end_token_ids", "eos_token_id", b"eos_token_id", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "num_prompts", b"num_prompts", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "chat_template_digest", b"chat_template_digest", "end_token_ids", b"end_token_ids", "eos_token_id", b"eos_token_id", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "num_prompts", b"num_prompts", "routed_token_bytes", b"routed_token_bytes", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_eos_token_id", b"_eos_token_id"]) -> typing.Literal["eos_token_id"] | None: ...
 
 Global___Contract: typing_extensions.TypeAlias = Contract

@@ -222,10 +222,13 @@ class Rollout(google.protobuf.message.Message):
     REWARD_FIELD_NUMBER: builtins.int
     REWARD_PARTS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
     reward: builtins.float
     """Reward: the sum of its components, each by its weight."""
     finish_reason: Global___FinishReason.ValueType
     """Why the rollout ended."""
+    routed_experts: builtins.bytes
+    """Experts of each token that was read, of prompt and completion, by layer; empty, or the contract's bytes for each."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids, the end-of-sequence token included."""
@@ -251,8 +254,9 @@ class Rollout(google.protobuf.message.Message):
         reward: builtins.float = ...,
         reward_parts: collections.abc.Iterable[Global___RewardPart] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        routed_experts: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "sampler_logprobs", b"sampler_logprobs", "spans", b"spans", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "spans", b"spans", "token_ids", b"token_ids"]) -> None: ...
 
 Global___Rollout: typing_extensions.TypeAlias = Rollout
 

@@ -46,6 +46,24 @@ def _train(backend: Any, seed: int, num_groups: int = 5) -> dict[str, Any]:
     return {**dataclasses.asdict(report), **{f"extra_{key}": value for key, value in backend.last_extras.items()}}
 
 
+def _train_routed(backend: Any, seed: int, num_experts: int, top_k: int, num_layers: int) -> dict[str, Any]:
+    """A step on rollouts of which most have a record of experts that the routers would hardly choose."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for queued in random_groups(5, seed=seed):
+        rollouts = []
+        for number, rollout in enumerate(queued.group.rollouts):
+            num_read = queued.group.prompt_token_ids.size + rollout.token_ids.size - 1
+            ids = rng.permuted(np.tile(np.arange(num_experts, dtype=np.uint8), (num_read, num_layers, 1)), axis=-1)
+            record = ids[..., :top_k].tobytes() if number else b""
+            rollouts.append(dataclasses.replace(rollout, routed_experts=record))
+        group = dataclasses.replace(queued.group, rollouts=tuple(rollouts))
+        groups.append(dataclasses.replace(queued, group=group))
+    return dataclasses.asdict(backend.train_step(groups, head_version=2, step=seed)) | {
+        "extra_lr": backend.last_extras["lr"]
+    }
+
+
 def _train_bad(backend: Any, seed: int) -> dict[str, Any]:
     groups = random_groups(5, seed=seed)
     groups[3].group.rollouts[0].sampler_logprobs[0] = float("nan")
@@ -168,6 +186,7 @@ _OPERATIONS = {
     "divide": _divide,
     "train": _train,
     "train_bad": _train_bad,
+    "train_routed": _train_routed,
     "explode": _explode,
     "store": _store,
     "load": _load,

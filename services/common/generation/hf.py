@@ -27,6 +27,7 @@ from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.routing import RouterRecorder
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
@@ -48,6 +49,7 @@ class HfEngine:
         end_token_ids: Sequence[int],
         lora: LoraConfig = ALL_WEIGHTS,
         is_seeded: bool = False,
+        records_routing: bool = False,
     ) -> None:
         """Load the model.
 
@@ -61,9 +63,10 @@ class HfEngine:
             end_token_ids: each ends a completion, and stays its last token; nothing else does.
             lora: adapters to take instead of all weights.
             is_seeded: the seeds of `generate` are keys of heterorl.common.generation.seeded.
+            records_routing: completions have the experts of their tokens.
 
         Raises:
-            ConfigError: it cannot be loaded.
+            ConfigError: it cannot be loaded, or has no routers that can be recorded.
         """
         from transformers import AutoModelForCausalLM, __version__
 
@@ -79,6 +82,8 @@ class HfEngine:
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
             attach(self.model, self.lora)
+        self._recorder = RouterRecorder(self.model) if records_routing else None
+        self.routed_token_bytes = self._recorder.shape.token_bytes if self._recorder else 0
         self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
         self.max_running = batch_rows
@@ -217,6 +222,7 @@ class HfEngine:
                 end_token_ids=self._ends,
                 vocab_size=self.vocab_size,
                 device=self._device,
+                recorder=self._recorder,
             )
             ended = new.step()
             if rows is None:

@@ -11,12 +11,16 @@ from heterorl.common.types.rollout import FinishReason, VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One completion: token_ids int32 [T] (end-of-sequence included), logprobs float32 [T], spans over [0, T)."""
+    """One completion: token_ids int32 [T] (end-of-sequence included), logprobs float32 [T], spans over [0, T).
+
+    `routed_experts` as in a Rollout.
+    """
 
     token_ids: Int32Array
     logprobs: Float32Array
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    routed_experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,7 +9,9 @@ batch, bit for bit the same whenever they are; the members of a group begin toge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from heterorl.common.generation.draw import draw, gumbel
 from heterorl.common.generation.requests import Completion, Finished, Request
 from heterorl.common.generation.seeded import gumbel_noise
 from heterorl.common.generation.turns import spans_of
+from heterorl.common.model.routing import RouterRecorder
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.common.types.rollout import FinishReason
 
@@ -42,6 +45,8 @@ class Group:
         self._tokens = np.zeros((num, limit), np.int32)
         self._logprobs = np.zeros((num, limit), np.float32)
         self._versions = np.full(limit, -1, np.int32)
+        # Of each pass: its rows, and what their routers chose.
+        self._routed: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generator = None if is_seeded else torch.Generator().manual_seed(request.seed)
 
     def noise(self, vocab_size: int) -> Tensor:
@@ -55,6 +60,13 @@ class Group:
             return torch.from_numpy(noise)
         whole = gumbel((self.request.num_completions, vocab_size), self._generator)
         return whole if len(self.members) == len(whole) else whole[torch.from_numpy(self.members)]
+
+    def note_routed(self, record: np.ndarray[Any, Any]) -> None:
+        """Keep the experts [rows, columns, bytes of a token] of what the pass of the next `take` has read."""
+        if self.request.sampling is None and not self.is_done.all():
+            # Columns on the left of a prompt are padding.
+            own = record if self._routed else record[:, -self.request.prompt.size :]
+            self._routed.append((self.members, own))
 
     def take(
         self,
@@ -85,6 +97,9 @@ class Group:
             logprobs=self._logprobs[member, : self.column].copy(),
             finish_reason=FinishReason.EOS if by_token else FinishReason.LENGTH,
             spans=spans_of(self._versions[: self.column].tolist()),
+            routed_experts=b"".join(
+                own[int(np.searchsorted(members, member))].tobytes() for members, own in self._routed
+            ),
         )
         return Finished(key=self.request.key, member=member, completion=completion)
 
@@ -100,6 +115,7 @@ class Rows:
         end_token_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        recorder: RouterRecorder | None = None,
     ) -> None:
         """Rows that have read nothing yet: `step` lets them read their prompts."""
         self._groups = list(groups)
@@ -107,6 +123,7 @@ class Rows:
         self._ends = list(end_token_ids)
         self._vocab_size = vocab_size
         self._device = device
+        self._recorder = recorder
         self._ids, self._attention = _left_padded(groups, device)
         self._position = self._attention.cumsum(1).clamp(min=1) - 1
         self._cache: Any = None
@@ -123,14 +140,22 @@ class Rows:
 
     def step(self) -> list[Finished]:
         """Draw a token for every row; returns the completions that end with it."""
-        output, version = self._run(
-            input_ids=self._ids,
-            attention_mask=self._attention,
-            position_ids=self._position,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
+        recording: AbstractContextManager[list[Tensor]] = (
+            self._recorder.recording() if self._recorder else contextlib.nullcontext([])
         )
+        with recording as layers:
+            output, version = self._run(
+                input_ids=self._ids,
+                attention_mask=self._attention,
+                position_ids=self._position,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        if self._recorder:
+            record = self._recorder.record(layers, num_rows=len(self._ids))
+            for group, rows in self._rows_of_groups():
+                group.note_routed(record[rows])
         self._cache = output.past_key_values
         noise = torch.cat([group.noise(self._vocab_size) for group in self._groups])
         drawn, logprobs = self._drawn(output.logits[:, -1], noise.to(self._device))
@@ -175,12 +200,16 @@ class Rows:
 
     def _take(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int) -> list[Finished]:
         are_ends = np.isin(tokens, self._ends)
-        ended, start = [], 0
-        for group in self._groups:
-            rows = slice(start, start + len(group.members))
+        ended = []
+        for group, rows in self._rows_of_groups():
             ended += group.take(tokens[rows], logprobs[rows], version, are_ends=are_ends[rows])
-            start = rows.stop
         return ended
+
+    def _rows_of_groups(self) -> Iterator[tuple[Group, slice]]:
+        start = 0
+        for group in self._groups:
+            yield group, slice(start, start + len(group.members))
+            start += len(group.members)
 
     def _drop_ended(self) -> None:
         is_running = np.concatenate([~group.is_done[group.members] for group in self._groups])

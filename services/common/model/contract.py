@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,9 @@ class SamplingConfig(Config):
     names none, and in any case the tokenizer's own."""
     logprob_mode: LogprobMode = LogprobMode.PROCESSED
     """`processed`: of logits / temperature; `raw`: of the logits."""
+    router_replay: Literal["none", "rollout"] = "none"
+    """Mixtures of experts: `rollout` lets samplers record each token's experts, which the learner's passes then take
+    instead of its own (R3, arXiv 2510.11370); `none` lets either route by itself."""
 
     def semantics(self) -> SamplingSemantics:
         """The settings as a domain value."""
@@ -81,6 +84,7 @@ def build_contract(
     end_token_ids: Sequence[int],
     lora: LoraSettings = NO_LORA,
     template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    routed_token_bytes: int = 0,
 ) -> Contract:
     """State what this node runs with.
 
@@ -103,4 +107,5 @@ def build_contract(
         group_size=group_size,
         sampling=sampling,
         end_token_ids=ends,
+        routed_token_bytes=routed_token_bytes,
     )

@@ -101,6 +101,8 @@ class Contract:
     sampling: SamplingSemantics
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, ascending; empty in contracts of programs that did not state them."""
+    routed_token_bytes: int = 0
+    """Of the recorded experts of each token (heterorl.common.model.routing); 0 where none are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,8 @@ class Rollout:
     """One completion with the log-probs of the policy that produced it.
 
     `token_ids` int32 [T] includes the end-of-sequence token when `finish_reason` is EOS; `sampler_logprobs`
-    float32 [T], each finite and <= 0; `spans` cover [0, T) in order without gaps.
+    float32 [T], each finite and <= 0; `spans` cover [0, T) in order without gaps. `routed_experts` are the experts of
+    the P + T - 1 tokens of prompt and completion that the engine read (heterorl.common.model.routing); may be empty.
     """
 
     token_ids: Int32Array
@@ -81,6 +82,7 @@ class Rollout:
     reward: float
     reward_parts: tuple[RewardPart, ...]
     finish_reason: FinishReason
+    routed_experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -181,6 +181,7 @@ def _group_of(raw: Any) -> tuple[Group, bool]:
                 reward=each.reward,
                 reward_parts=tuple(map(_part_of, each.reward_parts)),
                 finish_reason=_finish_of(each.finish_reason),
+                routed_experts=each.routed_experts,
             )
             for each, ids, values in zip(raw.rollouts, token_ids, logprobs, strict=True)
         ),
@@ -215,6 +216,7 @@ def _rollout_to_raw(value: Rollout) -> Any:
         reward=value.reward,
         reward_parts=[_part_to_raw(part) for part in value.reward_parts],
         finish_reason=_FINISH[value.finish_reason],
+        routed_experts=value.routed_experts,
     )
 
 

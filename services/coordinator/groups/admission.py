@@ -91,13 +91,24 @@ def content_problem(group: Group, contract: Contract, *, max_prompt_tokens: int)
     if not math.isfinite(group.generation_s) or group.generation_s < 0:
         return "generation_s: not a duration"
     for number, rollout in enumerate(group.rollouts):
-        problem = _rollout_problem(rollout, contract)
+        problem = _rollout_problem(rollout, contract) or record_problem(
+            len(rollout.routed_experts), contract, num_read=prompt.size + rollout.token_ids.size - 1
+        )
         if problem:
             return f"rollouts[{number}].{problem}"
     oldest = min(span.version for rollout in group.rollouts for span in rollout.spans)
     if oldest != group.oldest_version:
         return f"oldest_version: {group.oldest_version}, the spans say {oldest}"
     return ""
+
+
+def record_problem(num_bytes: int, contract: Contract, *, num_read: int) -> str:
+    """What is wrong with the size of a record of experts, where `num_read` tokens were read; none is always right.
+
+    Which experts a model has, the learner knows.
+    """
+    expected = num_read * contract.routed_token_bytes
+    return "" if num_bytes in (0, expected) else f"routed_experts: {num_bytes} bytes; empty or {expected} is right"
 
 
 def _rollout_problem(rollout: Rollout, contract: Contract) -> str:

@@ -19,6 +19,8 @@ def worst_bytes(contract: Contract, *, max_prompt_tokens: int) -> int:
     """Bytes of the largest group that the contract allows."""
     token_bytes = _varint_bytes(max(0, contract.vocab_size - 1))
     rollout = contract.sampling.max_new_tokens * (token_bytes + LOGPROB_BYTES) + ROLLOUT_OVERHEAD_BYTES
+    # Every rollout has the experts of its prompt's tokens, too.
+    rollout += (max_prompt_tokens + contract.sampling.max_new_tokens) * contract.routed_token_bytes
     return contract.group_size * rollout + max_prompt_tokens * token_bytes
 
 

@@ -113,6 +113,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "Rollout.token_ids": _TOKENS,
         "Rollout.sampler_logprobs": _TOKENS,
         "Rollout.reward_parts": Bound(count=256),
+        "Rollout.routed_experts": Bound(length=512 << 20),
         "RewardPart.signature": Bound(length=64),
         "StreamGroupsRequest.held": _OF_LEARNER,
         "AbandonGroupsRequest.ids": _OF_LEARNER,

@@ -11,6 +11,7 @@ from heterorl.common.types.common import Contract
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
 from heterorl.common.wire.rollout import group_id_from_pb
 from heterorl.common.wire.seal import receive, sealed_of
+from heterorl.coordinator.groups.admission import record_problem
 from heterorl.coordinator.groups.intake import Arrival, examined, sound
 from heterorl.coordinator.rpc.plain import PlainPush
 from heterorl.coordinator.servicers.content import are_sound
@@ -93,5 +94,8 @@ def _check_counts(group: rollout_pb2.Group, *, contract: Contract, max_prompt_to
             raise InvalidRequest(f"rollouts[{number}].token_ids: {num_tokens} tokens, {allowed}")
         if num_logprobs != num_tokens:
             raise InvalidRequest(f"rollouts[{number}].sampler_logprobs: {num_logprobs} for {num_tokens} tokens")
+        problem = record_problem(len(rollout.routed_experts), contract, num_read=num_prompt + num_tokens - 1)
+        if problem:
+            raise InvalidRequest(f"rollouts[{number}].{problem}")
         if len(rollout.spans) > num_tokens:
             raise InvalidRequest(f"rollouts[{number}].spans: {len(rollout.spans)} for {num_tokens} tokens")

@@ -29,7 +29,7 @@ _MAX_VOCABULARY = 1 << 31
 
 def are_sound(groups: Sequence[Any], contract: Contract, *, max_prompt_tokens: int) -> bool:
     """Whether none of these messages (lists as bytes) has anything wrong inside."""
-    prompts, ids, logprobs, lengths, finish = [], [], [], [], []
+    prompts, ids, logprobs, lengths, finish, records = [], [], [], [], [], []
     for group in groups:
         rollouts = group.rollouts
         if len(rollouts) != contract.group_size or not _is_shell_sound(group):
@@ -42,6 +42,7 @@ def are_sound(groups: Sequence[Any], contract: Contract, *, max_prompt_tokens: i
         for rollout in rollouts:
             some_ids, values = rollout.token_ids, rollout.sampler_logprobs
             num_tokens = len(values) >> 2
+            records.append(len(rollout.routed_experts))
             if not some_ids or some_ids[-1] > 127 or not values or len(values) & 3 or not _are_parts_sound(rollout):
                 return False
             position = 0
@@ -70,6 +71,8 @@ def are_sound(groups: Sequence[Any], contract: Contract, *, max_prompt_tokens: i
     counts = _count(is_stop, [*map(len, prompts), *map(len, ids)])
     if max(counts[: len(prompts)]) > max_prompt_tokens or counts[len(prompts) :] != lengths:
         return False
+    if any(records) and not _are_records_sound(records, counts[: len(prompts)], lengths, contract):
+        return False
     if not _are_ids_sound(data, is_stop, vocab_size=contract.vocab_size):
         return False
     ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids))) - 1
@@ -95,6 +98,15 @@ def _are_parts_sound(rollout: Any) -> bool:
         and len(part.name) <= MAX_PART_NAME
         for part in parts
     )  # fmt: skip
+
+
+def _are_records_sound(
+    records: Sequence[int], prompt_lengths: Sequence[int], lengths: Sequence[int], contract: Contract
+) -> bool:
+    prompts = np.repeat(prompt_lengths, contract.group_size)
+    expected = (prompts + np.array(lengths) - 1) * contract.routed_token_bytes
+    sizes = np.array(records)
+    return bool(((sizes == 0) | (sizes == expected)).all())
 
 
 def _count(is_stop: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:

@@ -19,6 +19,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest, trainable
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.routing import RouterReplay
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
@@ -54,6 +55,7 @@ class TorchBackend:
         lora: LoraConfig = ALL_WEIGHTS,
         clock: Clock | None = None,
         passes: PassCount | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Load the model and check that it can be trained this way.
 
@@ -76,6 +78,7 @@ class TorchBackend:
         # After the check, which is in fp32.
         choose_attention(self._model, config)
         compile_forward(self._model, config)
+        self._replay = RouterReplay(self._model) if replays_routing else None
         self._config = config
         self._loss = loss
         self._rule = rule_of(loss)
@@ -136,6 +139,7 @@ class TorchBackend:
                 batching=self._config.batching,
                 autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
                 reference=self._reference,
+                replay=self._replay,
                 note_pass=self._passes.note,
             )
         end = end_step(

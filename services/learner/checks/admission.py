@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heterorl.common.model.routing import RoutingShape
 from heterorl.common.types.rollout import Group
 from heterorl.learner.checks.judge import SOUND, Finding
 
@@ -22,6 +23,8 @@ class Limits:
     vocab_size: int
     max_sequence_tokens: int
     has_unit_rewards: bool = False
+    routing: RoutingShape | None = None
+    """Of the model, where routing is replayed."""
 
 
 def judge(group: Group, limits: Limits) -> Finding:
@@ -50,4 +53,15 @@ def judge(group: Group, limits: Limits) -> Finding:
     ids = [group.prompt_token_ids, *(rollout.token_ids for rollout in group.rollouts)]
     if any(part.min() < 0 or part.max() >= limits.vocab_size for part in ids):
         return Finding(detail=f"a token is outside the vocabulary of {limits.vocab_size}")
-    return SOUND
+    problem = _record_problem(group, limits.routing)
+    return Finding(detail=problem) if problem else SOUND
+
+
+def _record_problem(group: Group, routing: RoutingShape | None) -> str:
+    for rollout in group.rollouts:
+        if routing is None and rollout.routed_experts:
+            return "routed_experts: a record of experts, and no routing is replayed"
+        num_read = group.prompt_token_ids.size + rollout.token_ids.size - 1
+        if routing is not None and (problem := routing.problem(rollout.routed_experts, num_read)):
+            return problem
+    return ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
+from heterorl.common.model.routing import routing_shape
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
@@ -203,6 +204,7 @@ class Leader:
             vocab_size=self.contract.vocab_size,
             max_sequence_tokens=self.config.max_sequence_tokens,
             has_unit_rewards=self.config.loss.advantage == "beta",
+            routing=routing_shape(self.backend.torch_model) if self.contract.routed_token_bytes else None,
         )
         async with asyncio.TaskGroup() as tasks:
             feeding = tasks.create_task(

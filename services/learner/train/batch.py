@@ -51,6 +51,8 @@ class TrainingSequence:
     """See `policy_loss.LossInputs`; known after a first pass only."""
     reference_logprobs: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
     """Of the reference model, where the loss has one."""
+    routed_experts: bytes = b""
+    """See Rollout."""
 
     @classmethod
     def scored(cls, prompt: Int32Array, tokens: Int32Array) -> TrainingSequence:
@@ -164,6 +166,7 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
             group=number,
             number=place,
             staleness=_staleness(rollout, head_version) if rule.needs_staleness else None,
+            routed_experts=rollout.routed_experts,
         )
         for place, (rollout, advantage, centred_reward, log_denominator) in enumerate(
             zip(group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True)

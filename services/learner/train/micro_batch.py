@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from heterorl.common.model.routing import RoutedTokens
 from heterorl.learner.loss.policy_loss import LossInputs
 from heterorl.learner.train.batch import TrainingSequence
 
@@ -29,7 +30,8 @@ class MicroBatch:
 
     `sources_N` are flat positions (row * S + column) of the hidden states that predict the completion tokens
     `targets_N`; both run through the mask of `loss_inputs` row by row, whose tensors are small: the loss is exact.
-    `places_B` [B, 2] are the group and the rollout of each sequence; they stay on the CPU.
+    `places_B` [B, 2] are the group and the rollout of each sequence; they stay on the CPU. `routed` are the recorded
+    experts of the R * S tokens; None where no sequence has any.
     """
 
     input_ids_RS: torch.Tensor
@@ -38,6 +40,7 @@ class MicroBatch:
     targets_N: torch.Tensor
     loss_inputs: LossInputs
     places_B: torch.Tensor
+    routed: RoutedTokens | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same tensors on `device`."""
@@ -48,6 +51,7 @@ class MicroBatch:
             targets_N=self.targets_N.to(device),
             loss_inputs=self.loss_inputs.to(device),
             places_B=self.places_B,
+            routed=self.routed.to(device) if self.routed else None,
         )
 
 
@@ -84,12 +88,14 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
     # Padding goes on counting: a jump in the positions would be read as the start of a packed sequence.
     position_ids = np.tile(np.arange(width), rows)
     sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    routed = _Routed(sequences, num_tokens=rows * width)
     for sequence, start, length in zip(sequences, starts, lengths, strict=True):
         num_prompt = sequence.prompt_token_ids.size
         input_ids[start : start + num_prompt] = sequence.prompt_token_ids
         input_ids[start + num_prompt : start + length] = sequence.token_ids[:-1]
         if is_packed:
             position_ids[start : start + length] = np.arange(length)
+        routed.put(sequence, int(start))
         sources.append(np.arange(start + num_prompt - 1, start + length))
     return MicroBatch(
         input_ids_RS=torch.from_numpy(input_ids.reshape(rows, width)),
@@ -98,7 +104,30 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
         targets_N=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)),
         loss_inputs=_loss_inputs(sequences),
         places_B=torch.tensor([(sequence.group, sequence.number) for sequence in sequences]),
+        routed=routed.tokens(),
     )
+
+
+class _Routed:
+    """The recorded experts of a micro-batch, put where the tokens lie."""
+
+    def __init__(self, sequences: Sequence[TrainingSequence], *, num_tokens: int) -> None:
+        sizes = {len(one.routed_experts) // one.num_inputs for one in sequences if one.routed_experts}
+        # Of one contract all are of one size, as admission has seen to.
+        assert len(sizes) <= 1, "records of several models"
+        self._ids_NC = np.zeros((num_tokens, sizes.pop() if sizes else 0), np.uint8)
+        self._is_recorded_N = np.zeros(num_tokens, np.bool_)
+
+    def put(self, sequence: TrainingSequence, start: int) -> None:
+        if sequence.routed_experts:
+            tokens = slice(start, start + sequence.num_inputs)
+            self._ids_NC[tokens] = np.frombuffer(sequence.routed_experts, np.uint8).reshape(sequence.num_inputs, -1)
+            self._is_recorded_N[tokens] = True
+
+    def tokens(self) -> RoutedTokens | None:
+        if not self._is_recorded_N.any():
+            return None
+        return RoutedTokens(ids_NC=torch.from_numpy(self._ids_NC), is_recorded_N=torch.from_numpy(self._is_recorded_N))
 
 
 def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from heterorl.common.model.routing import RouterReplay
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
@@ -38,6 +39,7 @@ class _Forward:
     temperature: float
     batching: Batching
     autocast_dtype: torch.dtype | None
+    replay: RouterReplay | None = None
 
     @property
     def device(self) -> torch.device:
@@ -45,6 +47,8 @@ class _Forward:
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = self.autocast_dtype
+        if self.replay is not None:
+            self.replay.use(micro_batch.routed)
         with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
             return learner_logprobs(self.model, micro_batch, temperature=self.temperature)
 
@@ -63,6 +67,7 @@ def accumulate_gradients(
     batching: Batching,
     autocast_dtype: torch.dtype | None = None,
     reference: nn.Module | None = None,
+    replay: RouterReplay | None = None,
     note_pass: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[MicroBatchSample]:
     """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
@@ -78,15 +83,18 @@ def accumulate_gradients(
         micro_batch_tokens: budget of one pass, padding included.
         batching: padded or packed.
         autocast_dtype: type of matrix products; None for that of the weights.
-        reference: frozen model for losses that compare with one.
+        reference: frozen model for losses that compare with one; it routes by itself.
+        replay: gives the model's routers the experts that the sequences have.
         note_pass: told how many micro-batches are done, of how many.
     """
     rule = rule_of(loss)
-    forward = _Forward(model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype)
+    forward = _Forward(
+        model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype, replay=replay
+    )
     parts = split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching)
     if rule.needs_reference:
         assert reference is not None
-        parts = _with_reference(parts, dataclasses.replace(forward, model=reference))
+        parts = _with_reference(parts, dataclasses.replace(forward, model=reference, replay=None))
     only_pass = None
     if rule.needs_first_pass and parts:
         if len(parts) == 1:
@@ -109,6 +117,9 @@ def accumulate_gradients(
         total.backward()  # type: ignore[no-untyped-call]
         samples.append(sample)
         note_pass(len(samples), len(parts))
+    if replay is not None:
+        # Whoever asks the model next asks about other tokens.
+        replay.use(None)
     return samples
 
 

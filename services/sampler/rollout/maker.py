@@ -127,4 +127,5 @@ def _rollout(completion: Completion, parts: tuple[RewardPart, ...]) -> Rollout:
         reward=total_reward(parts),
         reward_parts=parts,
         finish_reason=completion.finish_reason,
+        routed_experts=completion.routed_experts,
     )

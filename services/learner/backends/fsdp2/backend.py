@@ -50,6 +50,7 @@ class Fsdp2Backend(DividedBackend):
         lora: LoraConfig,
         clock: Clock | None = None,
         passes: progress.PassCount | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Load the model, check that it can be trained this way, and divide it.
 
@@ -78,6 +79,7 @@ class Fsdp2Backend(DividedBackend):
             lora=settings,
             clock=clock,
             passes=passes,
+            replays_routing=replays_routing,
         )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from heterorl.common.errors import HeterorlError, StateMismatch
 from heterorl.common.model import tensors
+from heterorl.common.model.routing import RouterReplay
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import NO_LORA, LoraSettings, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import Group, QueuedGroup
@@ -58,6 +59,7 @@ class DividedBackend:
         lora: LoraSettings = NO_LORA,
         clock: Clock | None = None,
         passes: progress.PassCount | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Train what is divided already; the masters are in place."""
         self._rule = rule_of(loss)
@@ -81,6 +83,7 @@ class DividedBackend:
             batching=config.batching,
             note_pass=(passes or progress.PassCount()).note,
             sharing=config.sequence_parallel,
+            replay=RouterReplay(division.model) if replays_routing else None,
         )
         division.settle()
         held = DividedVersions(

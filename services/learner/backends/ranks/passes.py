@@ -23,6 +23,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from heterorl.common.model.logprobs import token_logprobs
+from heterorl.common.model.routing import RouterReplay
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.batch import Batch, TrainingSequence
@@ -118,6 +119,8 @@ class Passes:
     """Told how many passes of this rank are done, of how many."""
     sharing: int = 1
     """Consecutive ranks that share each pass."""
+    replay: RouterReplay | None = None
+    """Gives the routers of the engine's model the experts that the sequences have."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
         """Leave the gradient of the whole step's loss with the engine.
@@ -158,6 +161,9 @@ class Passes:
                     total = total * math.nan
             self.engine.backward(total * self.ranks.world_size)
         self.note_pass(shares.num_passes, shares.num_passes)
+        if self.replay is not None:
+            # Whoever asks the model next asks about other tokens.
+            self.replay.use(None)
         return everyone
 
     def _forward(
@@ -165,6 +171,8 @@ class Passes:
     ) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
         sequences = own[number] if number < len(own) else [empty_pass()]
         micro_batch = collate(sequences, batching=self.batching).to(self.device)
+        if self.replay is not None:
+            self.replay.use(micro_batch.routed)
         logprobs_N, entropies_N = (engine or self.engine)(
             micro_batch.input_ids_RS, micro_batch.position_ids_RS, micro_batch.sources_N, micro_batch.targets_N
         )

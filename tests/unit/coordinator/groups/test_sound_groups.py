@@ -16,6 +16,7 @@ from heterorl.common.wire.numbers import pack_ids
 from heterorl.common.wire.seal import as_bytes, open_group, receive, seal
 from heterorl.coordinator.groups.admission import content_problem
 from heterorl.coordinator.rpc.plain import read_push
+from heterorl.coordinator.servicers.arrivals import _check_counts as check_counts
 from heterorl.coordinator.servicers.content import are_sound
 from heterorl.v1 import rollout_pb2
 from tests.support.run import CONTRACT, INCARNATION, SITE
@@ -57,6 +58,36 @@ def _group(draw: random.Random, contract) -> GroupValue:
                                   np.int32),
         rollouts=(rollout(), rollout()), oldest_version=3, state_root=Digest("a" * 64), generation_s=0.5,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "change", "is_right"),
+    [
+        (6, lambda record: record, True),
+        (6, lambda _: b"", True),
+        (6, lambda record: record[:-1], False),
+        (6, lambda record: record + record, False),
+        (7, lambda record: record, False),
+        # No routing is replayed in this run.
+        (0, lambda record: record, False),
+        (0, lambda _: b"", True),
+    ],
+)
+def test_record_of_experts_has_the_size_that_the_contract_states(token_bytes, change, is_right):
+    draw = random.Random(1)
+    contract = dataclasses.replace(_contract(300), routed_token_bytes=token_bytes)
+    group = _group(draw, contract)
+    first = group.rollouts[0]
+    record = bytes(6 * (group.prompt_token_ids.size + first.token_ids.size - 1))
+    first = dataclasses.replace(first, routed_experts=change(record))
+    sealed = seal(dataclasses.replace(group, rollouts=(first, *group.rollouts[1:])))
+
+    raw = as_bytes("Group").FromString(sealed.data)
+    assert are_sound([raw], contract, max_prompt_tokens=MAX_PROMPT) is is_right
+    assert ("routed_experts" in _problem(sealed.data, contract)) is not is_right
+    if not is_right:
+        with pytest.raises(InvalidRequest, match="routed_experts"):
+            check_counts(rollout_pb2.Group.FromString(sealed.data), contract=contract, max_prompt_tokens=MAX_PROMPT)
 
 
 def _problem(data: bytes, contract) -> str:

@@ -36,11 +36,11 @@ def ranks(request):
 
 @pytest.fixture
 def config(model_dir):
-    def build(kind="fsdp2", *, loss="gepo", model_dir=model_dir, lora=None, **backend):
+    def build(kind="fsdp2", *, loss="gepo", model_dir=model_dir, lora=None, router_replay="none", **backend):
         return LearnerConfig.model_validate(
             {
                 "model_dir": str(model_dir),
-                "sampling": {"max_new_tokens": 16},
+                "sampling": {"max_new_tokens": 16, "router_replay": router_replay},
                 "loss": loss if isinstance(loss, dict) else {"kind": loss},
                 "lora": lora or {},
                 "backend": {
@@ -61,6 +61,7 @@ def _torch(config, operations):
         loss=config.loss,
         sampling=config.sampling.semantics(),
         lora=config.lora,
+        replays_routing=config.sampling.router_replay == "rollout",
     )
     return run_job(backend, operations)
 
@@ -123,6 +124,23 @@ def test_mixture_of_experts_is_divided_by_experts(config, ranks, tmp_path):
 
     _assert_close(actual[:-1], expected[:-1], tolerance=1e-6)
     assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
+
+
+@pytest.mark.parametrize("changes", [{}, {"batching": "packed", "gradient_checkpointing": True}])
+def test_experts_of_a_record_are_taken_on_all_ranks(config, ranks, tmp_path, changes):
+    model_dir = tmp_path / "experts"
+    tiny_model(
+        family="Qwen3Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+    ).save_pretrained(model_dir)
+    replayed = {"model_dir": model_dir, "router_replay": "rollout", **changes}
+    operations = [["train_routed", seed, 5, 2, 2] for seed in (0, 1)]
+    expected = _torch(config("torch", **replayed), operations)
+    unlike = _torch(config("torch", model_dir=model_dir, **changes), operations)
+
+    actual = ranks.ask(config(**replayed), operations)
+
+    _assert_close(actual, expected, tolerance=1e-6)
+    assert abs(expected[0]["kl"] - unlike[0]["kl"]) > 0.01
 
 
 def test_optimizer_in_host_memory_takes_the_same_steps_bit_for_bit(config, ranks, tmp_path):

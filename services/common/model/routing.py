@@ -1,0 +1,239 @@
+"""Which experts the routers of a mixture of experts chose: recorded where tokens are drawn, taken again in training.
+
+R3 (arXiv 2510.11370): a token near a tie of two experts goes to one in the sampler's engine and to the other in the
+learner's pass, for which the same weights give other log-probs. With replay the learner's pass takes the sampler's
+experts; their gate weights are of its own router, through which the gradient flows: softmax(logits) of the recorded
+experts, divided by their sum where the model does so.
+
+A record has `RoutingShape.token_bytes` of each token that was read: for each layer that routes, in order, the ids of
+its experts, a byte each, or two (little-endian) where there are more than 256.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from heterorl.common.errors import ConfigError
+
+_SCORE_TOLERANCE = 0.02
+"""Of gate weights that are computed anew, beside those of the router, which may be rounded to bf16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingShape:
+    """What a model's routers choose of each token."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of an expert's id in a record."""
+        return np.dtype("u1" if self.num_experts <= 256 else "<u2")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a record for each token."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+    def encode(self, experts_NLK: Tensor) -> NDArray[np.uint8]:
+        """Ids of experts -> record [N, token_bytes]."""
+        ids = np.ascontiguousarray(experts_NLK.cpu().numpy().astype(self.dtype))
+        return ids.reshape(len(ids), -1).view(np.uint8)
+
+    def decode(self, record: bytes) -> NDArray[Any]:
+        """Record -> ids [N, layers, experts of a token].
+
+        Raises:
+            ValueError: it is not a whole number of tokens.
+        """
+        return np.frombuffer(record, self.dtype).reshape(-1, self.num_layers, self.top_k)
+
+    def problem(self, record: bytes, num_tokens: int) -> str:
+        """What is wrong with a peer's record of so many tokens; empty when nothing is, or there is none."""
+        if not record:
+            return ""
+        if len(record) != num_tokens * self.token_bytes:
+            return f"routed_experts: {len(record)} bytes for {num_tokens} tokens of {self.token_bytes} bytes"
+        ids = np.sort(self.decode(record), axis=-1)
+        if ids.max() >= self.num_experts:
+            return f"routed_experts: expert {ids.max()} of a model that has {self.num_experts}"
+        if (ids[..., 1:] == ids[..., :-1]).any():
+            return "routed_experts: an expert twice for one token"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutedTokens:
+    """Records of the N tokens of a pass: bytes [N, token_bytes], and which tokens have one."""
+
+    ids_NC: Tensor
+    is_recorded_N: Tensor
+
+    def to(self, device: torch.device) -> RoutedTokens:
+        """The same tensors on `device`."""
+        return RoutedTokens(ids_NC=self.ids_NC.to(device), is_recorded_N=self.is_recorded_N.to(device))
+
+
+def routing_shape(model: nn.Module) -> RoutingShape:
+    """Of a mixture of experts.
+
+    Raises:
+        ConfigError: the model has no routers of a kind that is known here.
+    """
+    routers: list[Any] = routers_of(model)
+    kinds = {(int(router.top_k), int(router.num_experts)) for router in routers}
+    if len(kinds) != 1:
+        raise ConfigError(
+            "sampling.router_replay",
+            f"{type(model).__name__} has {'several kinds of' if kinds else 'no'} routers that can be recorded",
+            action='set it to "none"',
+        )
+    ((top_k, num_experts),) = kinds
+    if num_experts > 1 << 15:
+        raise ConfigError("sampling.router_replay", f"{num_experts} experts; 32768 can be recorded")
+    return RoutingShape(num_layers=len(routers), top_k=top_k, num_experts=num_experts)
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """The routers, in the order of the layers: modules of transformers that answer (logits, gate weights, experts)."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("TopKRouter") and hasattr(module, "top_k") and hasattr(module, "num_experts")
+    ]
+
+
+class RouterRecorder:
+    """Notes what the routers of an engine's model choose, in the passes for which it is asked to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the model from now on.
+
+        Raises:
+            ConfigError: it has no routers that can be recorded.
+        """
+        self.shape = routing_shape(model)
+        # Another thread may score texts with the same model meanwhile.
+        self._own = threading.local()
+        for router in routers_of(model):
+            router.register_forward_hook(self._note)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """While it lasts, this thread's passes are noted: the experts [N, K] of each layer."""
+        noted: list[Tensor] = []
+        self._own.layers = noted
+        try:
+            yield noted
+        finally:
+            self._own.layers = None
+
+    def record(self, layers: Sequence[Tensor], *, num_rows: int) -> NDArray[np.uint8]:
+        """Record [rows, columns, token_bytes] of one pass."""
+        if len(layers) != self.shape.num_layers:
+            raise RuntimeError(f"{len(layers)} routers were asked in a pass, the model has {self.shape.num_layers}")
+        return self.shape.encode(torch.stack(list(layers), 1)).reshape(num_rows, -1, self.shape.token_bytes)
+
+    def _note(self, router: nn.Module, _inputs: Any, output: Any) -> None:
+        layers = getattr(self._own, "layers", None)
+        if layers is not None:
+            layers.append(_parts(router, output)[2])
+
+
+class RouterReplay:
+    """Makes the routers of a learner's model choose what a record says; tokens without one are routed as ever.
+
+    What `use` was told holds until it is told something else: blocks that are computed again for the backward pass
+    need it once more.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Stand behind the model's routers.
+
+        Raises:
+            ConfigError: it has no routers that can be recorded.
+        """
+        self.shape = routing_shape(model)
+        self._experts_NLK: Tensor | None = None
+        self._is_recorded_N: Tensor | None = None
+        self._is_checked = [False] * self.shape.num_layers
+        for layer, router in enumerate(routers_of(model)):
+            router.register_forward_hook(self._behind(layer))
+
+    def use(self, routed: RoutedTokens | None) -> None:
+        """Say what the next passes, all over the same tokens, take; None is nothing.
+
+        Raises:
+            ValueError: the records are of another shape.
+        """
+        if routed is None:
+            self._experts_NLK = self._is_recorded_N = None
+            return
+        shape = self.shape
+        if routed.ids_NC.shape[1] != shape.token_bytes:
+            raise ValueError(f"records of {routed.ids_NC.shape[1]} bytes a token; the model's are {shape.token_bytes}")
+        ids = routed.ids_NC.reshape(-1, shape.num_layers, shape.top_k, shape.dtype.itemsize).long()
+        experts_NLK = ids[..., 0] if shape.dtype.itemsize == 1 else ids[..., 0] + 256 * ids[..., 1]
+        self._experts_NLK, self._is_recorded_N = experts_NLK, routed.is_recorded_N
+
+    def _behind(self, layer: int) -> Any:
+        def replace(router: nn.Module, _inputs: Any, output: Any) -> Any:
+            if self._experts_NLK is None or self._is_recorded_N is None:
+                return None
+            logits_NE, own_NK, chosen_NK = _parts(router, output)
+            if not self._is_checked[layer]:
+                _check(router, logits_NE, own_NK, chosen_NK)
+                self._is_checked[layer] = True
+            is_recorded_N1 = self._is_recorded_N[:, None]
+            experts_NK = torch.where(is_recorded_N1, self._experts_NLK[:, layer], chosen_NK)
+            weights_NK = _gate_weights(router, logits_NE, experts_NK).to(own_NK.dtype)
+            weights_NK = torch.where(is_recorded_N1, weights_NK, own_NK)
+            return logits_NE, weights_NK, experts_NK
+
+        return replace
+
+
+def _parts(router: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [N, E], gate weights [N, K] and experts [N, K] that a router answers."""
+    shapes = [getattr(part, "shape", ())[1:] for part in output] if isinstance(output, tuple) else []
+    sizes = (router.num_experts, router.top_k, router.top_k)
+    if shapes != [(size,) for size in sizes] or output[2].is_floating_point():
+        raise ConfigError(
+            "sampling.router_replay",
+            f"{type(router).__name__} does not answer logits, gate weights and experts",
+            action='set it to "none"',
+        )
+    logits_NE, weights_NK, experts_NK = output
+    return logits_NE, weights_NK, experts_NK
+
+
+def _gate_weights(router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
+    """softmax(logits)_e, over their sum where the model divides by it; at least float32."""
+    exact = torch.promote_types(logits_NE.dtype, torch.float32)
+    weights_NK = torch.softmax(logits_NE, -1, dtype=exact).gather(1, experts_NK)
+    # Mixtral's routers always divide and have no such option.
+    if getattr(router, "norm_topk_prob", True):
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+    return weights_NK
+
+
+@torch.no_grad()
+def _check(router: nn.Module, logits_NE: Tensor, own_NK: Tensor, chosen_NK: Tensor) -> None:
+    difference = float((_gate_weights(router, logits_NE, chosen_NK) - own_NK).abs().max())
+    if difference > _SCORE_TOLERANCE:
+        raise ConfigError(
+            "sampling.router_replay",
+            f"gate weights of {type(router).__name__} are no softmax of its logits: they differ by {difference:.2g}",
+            action='set it to "none"',
+        )

@@ -19,6 +19,7 @@ from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 from heterorl.lab.inline_store import InlineDatabase
 from tests.support.clock import ManualClock
+from tests.support.examples import examples
 from tests.support.run import INCARNATION, Run
 
 SITES = ("a", "b", "c", "d", "e")
@@ -167,7 +168,7 @@ async def play(steps):
 
 
 @pytest.mark.timeout(240)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
 def test_any_order_of_silence_and_return(steps):
     asyncio.run(play(steps))

@@ -38,8 +38,7 @@ from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
-# A stream waits behind all sites' calls for each operation: where that takes a second, these are groups per second.
-LEASE_BATCH = 128
+LEASE_BATCH = 128  # each operation waits behind all sites' calls: where that takes a second, it is groups per second
 MAX_REQUEST_ID = 64
 ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
 MAX_ASSIGNMENTS = 4096

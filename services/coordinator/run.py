@@ -26,13 +26,13 @@ from heterorl.common.types.run import (
 )
 from heterorl.common.types.standstill import RELEASE
 from heterorl.coordinator import status
+from heterorl.coordinator.beats import Beats
 from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, canary, quarantine
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.sites.beats import Beats
 from heterorl.coordinator.sites.flaps import note_left_out
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.connection import Connection

@@ -6,9 +6,10 @@ import pytest
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Command, Heartbeat
+from heterorl.coordinator import beats
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites import beats, watermark
+from heterorl.coordinator.sites import watermark
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

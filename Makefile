@@ -76,7 +76,7 @@ postgres:  ## Install Debian's PostgreSQL for the tests of that store; as root
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends postgresql > /dev/null
 
-test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; ten minutes on two slow cores
+test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; six minutes on two busy cores
 	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
 
 test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them

@@ -16,6 +16,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 from heterorl.lab.inline_store import InlineDatabase
 from tests.support.clock import ManualClock
@@ -118,9 +119,7 @@ class Orders:
         self.silent = set(SITES) - {"a"}
         self.held["a"].clear()
         await self.wait(TERM_S)
-        (last,) = (await self.core.database.run(lambda c: c.execute(
-            "SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'next_assignment'"
-        ).fetchone()))  # fmt: skip
+        last = int(await self.core.database.run(lambda c: get_meta(c, "next_assignment")) or 0)
         for _ in range(200):
             if self.accepted >= set(range(last)):
                 break

@@ -76,7 +76,7 @@ postgres:  ## Install Debian's PostgreSQL for the tests of that store; as root
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends postgresql > /dev/null
 
-test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; ten minutes on two slow cores
+test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; six minutes on two busy cores
 	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
 
 test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them
@@ -112,7 +112,7 @@ environments: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Set up the environ
 kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills --kills $(N) --runs $(RUNS) --out runs/kills --json benchmarks/results/kills.json
 
-kills-stores: $(SETUP)  ## Kill PostgreSQL and coordinators over it N times (N=20: 2 minutes) and account for every group
+kills-stores: $(SETUP)  ## Kill PostgreSQL, a bucket and coordinators over them N times (N=20: 2 minutes) and account for every group
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.store_kills --kills $(N) --out runs/kills-stores --json benchmarks/results/kills_stores.json
 
 rotations: $(SETUP)  ## Renew all certificates and restart the coordinator under traffic, 4 and 2 times a round, N rounds

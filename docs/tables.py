@@ -168,8 +168,8 @@ def _sites() -> str:
 def _kills_stores() -> str:
     found = _benchmark("kills_stores")
     names = {
-        "postgres": "PostgreSQL", "active": "the active coordinator", "standby": "the standby",
-        "race": "both coordinators, in turn",
+        "postgres": "PostgreSQL", "bucket": "the bucket's server",
+        "active": "the active coordinator", "standby": "the standby", "race": "both coordinators, in turn",
     }  # fmt: skip
     kills = table(
         ["killed", "times", "until a coordinator answers, median", "longest"],

@@ -38,7 +38,7 @@ from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
-LEASE_BATCH = 16
+LEASE_BATCH = 128  # each operation waits behind all sites' calls: where that takes a second, it is groups per second
 MAX_REQUEST_ID = 64
 ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
 MAX_ASSIGNMENTS = 4096
@@ -227,7 +227,7 @@ class RolloutColumn:
         self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]
     ) -> Callable[[Connection], bool]:
         """Store operation: lease groups under an epoch into `leased`; False when a newer stream has begun."""
-        # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
+        # Credits bound what the learner holds, the queue bounds what is in memory here.
         count, now, groups = min(count, LEASE_BATCH), self._parts.clock.wall(), self._parts.queue
 
         def operation(connection: Connection) -> bool:

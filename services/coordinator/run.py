@@ -26,16 +26,17 @@ from heterorl.common.types.run import (
 )
 from heterorl.common.types.standstill import RELEASE
 from heterorl.coordinator import status
+from heterorl.coordinator.beats import Beats
 from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
-from heterorl.coordinator.sites import audit, canary, quarantine, watermark
+from heterorl.coordinator.sites import audit, canary, quarantine
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.flaps import note_left_out
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.database import set_meta
 from heterorl.coordinator.versions import flavours, lineage, rollback
 
 _LOG = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RunColumn:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._beats = Beats(parts.database, parts.config)
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Admit a sampler that agrees with the run."""
@@ -101,21 +103,10 @@ class RunColumn:
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Note a sampler's state and answer with commands."""
-
-        def operation(connection: Connection) -> tuple[tuple[Command, ...], bool]:
-            if not self._parts.sites.is_known(connection, beat.site, beat.incarnation):
-                return (Command.REGISTER,), False
-            if self._parts.config.is_finished(lineage.head_version(connection)):
-                # The last version is to be evaluated: who drains does that first.
-                return (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,), True
-            draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
-            # Registering again, it says what it can still push, and the watermark passes over the rest.
-            again = (Command.REGISTER,) if watermark.is_gap_wide(connection, beat.site, beat.incarnation) else ()
-            return (*draining, *again), True
-
-        commands, is_known = await self._parts.database.run(operation)
-        if is_known:
-            self._parts.sites.beat(beat, self._parts.clock.monotonic())
+        commands = await self._beats.commands((beat.site, beat.incarnation))
+        if commands is None:
+            return (Command.REGISTER,)
+        self._parts.sites.beat(beat, self._parts.clock.monotonic())
         return commands
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:

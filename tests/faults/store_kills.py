@@ -1,10 +1,11 @@
-"""SIGKILL PostgreSQL and coordinators over it at random moments, then account for everything that was acknowledged.
+"""SIGKILL PostgreSQL, a bucket's server and coordinators over them at random moments, then account for everything that was acknowledged.
 
 python -m tests.faults.store_kills --kills 20 --out runs/kills-stores
 
     postgres   the server and its sessions; it is started again at once
     active     the coordinator that serves
     standby    the coordinator that waits for its place
+    bucket     the server of the bucket that payloads are in; it is away for up to a second, and has its objects again
     race       both coordinators, the second one while it may be taking over; both ask for the lock again
 
 Whatever ends is started again, as a service manager does. Two sites push and a learner consumes and publishes; what
@@ -23,7 +24,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,18 +40,21 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import GroupId, QueuedGroup
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.store.bucket.config import BucketConfig
 from heterorl.coordinator.store.postgres.connection import PostgresConnection
 from heterorl.coordinator.store.postgres.engine import open_store
 from heterorl.demo.processes import Child, start, stop_together
 from tests.support import commit_order
+from tests.support.bucket import BucketServer
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT
 from tests.support.postgres import PostgresServer
 from tests.support.run import Run
 from tests.support.witness import Witness
 
-KINDS = ("postgres", "active", "standby", "race")
+KINDS = ("postgres", "bucket", "active", "standby", "race")
 SITES = ("eu-1", "us-1")
+PREFIX = "run"
 PER_VERSION = 4
 ANSWER_S = 60.0
 """Until somebody serves again, at worst; a promise is far less."""
@@ -60,9 +64,10 @@ _PATIENT = RetryPolicy(base_s=0.05, cap_s=0.2, budget_s=2.0)
 class Pair:
     """Two coordinators of one store, each started again whenever it ends."""
 
-    def __init__(self, directory: Path, url: str) -> None:
+    def __init__(self, directory: Path, url: str, payloads: BucketConfig) -> None:
         self._directory = directory
         self._url = url
+        self._payloads = payloads.model_dump(mode="json")
         self._addresses = {name: f"127.0.0.1:{free_port()}" for name in ("a", "b")}
         self._children: dict[str, Child] = {}
         self._killed: set[int] = set()
@@ -86,7 +91,7 @@ class Pair:
             "run_id": "run", "data_dir": str(self._directory / "data"), "listen": self._addresses[name],
             "tls": {"insecure": True}, "store": {"url": self._url}, "metrics_port": 0, "learner_lease_s": 3600.0,
             "groups_per_version": PER_VERSION, "work_lease_s": 10.0, "max_staleness_versions": 100_000,
-            "stop_grace_s": 1.0,
+            "stop_grace_s": 1.0, "payloads": self._payloads,
         }  # fmt: skip
         self._children[name] = start(
             "coordinator", name=name, tables=config, directory=self._directory, options=["--standby"]
@@ -194,8 +199,9 @@ class Trainer:
 class Campaign:
     """One store, one pair of coordinators, one learner, two sites, and the kills of all but the last three."""
 
-    def __init__(self, directory: Path, server: PostgresServer, *, seed: int) -> None:
+    def __init__(self, directory: Path, server: PostgresServer, bucket: BucketServer, *, seed: int) -> None:
         self._server = server
+        self._bucket = bucket
         self._url = server.make_schema(str(directory))
         # Makes the tables, so that the very first transaction of a coordinator is noted.
         open_store(self._url).close()
@@ -203,13 +209,18 @@ class Campaign:
         self._directory = directory
         self._chooser = random.Random(seed)
         self._seed = seed
-        self._pair = Pair(directory, self._url)
+        self._pair = Pair(directory, self._url, bucket.config(directory, prefix=PREFIX))
         self._killed = dict.fromkeys(KINDS, 0)
         self._seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self._stalled = ""
 
     async def run(
-        self, *, kills: int, pause_s: tuple[float, float], progress: Progress | None = None
+        self,
+        *,
+        kills: int,
+        pause_s: tuple[float, float],
+        kinds: Sequence[str] = KINDS,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Run, kill, finish, account."""
         background: list[asyncio.Task[None]] = []
@@ -233,11 +244,14 @@ class Campaign:
                 bar = progress and progress.add_task("kills", total=kills)
                 for number in range(kills):
                     # Everything once, then at random. Between two kills each site gets something acknowledged.
-                    kind = KINDS[number] if number < len(KINDS) else self._chooser.choice(KINDS)
+                    kind = kinds[number] if number < len(kinds) else self._chooser.choice(kinds)
                     await self._work(witnesses, trainer)
                     await asyncio.sleep(self._chooser.uniform(*pause_s))
                     began = await self._kill(kind)
                     await self._answers(operator)
+                    if kind == "bucket":
+                        # A status needs no bucket, a version does.
+                        await self._work(witnesses, trainer)
                     self._seconds[kind].append(time.monotonic() - began)
                     if progress is not None and bar is not None:
                         words = f"{sum(len(one.acknowledged) for one in witnesses)} groups acknowledged, last: {kind}"
@@ -272,6 +286,10 @@ class Campaign:
         if kind == "postgres":
             self._server.kill()
             await asyncio.to_thread(self._server.start)
+        elif kind == "bucket":
+            self._bucket.kill()
+            await asyncio.sleep(self._chooser.uniform(0.0, 1.0))
+            await asyncio.to_thread(self._bucket.start)
         elif kind == "standby":
             self._pair.kill(other)
         else:
@@ -299,12 +317,19 @@ class Campaign:
                 "SELECT site, incarnation, sequence, state, assignment, version FROM groups"
             ).fetchall()
             roots = dict(store.execute("SELECT version, state_root FROM versions").fetchall())
+            payloads = dict(
+                store.execute(
+                    "SELECT digest, kind || ' ' || from_version || ' ' || to_version FROM payloads"
+                ).fetchall()
+            )
             counted, recounted = ledger.counts(store), ledger.recount(store)
         known = {GroupId(site=site, incarnation=name, sequence=n): rest for site, name, n, *rest in rows}
         lost = [one for one in acknowledged if one not in known]
         lost += [version for version, (root, _) in trainer.published.items() if roots.get(version) != root]
         trained = [(one, version) for version, (_, ids) in trainer.published.items() for one in ids]
         lost += [one for one, version in trained if one not in known or known[one][::2] != ["consumed", version]]
+        there = {name.rpartition("/")[2] for name in self._bucket.names(PREFIX)}
+        lost += [name for digest, name in payloads.items() if digest not in there]
         twice = Counter(assignment for *_, state, assignment, _ in rows if state == "consumed")
         twice += Counter(f"{one}" for one, _ in trained)
         order = commit_order.order_of(commit_order.committed(self._url))
@@ -315,7 +340,9 @@ class Campaign:
             "acknowledged": len(acknowledged),
             "groups": len(rows),
             "versions": len(trainer.published),
+            "payloads": len(payloads),
             "lost": len(lost),
+            "lost_are": [str(one) for one in lost],
             "duplicated": sum(count - 1 for count in twice.values()),
             "ledger_balanced": counted.is_balanced and counted == recounted,
             "transactions": order.transactions,
@@ -349,7 +376,7 @@ def tables_of(summary: dict[str, Any]) -> list[Table]:
     """What a person reads at the end."""
     account = Table("what", "count", title="what was promised")
     for name in (
-        "acknowledged", "versions", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",
+        "acknowledged", "versions", "payloads", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",
         "epochs_committing_at_once", "commits_of_an_older_epoch",
     ):  # fmt: skip
         account.add_row(name.replace("_", " "), str(summary[name]))
@@ -364,6 +391,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is killed")
     parser.add_argument("--out", type=Path, default=Path("runs/kills-stores"))
     parser.add_argument("--json", type=Path, help="where the account goes too")
     options = parser.parse_args()
@@ -371,13 +399,16 @@ def main() -> int:
     options.out.mkdir(parents=True)
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    server = PostgresServer("wal_level=logical")
+    server, bucket = PostgresServer("wal_level=logical"), BucketServer(options.out.resolve() / "bucket")
     try:
         with Progress(*columns, console=console, transient=True) as progress:
-            campaign = Campaign(options.out.resolve(), server, seed=options.seed)
-            summary = asyncio.run(campaign.run(kills=options.kills, pause_s=(0.1, 2.0), progress=progress))
+            campaign = Campaign(options.out.resolve(), server, bucket, seed=options.seed)
+            summary = asyncio.run(
+                campaign.run(kills=options.kills, pause_s=(0.1, 2.0), kinds=options.kinds, progress=progress)
+            )
     finally:
         server.stop()
+        bucket.stop()
     for path in (options.out / "summary.json", options.json):
         if path is not None:
             path.write_text(json.dumps(summary, indent=2) + "\n")

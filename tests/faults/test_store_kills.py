@@ -10,6 +10,7 @@ from heterorl.coordinator.store.database import set_meta  # noqa: E402 - needs p
 from heterorl.coordinator.store.postgres.engine import PostgresEngine, connect, open_store  # noqa: E402
 from tests.faults.store_kills import KINDS, Campaign, is_kept  # noqa: E402
 from tests.support import commit_order  # noqa: E402
+from tests.support.bucket import BucketServer  # noqa: E402
 from tests.support.commit_order import Order, order_of  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 
@@ -23,12 +24,19 @@ def server():
     server.stop()
 
 
+@pytest.fixture
+def bucket(tmp_path):
+    bucket = BucketServer(tmp_path / "bucket")
+    yield bucket
+    bucket.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_nothing_acknowledged_is_lost_and_one_epoch_commits_when_all_are_killed(
-    server, tmp_path, record_property
+    server, bucket, tmp_path, record_property
 ):
-    summary = await Campaign(tmp_path, server, seed=3).run(kills=len(KINDS), pause_s=(0.0, 0.5))
+    summary = await Campaign(tmp_path, server, bucket, seed=3).run(kills=len(KINDS), pause_s=(0.0, 0.5))
 
     record_property("kills", json.dumps(summary))
     assert is_kept(summary), summary

@@ -90,6 +90,53 @@ async def test_what_is_acknowledged_outlives_the_server_and_what_is_under_way_fa
     await again.close()
 
 
+def test_operations_that_only_read_share_a_savepoint_and_a_failure_undoes_its_own_operation_alone(url, monkeypatch):
+    engine = open_store(url)
+    connection = engine.connection
+    trips = []
+
+    def operation(*statements):
+        engine.save()
+        try:
+            for statement in statements:
+                connection.execute(statement)
+        except psycopg.Error:
+            engine.undo()
+        else:
+            engine.keep()
+
+    raw_execute = engine._raw.execute
+    monkeypatch.setattr(engine._raw, "execute", lambda text, *rest: trips.append(text) or raw_execute(text, *rest))
+    put = "INSERT INTO meta VALUES ('{}', '')"
+    read, fail = "SELECT key FROM meta", "SELECT 1 / 0"
+    engine.begin()
+    for _ in range(50):
+        operation(read, read)
+    assert len(trips) == 1
+
+    operation(read, put.format("a"))
+    operation(fail)
+    operation(read)
+    operation(fail)
+    operation(read, put.format("b"), fail)
+    operation(put.format("c"))
+    operation(f"WITH one AS ({put.format('d')} RETURNING key) SELECT * FROM one")
+    operation(read, fail)
+    engine.commit()
+
+    # Each operation behind one that wrote has a savepoint of its own; nothing else is sent but what undoes.
+    assert [text.split()[0] for text in trips[1:]] == [
+        "RELEASE",
+        *["ROLLBACK"] * 3,
+        "RELEASE",
+        "RELEASE",
+        "ROLLBACK",
+        "COMMIT",
+    ]
+    assert sorted(key for (key,) in connection.execute("SELECT key FROM meta").fetchall()) == ["a", "c", "d"]
+    engine.close()
+
+
 async def test_payloads_of_another_store_are_refused(url, tmp_path):
     config = CoordinatorConfig(data_dir=tmp_path / "data", store={"url": url})
     core = await Coordinator.open(config, ManualClock())

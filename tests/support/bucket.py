@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import obstore.store
 
@@ -23,26 +23,12 @@ BUCKET = "payloads-of-tests"
 
 
 class BucketServer:
-    """A server with one bucket, in memory: what it holds goes with its process."""
+    """A server with one bucket; what it holds goes with its process, or is in the file `disk` when it starts again."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-        # It measures itself otherwise, and warns of what it imports.
-        environment = {**os.environ, "COVERAGE_PROCESS_START": "", "COVERAGE_PROCESS_CONFIG": ""}
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        assert self._process.stderr is not None
-        seen = ""
-        for line in self._process.stderr:
-            seen += line
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(found[1])
-                break
-        else:
-            raise AssertionError(seen)
-        # What it says of each request must not fill the pipe.
-        self._reader = threading.Thread(target=self._drain, daemon=True)
-        self._reader.start()
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+    def __init__(self, disk: Path | None = None) -> None:
+        self._disk = disk
+        self.port = 0
+        self.start()
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -53,10 +39,32 @@ class BucketServer:
             else:
                 return
 
-    def _drain(self) -> None:
+    def start(self) -> None:
+        """Start the server, at the port that it had."""
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        if self._disk is not None:
+            command = [sys.executable, "-m", "tests.support.bucket_disk", str(self.port), str(self._disk)]
+        # It measures itself otherwise, and warns of what it imports.
+        environment = {**os.environ, "COVERAGE_PROCESS_START": "", "COVERAGE_PROCESS_CONFIG": ""}
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=root)
         assert self._process.stderr is not None
+        seen = ""
+        for line in self._process.stderr:
+            seen += line
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(found[1])
+                break
+        else:
+            raise AssertionError(seen)
+        # What it says of each request must not fill the pipe.
+        self._reader = threading.Thread(target=self._drain, args=(self._process.stderr,), daemon=True)
+        self._reader.start()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def _drain(self, said: IO[str]) -> None:
         with contextlib.suppress(ValueError):
-            for _ in self._process.stderr:
+            for _ in said:
                 pass
 
     def _make(self) -> None:
@@ -69,13 +77,18 @@ class BucketServer:
             secret_access_key=SECRET, client_options={"allow_http": True},
         )  # fmt: skip
 
-    def stop(self) -> None:
-        """Kill the server."""
+    def kill(self) -> None:
+        """Kill the server by SIGKILL."""
         self._process.kill()
         self._process.wait(START_S)
         self._reader.join(START_S)
         assert self._process.stderr is not None
         self._process.stderr.close()
+
+    def stop(self) -> None:
+        """End the server."""
+        if self._process.returncode is None:
+            self.kill()
 
     def names(self, prefix: str) -> list[str]:
         """Keys below a prefix, without it."""

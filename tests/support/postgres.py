@@ -64,7 +64,7 @@ class PostgresServer:
         """Start the server and wait until it answers."""
         command = [
             *self._as_user, self._binaries / "postgres", "-D", self.directory / "data", "-k", self.directory,
-            "-c", "listen_addresses=", "-c", "shared_buffers=32MB", "-c", "max_connections=40",
+            "-c", "listen_addresses=", "-c", "shared_buffers=32MB", "-c", "max_connections=100",
             *self._settings,
         ]  # fmt: skip
         with (self.directory / "log").open("ab") as log:

@@ -30,6 +30,10 @@ from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.dialect import OLDEST_OF_EACH_SITE
 from heterorl.coordinator.versions import flavours
 
+LEASE_BYTES = 4 << 20
+"""Leased by one operation, about: it ends with the step that reaches them."""
+LEASE_STEP = 16
+"""Groups that are read at once: this bounds what is in memory above LEASE_BYTES."""
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 _LOG = logging.getLogger(__name__)
 
@@ -65,11 +69,13 @@ class Queue:
         return take_all(connection, groups, around)
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
-        """Lease up to `count` groups to the learner, in the run's order; drops what is too stale on the way."""
+        """Lease up to `count` groups to the learner, in the run's order, or fewer where they are large; drops what is
+        too stale on the way."""
         self._drop_stale(connection, head=head, now=now)
         leased: list[LeasedGroup] = []
+        num_bytes = 0
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
-        while rows := self._next(connection, count - len(leased), head):
+        while num_bytes < LEASE_BYTES and (rows := self._next(connection, min(LEASE_STEP, count - len(leased)), head)):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None or len(data) > self.config.max_group_bytes:
@@ -83,6 +89,7 @@ class Queue:
                     self.drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], reason)
                     continue
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
+                num_bytes += len(data)
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
                 seed = seed_of(assignment, seed=self.config.seed)
                 flavour = flavours.of_state(connection, group.oldest_version, group.state_root)

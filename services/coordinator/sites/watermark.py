@@ -5,8 +5,12 @@ Guarantees: an id takes effect once, by watermark, never by time; memory is boun
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+
 from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.dialect import NAMES
 
 MAX_GAP = 100_000
 """Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""
@@ -67,14 +71,19 @@ def pass_over(connection: Connection, site: str, incarnation: str, *, lowest: in
     return lowest - 1 - start - known
 
 
-def is_gap_wide(connection: Connection, site: str, incarnation: str) -> bool:
-    """Whether half of the gap is used up, so that the site had better say what it can still push."""
-    row = connection.execute(
-        "SELECT (SELECT max(sequence) FROM beyond_watermark b WHERE b.site = s.site AND b.incarnation = s.incarnation)"
-        " - watermark FROM sites s WHERE site = ? AND incarnation = ?",
-        (site, incarnation),
-    ).fetchone()
-    return row is not None and row[0] is not None and int(row[0]) > MAX_GAP // 2
+def wide_gaps(connection: Connection, holders: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
+    """Of the registered ones, whether half of the gap is used up, so that it had better say what it can still push."""
+    # No name has a NUL, and PostgreSQL's lists cannot have one.
+    asked = {holder for holder in holders if "\0" not in "".join(holder)}
+    sites, incarnations = ([*{holder[place] for holder in asked}] for place in (0, 1))
+    rows = connection.execute(
+        "SELECT site, incarnation, (SELECT max(sequence) FROM beyond_watermark b"
+        " WHERE b.site = s.site AND b.incarnation = s.incarnation) - watermark FROM sites s"
+        f" WHERE site IN {NAMES} AND incarnation IN {NAMES}",
+        (json.dumps(sites), json.dumps(incarnations)),
+    )
+    gaps = {(site, incarnation): gap for site, incarnation, gap in rows}
+    return {holder: (gaps[holder] or 0) > MAX_GAP // 2 for holder in asked & gaps.keys()}
 
 
 def _rise(connection: Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:

@@ -186,11 +186,11 @@ class BlobStore:
         async with self._locks[digest]:
             if self.size(digest) is not None:
                 await asyncio.to_thread(path.unlink)
-                return
-            await self._reserve(num_bytes)
-            with self._settled(digest, num_bytes):
-                await asyncio.to_thread(name_file, path, self.path(digest))
-            await self._home.keep(digest, self.path(digest))
+            else:
+                await self._reserve(num_bytes)
+                with self._settled(digest, num_bytes):
+                    await asyncio.to_thread(name_file, path, self.path(digest))
+            await self._home.keep(digest, self.path(digest))  # also what it did not take before
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
         """Delete a payload or an upload; returns the bytes freed, None when it must stay.

@@ -20,6 +20,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.order import LATE_EVERY
 from tests.support.clock import ManualClock
+from tests.support.examples import examples
 from tests.support.run import CONTRACT, INCARNATION, Run
 
 SITES = ("eu-1", "us-1")
@@ -437,7 +438,9 @@ class NewestFirst(Model):
         return chosen
 
 
-SETTINGS = settings(max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(
+    max_examples=examples(20), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
 Model.TestCase.settings = NewestFirst.TestCase.settings = SETTINGS
 TestConservation = pytest.mark.timeout(300)(Model.TestCase)
 TestConservationNewestFirst = pytest.mark.timeout(300)(NewestFirst.TestCase)

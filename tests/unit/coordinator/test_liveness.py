@@ -130,8 +130,8 @@ async def test_broken_credits_end_the_stream_with_their_error(begin):
         await asyncio.wait_for(anext(core.stream_groups(epoch=run.epoch, held=(), credits=broken())), 5)
 
 
-async def test_many_credits_are_served_in_small_batches(begin):
-    core, run = await begin(max_outstanding_groups=100, groups_per_version=100)
+async def test_many_credits_are_served_in_bounded_batches(begin):
+    core, run = await begin(max_outstanding_groups=4 * LEASE_BATCH, groups_per_version=4 * LEASE_BATCH)
     ids = await run.push(2 * LEASE_BATCH + 3)
     stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(10**6))
     first = await anext(stream)

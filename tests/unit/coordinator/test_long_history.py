@@ -13,6 +13,8 @@ from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run
 
+# Plans, blobs of zeroes and counted steps are SQLite's.
+pytestmark = pytest.mark.sqlite
 NUM_VERSIONS = 300
 MANIFEST_BYTES = 200_000
 

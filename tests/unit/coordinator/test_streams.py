@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.groups import ledger, queue
 from heterorl.coordinator.rollout import LEASE_BATCH
 from tests.support.clock import ManualClock
 from tests.support.run import Run
@@ -15,7 +15,9 @@ from tests.support.run import Run
 
 @pytest.fixture
 async def core(tmp_path):
-    config = CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=100)
+    config = CoordinatorConfig(
+        data_dir=tmp_path / "data", groups_per_version=2 * LEASE_BATCH, max_outstanding_groups=4 * LEASE_BATCH
+    )
     core = await Coordinator.open(config, ManualClock())
     yield core
     await core.close()
@@ -108,7 +110,7 @@ async def test_what_a_stream_leased_and_did_not_hand_on_goes_back_at_its_end(cor
     await run.push(LEASE_BATCH + 4)
 
     async def credits():
-        yield 100
+        yield 2 * LEASE_BATCH
         await asyncio.Event().wait()
 
     stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits())
@@ -118,7 +120,7 @@ async def test_what_a_stream_leased_and_did_not_hand_on_goes_back_at_its_end(cor
 
     # The first was handed on: whether it arrived is for the learner to say when it comes back.
     assert await counts(core) == (LEASE_BATCH + 3, 1)
-    again = Learner(core, run, credits=100, held=[first.group.id])
+    again = Learner(core, run, credits=2 * LEASE_BATCH, held=[first.group.id])
     await settle(core)
     assert again.got == list(range(2, LEASE_BATCH + 5))
     await again.end()
@@ -128,12 +130,12 @@ async def test_ended_stream_takes_nothing_from_the_one_that_follows(core, run):
     await run.push(LEASE_BATCH)
 
     async def credits():
-        yield 100
+        yield 2 * LEASE_BATCH
         await asyncio.Event().wait()
 
     old = core.stream_groups(epoch=run.epoch, held=(), credits=credits())
     await anext(old)
-    new = Learner(core, run, credits=100)
+    new = Learner(core, run, credits=2 * LEASE_BATCH)
     await settle(core)
     assert len(new.got) == LEASE_BATCH
     await old.aclose()
@@ -156,3 +158,29 @@ async def test_stream_cut_while_the_store_leases_leaves_nothing_with_nobody(core
     pending, leased = await counts(core)
     assert leased == len(stream.got)
     assert pending == 4 - leased
+
+
+@pytest.mark.parametrize("lease_bytes", [queue.LEASE_BYTES, 1], ids=["small", "large"])
+async def test_what_waits_is_leased_by_few_operations_and_by_small_ones_where_groups_are_large(
+    core, run, monkeypatch, lease_bytes
+):
+    monkeypatch.setattr(queue, "LEASE_BYTES", lease_bytes)
+    await run.push(LEASE_BATCH)
+    sizes = []
+    lease = queue.Queue.lease
+
+    def counting(self, connection, **options):
+        leased = lease(self, connection, **options)
+        sizes.append(len(leased))
+        return leased
+
+    monkeypatch.setattr(queue.Queue, "lease", counting)
+
+    learner = Learner(core, run, credits=LEASE_BATCH)
+    async with asyncio.timeout(20):
+        while len(learner.got) < LEASE_BATCH:
+            await core.get_status()
+
+    # Each operation waits behind the calls of all sites: by 16 groups each, 1,000 sites let a learner starve.
+    assert max(sizes) == sizes[0] == (LEASE_BATCH if lease_bytes > 1 else queue.LEASE_STEP)
+    await learner.end()

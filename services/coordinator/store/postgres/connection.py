@@ -31,6 +31,8 @@ class PostgresConnection:
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
         self._raw = raw
+        self.has_written = False
+        """Whether any statement since it was set to False may have changed something."""
         raw.prepared_max = PREPARED_STATEMENTS
         raw.adapters.register_dumper(int, _BigintDumper)
         raw.adapters.register_dumper(bool, _TruthDumper)
@@ -39,12 +41,16 @@ class PostgresConnection:
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Cursor:
         """Run one statement."""
         cursor = psycopg.RawCursor(self._raw)
-        cursor.execute(translated(statement).encode(), parameters, binary=True)
+        text = translated(statement)
+        # Nothing of ours changes a row by a function; a WITH, which may, counts as a change.
+        self.has_written = self.has_written or not text.startswith("SELECT ")
+        cursor.execute(text.encode(), parameters, binary=True)
         return cursor
 
     def executemany(self, statement: str, rows: Iterable[Sequence[Any]], /) -> Cursor:
         """Run one statement for each row of values, in one round trip."""
         cursor = psycopg.RawCursor(self._raw)
+        self.has_written = True
         cursor.executemany(translated(statement).encode(), rows)
         return cursor
 

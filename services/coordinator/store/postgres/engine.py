@@ -71,7 +71,6 @@ class PostgresEngine:
             CorruptStore: the store was written by another schema.
         """
         self._raw = raw
-        self._has_savepoint = False
         self.connection = PostgresConnection(raw)
         try:
             self.store_id, self.epoch = _begin_epoch(raw)
@@ -84,8 +83,8 @@ class PostgresEngine:
 
     def begin(self) -> None:
         """Begin a transaction, and keep others from beginning an epoch while it runs."""
-        self._has_savepoint = False
-        cursor = self._raw.execute("BEGIN; SELECT epoch FROM store FOR SHARE")
+        cursor = self._raw.execute("BEGIN; SELECT epoch FROM store FOR SHARE; SAVEPOINT one")
+        self.connection.has_written = False
         cursor.nextset()
         row = cursor.fetchone()
         if row is None or row[0] != self.epoch:
@@ -101,17 +100,22 @@ class PostgresEngine:
             self._raw.execute("ROLLBACK")
 
     def save(self) -> None:
-        """Begin an operation inside the transaction."""
-        self._raw.execute("RELEASE one; SAVEPOINT one" if self._has_savepoint else "SAVEPOINT one")
-        self._has_savepoint = True
+        """Begin an operation inside the transaction.
+
+        The savepoint is that of the operation before where that one only read: most do, as every heartbeat does, and
+        each round trip is waited for by all operations behind it.
+        """
+        if self.connection.has_written:
+            self._raw.execute("RELEASE one; SAVEPOINT one")
+            self.connection.has_written = False
 
     def keep(self) -> None:
         """End the operation; the server hears of it with the next one or with COMMIT, which spares a round trip."""
 
     def undo(self) -> None:
         """Undo the operation alone."""
-        self._raw.execute("ROLLBACK TO one; RELEASE one")
-        self._has_savepoint = False
+        self._raw.execute("ROLLBACK TO one")
+        self.connection.has_written = False
 
     def fault(self, error: Exception) -> Fault:
         """What one of PostgreSQL's errors says."""

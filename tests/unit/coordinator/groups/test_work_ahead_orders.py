@@ -16,9 +16,11 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 from heterorl.lab.inline_store import InlineDatabase
 from tests.support.clock import ManualClock
+from tests.support.examples import examples
 from tests.support.run import INCARNATION, Run
 
 SITES = ("a", "b", "c", "d", "e")
@@ -117,9 +119,7 @@ class Orders:
         self.silent = set(SITES) - {"a"}
         self.held["a"].clear()
         await self.wait(TERM_S)
-        (last,) = (await self.core.database.run(lambda c: c.execute(
-            "SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'next_assignment'"
-        ).fetchone()))  # fmt: skip
+        last = int(await self.core.database.run(lambda c: get_meta(c, "next_assignment")) or 0)
         for _ in range(200):
             if self.accepted >= set(range(last)):
                 break
@@ -167,7 +167,7 @@ async def play(steps):
 
 
 @pytest.mark.timeout(240)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
 def test_any_order_of_silence_and_return(steps):
     asyncio.run(play(steps))

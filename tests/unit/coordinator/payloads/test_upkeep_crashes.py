@@ -15,6 +15,7 @@ from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.versions.chain import Chain
+from tests.support.examples import examples
 from tests.support.merging import keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE
 
@@ -112,7 +113,7 @@ STEPS += ["work", "work", "squeeze", "squeeze", "crash"]
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(STEPS), min_size=5, max_size=25))
 def test_whoever_is_alive_reaches_the_head_after_any_history(steps):
     async def live(directory):

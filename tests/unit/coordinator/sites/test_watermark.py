@@ -17,6 +17,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.watermark import MAX_GAP
 from tests.support.clock import ManualClock
+from tests.support.examples import examples
 from tests.support.run import INCARNATION, SITE, Run
 from tests.support.sampler_world import World
 
@@ -40,7 +41,7 @@ async def memory(core):
     return watermark, {row[0] for row in beyond}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.lists(st.integers(1, NUM_GROUPS), min_size=1, max_size=6), max_size=12))
 def test_any_order_and_any_duplicates_take_effect_once(batches):
     async def push_all(directory):

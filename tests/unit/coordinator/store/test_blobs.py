@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterorl.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
+from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, StoreFull
 from heterorl.common.pull.reader import PayloadReader
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.container import FRAME_BYTES
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.home import Home
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
 from tests.support.run import Run, frames
@@ -263,3 +264,38 @@ async def test_payload_is_not_named_from_an_upload_that_began_anew(tmp_path):
         await sender
     assert not await asked
     assert blobs.query(digest_of(data)) == 4
+
+
+class FailingHome(Home):
+    """Does not take the first file that it is given."""
+
+    def __init__(self):
+        self.kept = []
+        self.is_failing = True
+
+    async def keep(self, digest, path):
+        if self.is_failing:
+            self.is_failing = False
+            raise Busy("the bucket is away", retry_after_s=1.0)
+        assert path.exists()
+        self.kept.append(digest)
+
+
+@pytest.mark.parametrize("call", ["adopt", "append"])
+async def test_what_its_home_did_not_take_is_offered_again_before_it_is_called_durable(tmp_path, call):
+    home = FailingHome()
+    blobs = BlobStore(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, home=home)
+    data = b"a snapshot that was composed here"
+
+    async def attempt():
+        if call == "append":
+            return await append(blobs, data)
+        path = tmp_path / "composed"
+        path.write_bytes(data)
+        return await blobs.adopt(path, digest=digest_of(data), num_bytes=len(data))
+
+    with pytest.raises(Busy):
+        await attempt()
+    assert not home.kept
+    await attempt()
+    assert home.kept == [digest_of(data)]

@@ -56,7 +56,7 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage, or one part without: T=tests/unit/sampler
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 2 --cov --cov-report=) -q $(AGAIN) -m "not image and not compiler and not nodes" --ignore tests/gpu $(T)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 3 --cov --cov-report=) -q $(AGAIN) -m "not image and not compiler and not nodes" --ignore tests/gpu $(T)
 	$(if $(T),,$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40)
 
 test-fast: $(SETUP)  ## Run the tests that start no processes

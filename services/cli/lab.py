@@ -40,7 +40,7 @@ def run(
     jobs: JobsOption = 0,
     reuse: Annotated[
         list[Path] | None,
-        typer.Option(help="Results of another experiment; runs that are the same are taken from there."),
+        typer.Option(help="Results of another experiment, a directory or results.json: equal runs are taken over."),
     ] = None,
     set_: SetOption = None,
     engine: EngineOption = Engine.SERVICES,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config
 from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell
@@ -171,6 +173,31 @@ def kept(row: Mapping[str, Any]) -> dict[str, Any]:
             "accuracy": [_rounded(found["accuracy"], 4) for found in evaluations],
         },
     }
+
+
+def restored(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a run from what stands of it in results.json: `kept` of it is equal to what it was made from.
+
+    Its series are the means of 10 stretches, and the accuracies of single benchmarks are lost.
+    """
+    found = row["evaluations"]
+    evaluations = [
+        {"step": step, "accuracy": accuracy, "benchmarks": {}}
+        for step, accuracy in zip(found["step"], found["accuracy"], strict=True)
+    ]
+    return {**row, "evaluations": evaluations}
+
+
+def rows_of(results: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a results.json by their runs.
+
+    Raises:
+        ConfigError: the file is not one.
+    """
+    try:
+        return {row["run_id"]: row for row in json.loads(results.read_text(encoding="ascii"))["runs"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("--reuse", f"{results} is not an experiment's results.json: {error!r}") from None
 
 
 def one_run_a_line(results: dict[str, Any]) -> str:

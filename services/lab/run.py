@@ -30,7 +30,7 @@ from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.fast.orders import FAST, MOST_RUNS, MOST_RUNS_ON_GPU, SERVICES, Order, split
 from heterorl.lab.protocol.rates import statement, with_chosen
 from heterorl.lab.protocol.rules import check
-from heterorl.lab.results import cell_digest, failure, kept, one_run_a_line
+from heterorl.lab.results import cell_digest, failure, kept, one_run_a_line, restored, rows_of
 from heterorl.lab.warm_starts import key
 
 CACHE = Path(".cache/heterorl")
@@ -139,10 +139,17 @@ def _is_of(row: dict[str, Any], cell: Cell, engine: str) -> bool:
 
 
 def _take_over(cells: Sequence[Cell], other: Path, directory: Path, engine: str) -> None:
-    """Copy the rows of the same runs that another experiment has already."""
+    """Copy the rows of the same runs that another experiment has already, as a directory or as its results.json."""
+    of_file = rows_of(other) if other.is_file() else {}
     for cell in cells:
-        if not _is_done(directory, cell, engine) and _is_done(other, cell, engine):
-            shutil.copyfile(other / "runs" / f"{cell.run_id}.json", directory / "runs" / f"{cell.run_id}.json")
+        if _is_done(directory, cell, engine):
+            continue
+        place = directory / "runs" / f"{cell.run_id}.json"
+        row = of_file.get(cell.run_id)
+        if row and not row["failed"] and _is_of(row, cell, engine):
+            place.write_text(json.dumps(restored(row)), encoding="ascii")
+        elif _is_done(other, cell, engine):
+            shutil.copyfile(other / "runs" / place.name, place)
 
 
 def _read(directory: Path, cell: Cell) -> dict[str, Any] | None:

@@ -14,6 +14,9 @@ _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_
 _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
 _HORIZON = (0.0, 64.0)
 _ENDS = (0.0, 256.0)
+_LADDER = (0.0, 8.0, 64.0, 256.0)
+_LENGTHS = {"t5": "5 tokens", "t21": "21 tokens", "t101": "101 tokens"}
+_ARMS = {"fixed": "64 versions", "uniform_lag": "every lag of 0 to 64"}
 _CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
 _COLUMNS = {
     0.0: "no delay",
@@ -143,12 +146,47 @@ def _beside(name: str, baseline: str, delays: Sequence[float]) -> str:
     )
 
 
+def _own(algorithm: str, runs: Sequence[Run]) -> str:
+    return cell([run for run in runs if run.algorithm == algorithm])
+
+
+def _minus_gepo(algorithm: str, runs: Sequence[Run]) -> str:
+    return paired(algorithm, "gepo", runs, runs[0].delay) if runs else "-"
+
+
 def _by_law(shown: Callable[[str, Sequence[Run]], str], *, baseline: str = "") -> str:
     """A row for each algorithm but the baseline, a column for each law of delays in seconds."""
     runs = _lab("s6_latency").runs
     columns = [[run for run in runs if (run.delay_kind, run.delay) == law] for law in _LAWS]
     names = sorted({run.algorithm for run in runs} - {baseline}, key=lambda one: (one != "gepo", one))
     return table(["algorithm", *_LAWS.values()], [[one, *(shown(one, column) for column in columns)] for one in names])
+
+
+def _by(
+    name: str,
+    columns: dict[str, str],
+    of: Callable[[Run], str],
+    shown: Callable[[str, Sequence[Run]], str],
+    *,
+    less: str,
+) -> str:
+    """A row for each algorithm but `less`, a column for each value of a run's task or kind of delay."""
+    runs = _lab(name).runs
+    parts = [[run for run in runs if of(run) == value] for value in columns]
+    names = sorted({run.algorithm for run in runs} - {less}, key=lambda one: (one != "gepo", one))
+    return table(["algorithm", *columns.values()], [[one, *(shown(one, part) for part in parts)] for one in names])
+
+
+def _variants(name: str) -> str:
+    """A row for each variant of an experiment, a column for each algorithm, and their difference."""
+    runs = _lab(name).runs
+    names = sorted({run.algorithm for run in runs})
+    rows = []
+    for variant in dict.fromkeys(run.variant for run in runs):
+        part = [run for run in runs if run.variant == variant]
+        row = [variant or "the regime itself", *(_own(one, part) for one in names)]
+        rows.append([*row, paired(names[0], names[1], part, part[0].delay)])
+    return table(["what changes", *names, f"{names[0]} minus {names[1]}"], rows)
 
 
 def _law_ages() -> str:
@@ -174,11 +212,16 @@ LAB: dict[str, Callable[[], str]] = {
     "candidates-ends-beside-1s": lambda: _beside("candidates_ends", "gepo-1s", _ENDS),
     "sawtooth": lambda: accuracies(_lab("sawtooth"), (57.0,)),
     "sawtooth-beside-gepo": lambda: _beside("sawtooth", "gepo", (57.0,)),
-    "s6-latency": lambda: _by_law(lambda one, runs: cell([run for run in runs if run.algorithm == one])),
-    "s6-latency-beside-gepo": lambda: _by_law(
-        lambda one, runs: paired(one, "gepo", runs, runs[0].delay), baseline="gepo"
-    ),
+    "s6-latency": lambda: _by_law(_own),
+    "s6-latency-beside-gepo": lambda: _by_law(_minus_gepo, baseline="gepo"),
     "s6-latency-ages": _law_ages,
+    "ladder": lambda: accuracies(_lab("ladder"), _LADDER),
+    "ladder-beside-gepo": lambda: _beside("ladder", "gepo", _LADDER),
+    "lengths": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _own, less=""),
+    "lengths-beside-gepo": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _minus_gepo, less="gepo"),
+    "arms": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _own, less=""),
+    "arms-beside-gepo": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _minus_gepo, less="gepo"),
+    "s7-sweeps": lambda: _variants("s7_sweeps"),
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),

@@ -16,7 +16,7 @@ from typing import Any
 from heterorl.lab.claims.claim import ONLINE, Claim, Side, versions
 from heterorl.lab.report.data import COLLAPSE_MARGIN
 
-_FAR, _FARTHEST = versions(64), versions(256)
+_NEAR, _FAR, _FARTHEST = versions(8), versions(64), versions(256)
 _SAW = "sawtooth <= 57 versions"
 _LONG = "stale256+gspo64"
 _SECONDS = {
@@ -24,6 +24,7 @@ _SECONDS = {
     "Weibull": "weibull refresh less 60 <= 1920 s",
     "exponential": "exponential refresh less 60 <= 1920 s",
 }
+_LENGTHS = {"t5": 5, "t21": 21, "t101": 101}
 CONFIRMED = "gepo-1s"
 """The candidate that experiment `confirm` tests."""
 
@@ -68,16 +69,16 @@ def _near_online() -> Iterator[Claim]:
 
 def _against_gspo() -> Iterator[Claim]:
     for experiment, delay in (
-        ("recommend", _FAR), (_LONG, _FAR), ("horizon", _FAR), ("sawtooth", _SAW), ("ladder", _FARTHEST),
-        ("candidates_ends", _FARTHEST),
+        ("recommend", _FAR), (_LONG, _FAR), ("horizon", _FAR), ("sawtooth", _SAW), ("ladder", _NEAR),
+        ("ladder", _FAR), ("candidates_ends", _FARTHEST),
     ):  # fmt: skip
         yield _claim(
             _GSPO, "Under delay GEPO ends above GSPO",
             experiment, _side("gepo", delay), _side("gspo", delay), direction="above",
         )  # fmt: skip
-    for task in ("t21", "t101"):
+    for task, tokens in _LENGTHS.items():
         yield _claim(
-            _GSPO, "Under delay GEPO ends above GSPO, with longer completions",
+            _GSPO, f"64 versions behind, GEPO ends above GSPO with completions of {tokens} tokens",
             "lengths", _side("gepo"), _side("gspo"), direction="above", task=task,
         )  # fmt: skip
     for law, delay in _SECONDS.items():
@@ -113,7 +114,7 @@ def _collapse() -> Iterator[Claim]:
     margin = f"{COLLAPSE_MARGIN:g}".removeprefix("0")
     for experiment, task, delay in (
         ("stale64", "add3", _FAR), ("horizon", "add3", _FAR), ("sawtooth", "add3", _SAW), ("lengths", "t21", _FAR),
-        ("s6_latency", "add3", _SECONDS["lognormal"]),
+        ("lengths", "t101", _FAR), ("s6_latency", "add3", _SECONDS["lognormal"]),
     ):  # fmt: skip
         for algorithm, sentence, direction, share in (
             ("gspo", f"Under delay GSPO collapses: most seeds end over {margin} below their warm start", "above", 0.5),
@@ -149,6 +150,15 @@ def _token_level() -> Iterator[Claim]:
             "s6_latency", _side("gepo", delay), _side("grpo", delay), direction="above",
         )  # fmt: skip
     yield _claim(
+        _TOKEN, "GRPO loses accuracy to a delay of 8 versions",
+        "ladder", _side("grpo", _NEAR), _side("grpo", ONLINE), direction="below",
+    )  # fmt: skip
+    for task, tokens in _LENGTHS.items():
+        yield _claim(
+            _TOKEN, f"64 versions behind, GEPO ends above GRPO with completions of {tokens} tokens",
+            "lengths", _side("gepo"), _side("grpo"), direction="above", task=task,
+        )  # fmt: skip
+    yield _claim(
         _TOKEN, "A dual clip keeps GRPO from most of that loss: it ends above GRPO",
         "arms", _side("grpo-dual"), _side("grpo"), direction="above", source="project",
     )  # fmt: skip
@@ -176,10 +186,19 @@ def _others() -> Iterator[Claim]:
         _OTHERS, "GEPO is not the best in every setting: TOPR ends above it after 220 steps",
         "recommend", _side("topr"), _side("gepo"), direction="above",
     )  # fmt: skip
-    yield _claim(
-        _OTHERS, "Under delay GEPO ends above no correction at all", "arms", _side("gepo"), _side("reinforce"),
-        direction="above", source="project",
-    )  # fmt: skip
+    for task, tokens in _LENGTHS.items():
+        yield _claim(
+            _OTHERS, f"64 versions behind, GEPO ends above TOPR with completions of {tokens} tokens",
+            "lengths", _side("gepo"), _side("topr"), direction="above", task=task,
+        )  # fmt: skip
+    for algorithm, name in (
+        ("reinforce", "no correction at all"), ("impala", "V-trace"), ("vcpo", "VCPO"),
+        ("mois", "the mixture over staleness of its authors' program"),
+    ):  # fmt: skip
+        yield _claim(
+            _OTHERS, f"Under delay GEPO ends above {name}", "arms", _side("gepo"), _side(algorithm),
+            direction="above", source="project",
+        )  # fmt: skip
 
 
 def _mechanism() -> Iterator[Claim]:
@@ -237,9 +256,15 @@ def _better() -> Iterator[Claim]:
     )  # fmt: skip
     yield _claim(
         _BETTER, "256 versions behind, GEPO with TOPR's treatment of good rollouts ends above GEPO",
-        "ladder", _side("gepo-topr", _FARTHEST), _side("gepo", _FARTHEST), direction="above",
+        "clips256", _side("gepo-one-lower", _FARTHEST), _side("gepo", _FARTHEST), direction="above",
         source="README", suggested_by=pilot,
     )  # fmt: skip
+    for task, tokens in _LENGTHS.items():
+        yield _claim(
+            _BETTER, f"64 versions behind, gepo-1s ends above GEPO with completions of {tokens} tokens",
+            "lengths", _side("gepo-1s"), _side("gepo"), direction="above",
+            task=task, source="project", suggested_by=pilot,
+        )  # fmt: skip
     for algorithm in ("gepo-1s", "gepo-product", "gepo-quantile", "gepo-tempered"):
         yield _claim(
             _BETTER, f"64 versions behind, {algorithm} ends above GEPO in the mean over three learning rates",

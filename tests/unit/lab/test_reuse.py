@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from heterorl.common.errors import ConfigError
 from heterorl.lab import run as lab_run
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import AlgorithmConfig, ExperimentConfig, RegimeConfig
@@ -32,14 +33,14 @@ def asked(monkeypatch):
     return numbers
 
 
-def _run(tmp_path, experiment):
+def _run(tmp_path, experiment, reuse=("old", "missing")):
     path = tmp_path / "small.toml"
     path.write_text(
         'algorithms = [{ name = "gepo" }, { name = "other" }]\nseeds = [0, 1]\n'
         f"[regime]\nmax_steps = {experiment.regime.max_steps}\n"
     )
     return lab_run.run_experiment(
-        str(path), out=tmp_path / "new", overrides=(), jobs=1, reuse=(tmp_path / "old", tmp_path / "missing")
+        str(path), out=tmp_path / "new", overrides=(), jobs=1, reuse=[tmp_path / name for name in reuse]
     )
 
 
@@ -73,3 +74,28 @@ def test_own_results_are_kept(tmp_path, asked):
 
     rows = json.loads((tmp_path / "new" / "results.json").read_text())["runs"]
     assert [row["last"] for row in rows] == [0.5]
+
+
+def test_runs_are_taken_over_from_a_results_file(tmp_path, asked):
+    cells = list_cells(SMALL)
+    evaluations = [{"step": 0, "accuracy": 0.25, "benchmarks": {}}, {"step": 20, "accuracy": None, "benchmarks": {}}]
+    series = {"reward": [number / 7 for number in range(53)]}
+    _store(tmp_path / "old", cells[0], last=1 / 3, evaluations=evaluations, series=series, failed=None)
+    _store(tmp_path / "old", cells[1], failed="RuntimeError: broken")
+    _store(tmp_path / "old", cells[3], engine="fast")
+    _run(tmp_path, SMALL)
+    first = (tmp_path / "new" / "results.json").read_text()
+    (tmp_path / "new").rename(tmp_path / "committed")
+    asked.clear()
+
+    _run(tmp_path, SMALL, reuse=["committed/results.json"])
+
+    assert asked == [1, 2, 3]
+    assert (tmp_path / "new" / "results.json").read_text() == first
+
+
+def test_a_file_without_runs_is_refused(tmp_path, asked):
+    (tmp_path / "other.json").write_text('{"cases": []}')
+
+    with pytest.raises(ConfigError, match=r"--reuse: .*other\.json is not an experiment's results\.json"):
+        _run(tmp_path, SMALL, reuse=["other.json"])

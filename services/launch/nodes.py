@@ -72,7 +72,7 @@ def _coordinators(run: RunFile) -> Iterator[Node]:
 
 def _relay(table: RelayTable, coordinators: tuple[Node, ...], dial: Dial) -> Node:
     name = f"relay-{table.site.replace('.', '-')}"
-    config = {"coordinator": _address(coordinators[0], dial), "listen": _listen(table.host, table.port)}
+    config = {"coordinator": _addresses(coordinators, dial), "listen": _listen(table.host, table.port)}
     return Node(
         name=name,
         kind="relay",

@@ -65,7 +65,7 @@ class PostgresTable(Config):
     url: str = Field(pattern=r"^postgres(ql)?://")
     """store.url of the coordinators; no password."""
     standby: tuple[Host, ...] = ()
-    """Hosts of coordinators that stand by; data_dir is on a file system that all of them share."""
+    """Hosts of coordinators that stand by. All share data_dir by a file system, or payloads in a bucket."""
 
 
 class CoordinatorTable(Config):
@@ -81,6 +81,12 @@ class CoordinatorTable(Config):
     """Another store than a file in data_dir."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of coordinator.toml."""
+
+    @property
+    def has_bucket(self) -> bool:
+        """Whether payloads are at home in a bucket: then each coordinator has a data_dir of its own."""
+        payloads = self.config.get("payloads")
+        return isinstance(payloads, dict) and bool(payloads.get("bucket"))
 
 
 class LearnerTable(Config):
@@ -220,8 +226,6 @@ class RunFile(Config):
                     f"samplers[{index}].relay: relay {sampler.relay} carries {sampler.relay} and {sampler.relay}.*, not"
                     f" {sampler.site}"
                 )
-        if self.relays and self.coordinator.postgres and self.coordinator.postgres.standby:
-            raise ValueError("relays: a relay dials one coordinator; remove it, or coordinator.postgres.standby")
         return self
 
     @model_validator(mode="after")
@@ -233,8 +237,12 @@ class RunFile(Config):
         serving = [(self.coordinator.host, self.coordinator.port), *((each.host, each.port) for each in self.relays)]
         if len(set(serving)) != len(serving):
             raise ValueError("relays: two services have one host and one port; give one of them another port")
-        if self.coordinator.postgres and self.coordinator.postgres.standby and not self.coordinator.data_dir:
-            raise ValueError("coordinator.data_dir: coordinators that stand by share it; name a directory")
+        table = self.coordinator
+        if table.postgres and table.postgres.standby and not (table.data_dir or table.has_bucket):
+            raise ValueError(
+                "coordinator.data_dir: coordinators that stand by share it; name a directory, or a bucket in"
+                " coordinator.config.payloads"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from heterorl.common.direct.reads import Allowed
 from heterorl.common.identity.tls import ServerTlsConfig
+from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 
@@ -15,8 +16,8 @@ from heterorl.common.rpc.bandwidth import BandwidthConfig
 class RelayConfig(Config):
     """One relay serves the samplers of one site."""
 
-    coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
-    """host:port of the coordinator."""
+    coordinator: Addresses = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    """host:port of the coordinator; a list where a standby may take its place."""
     listen: str = Field(default="127.0.0.1:50061", pattern=r"^.+:\d{1,5}$")
     """host:port to serve on, the `coordinator` of this site's samplers; port 0 lets the system choose (see the file
     `address` in cache_dir)."""

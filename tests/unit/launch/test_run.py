@@ -48,6 +48,22 @@ def test_coordinators_that_stand_by_are_dialled_by_all():
         assert nodes[name].config["data_dir"] == "/shared/run"
 
 
+def test_relay_dials_every_coordinator():
+    postgres = {"url": "postgresql://heterorl@db.example/run", "standby": ["b.example"]}
+    coordinator = {"host": "a.example", "postgres": postgres, "config": {"payloads": {"bucket": "my-payloads"}}}
+    nodes = {node.name: node for node in nodes_of(run_file(coordinator=coordinator))}
+
+    assert nodes["relay-eu"].config["coordinator"] == ["a.example:50051", "b.example:50051"]
+    assert "data_dir" not in nodes["coordinator-2"].config
+
+
+def test_coordinators_that_stand_by_need_a_place_that_both_reach():
+    postgres = {"url": "postgresql://heterorl@db.example/run", "standby": ["b.example"]}
+
+    with pytest.raises(ValueError, match=r"coordinator\.data_dir: .* or a bucket in coordinator\.config\.payloads"):
+        run_file(coordinator={"host": "a.example", "postgres": postgres})
+
+
 WRONG = {
     'id = "my-run"': ('id = "my run"', "run.id"),
     'model_dir = "/models/start"': ("", "run.model_dir"),

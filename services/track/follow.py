@@ -94,7 +94,7 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
                 if ended_at is not None and all_have and not (is_waiting and clock.monotonic() - ended_at < LINGER_S):
                     return
             except RemoteError as error:
-                if pace.is_once or not error.is_transient or isinstance(error, _First):
+                if pace.is_once or not error.is_transient:
                     raise
                 _LOG.warning("coordinator: %s", error)
                 show(status, str(error), sent)
@@ -110,7 +110,9 @@ def has_ended(status: RunStatus) -> bool:
 
 
 class _First(Unreachable):
-    """A tracker that did not answer when it was opened first."""
+    """A tracker that did not answer when it was opened first: whoever started this is there to see to it."""
+
+    is_transient = False
 
 
 class _TrackerFailed(Exception):

@@ -49,8 +49,8 @@ def find_experiment(name: str) -> Path:
     for path in (Path(name), shipped / f"{name}.toml"):
         if path.is_file():
             return path
-    names = ", ".join(sorted(path.stem for path in shipped.glob("*.toml")))
-    raise ConfigError("EXPERIMENT", f"{name} is neither a file nor one of {names}")
+    names = sorted(path.stem for path in shipped.glob("*.toml"))
+    raise ConfigError("EXPERIMENT", f"{name} is neither a file nor one of {', '.join(names)}")
 
 
 def run_experiment(
@@ -141,11 +141,8 @@ def _is_of(row: dict[str, Any], cell: Cell, engine: str) -> bool:
 def _take_over(cells: Sequence[Cell], other: Path, directory: Path, engine: str) -> None:
     """Copy the rows of the same runs that another experiment has already, as a directory or as its results.json."""
     of_file = rows_of(other) if other.is_file() else {}
-    for cell in cells:
-        if _is_done(directory, cell, engine):
-            continue
-        place = directory / "runs" / f"{cell.run_id}.json"
-        row = of_file.get(cell.run_id)
+    for cell in (cell for cell in cells if not _is_done(directory, cell, engine)):
+        place, row = directory / "runs" / f"{cell.run_id}.json", of_file.get(cell.run_id)
         if row and not row["failed"] and _is_of(row, cell, engine):
             place.write_text(json.dumps(restored(row)), encoding="ascii")
         elif _is_done(other, cell, engine):

@@ -21,10 +21,12 @@ from heterorl.common.process.metrics import RELAY_BYTES, RELAY_READS
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.reader import DamagedFile, PayloadReader
+from heterorl.common.pull.spool import RunningDigest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PullPlan
 from heterorl.relay.arrival import Arrival
 from heterorl.relay.cache import CacheDirectory
+from heterorl.relay.upstream import TO_NODES, Upstream
 
 _LOG = logging.getLogger(__name__)
 MAX_KNOWN = 1 << 14
@@ -78,7 +80,7 @@ class Payloads:
             try:
                 async for frame in source:
                     offset += len(frame)
-                    RELAY_BYTES.labels("to_nodes").inc(len(frame))
+                    RELAY_BYTES.labels(TO_NODES).inc(len(frame))
                     yield frame
             except _Again:
                 continue
@@ -145,8 +147,14 @@ class Payloads:
 
     async def _passed(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
         RELAY_READS.labels(PASSED).inc()
+        found, is_whole = RunningDigest(), offset == 0 and stop is None
         async for frame in self._api.read_payload(digest=digest, offset=offset, stop=stop):
+            if is_whole:
+                found.update(frame)
             yield frame
+        # Whoever reads it refuses it and asks again: by then the coordinator is to be asked.
+        if is_whole and found.digest() != digest and isinstance(self._api, Upstream):
+            self._api.distrust_address(digest)
 
     def _begin(self, ref: PayloadRef) -> Arrival:
         # A task of its own: whoever asked first may leave first.

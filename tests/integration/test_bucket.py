@@ -18,7 +18,7 @@ from heterorl.coordinator.store.bucket.objects import read_credentials
 from tests.support.bucket import SECRET, BucketServer
 from tests.support.clock import ManualClock
 from tests.support.relay import Relay
-from tests.support.relayed import LargeRun
+from tests.support.relayed import LargeRun, Site, counted, since
 from tests.support.secure_run import PATIENT, SecureRun
 
 
@@ -290,3 +290,46 @@ async def test_publication_names_only_what_the_bucket_has(server, prefix, run):
     run.core.parts.home._sizes.clear()
     with pytest.raises(PayloadMissing):
         await run.run.api.publish_version(request)
+
+
+async def test_relay_reads_from_the_bucket_once_for_its_site_and_again_what_it_evicted(run, server, tmp_path):
+    before, sent = counted(), served()
+    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=10 << 20) as site:
+        for name in ("eu.1", "eu.2"):
+            client = site.client(name)
+            pulled = await site.puller(tmp_path / name, client=client).pull(held=None, want_version=-1)
+            assert pulled.manifest.state_root == run.run.roots[0]
+        await site.settled()
+        first = since(before)
+        assert (first["fetched"], first["from_coordinator"], first["to_nodes"]) == (1, 0, 2 * first["from_store"])
+
+        # The cache holds one snapshot: the second version's drives out the first, which is asked for again.
+        await run.run.publish(snapshot=True)
+        await site.puller(tmp_path / "new", client=site.client("eu.1")).pull(held=None, want_version=-1)
+        await site.settled()
+        again = await site.puller(tmp_path / "late", client=site.client("eu.2")).pull(held=None, want_version=0)
+        await site.settled()
+
+    assert again.manifest.state_root == run.run.roots[0]
+    counts = since(before)
+    assert counts["fetched"] == 3
+    assert counts["from_coordinator"] == served() - sent == 0
+    assert counts["from_store"] > 2.9 * (6 << 20)
+
+
+async def test_wrong_object_that_a_relay_cannot_keep_is_not_passed_on_twice(run, server, prefix, tmp_path):
+    (name,) = payloads_of(server.names(prefix))
+    (copy,) = copies(run)
+    data = copy.read_bytes()
+    server.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
+    before = counted()
+    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=1 << 20) as site:
+        puller = site.puller(tmp_path / "spool")
+        with pytest.raises(CorruptData, match="arrived with another digest"):
+            await puller.pull(held=None, want_version=-1)
+        pulled = await puller.pull(held=None, want_version=-1)
+
+    assert pulled.manifest.state_root == run.run.roots[0]
+    counts = since(before)
+    assert counts["passed"] == 2
+    assert counts["from_store"] == counts["from_coordinator"] == len(data)

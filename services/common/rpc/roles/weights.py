@@ -82,17 +82,18 @@ class WeightCalls(Calls):
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
-        address = self._direct.find(digest, offset=offset)
+        address = self._direct.find(digest)
         if address is not None:
             end = address.num_bytes if stop is None else stop
             try:
                 async for frame in self._direct.read(address, offset=offset, stop=end):
+                    self._received(len(frame), is_direct=True)
                     await self._pace(self._down, "down", len(frame))
                     offset += len(frame)
                     yield frame
                 return
             except Unreachable as error:
-                self._direct.distrust(digest)
+                self.distrust_address(digest)
                 _LOG.info("payload %s comes from the coordinator: %s", digest[:12], error.args[0])
         request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
         async for message in self._streamed("ReadPayload", request):
@@ -100,5 +101,13 @@ class WeightCalls(Calls):
             frame = message.frame
             if frame_checksum(frame) != message.checksum:
                 raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
+            self._received(len(frame), is_direct=False)
             await self._pace(self._down, "down", len(frame))
             yield frame
+
+    def distrust_address(self, digest: Digest) -> None:
+        """Read a payload from the peer alone: what its address gave has another digest."""
+        self._direct.distrust(digest)
+
+    def _received(self, num_bytes: int, *, is_direct: bool) -> None:
+        """Hear of each frame of a payload, and whether it came from an address."""

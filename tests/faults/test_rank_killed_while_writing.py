@@ -75,6 +75,7 @@ def test_checkpoint_before_the_one_that_a_rank_died_in_resumes_at_another_number
     finally:
         ranks.process.kill()
         asking.join()
+        ranks.close()
     assert isinstance(answers[0], AssertionError)
 
     store = CheckpointStore(root)

@@ -68,13 +68,10 @@ test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed 
 test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
 	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q $(AGAIN) tests/trackers
 
-browser:  ## Install Debian's Chromium for the tests of the page; as root
+programs:  ## Install what tests run of Debian's: Chromium, PostgreSQL, Prometheus, Alertmanager, Slurm, docker-compose; as root
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null
-
-postgres:  ## Install Debian's PostgreSQL for the tests of that store; as root
-	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends postgresql > /dev/null
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium docker-compose fonts-dejavu-core \
+		postgresql prometheus prometheus-alertmanager slurm-wlm > /dev/null
 
 test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; six minutes on two busy cores
 	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)

@@ -327,7 +327,7 @@ async def measure_stores(directory: Path, *, sites: int, **common: Any) -> list[
     rows = [{"store": "sqlite", **await measure(directory / "store-sqlite", sites=sites, **common)}]
     print(json.dumps(rows[-1]), flush=True)
     if binaries() is None:
-        print("PostgreSQL is not installed: make postgres", flush=True)
+        print("PostgreSQL is not installed: make programs", flush=True)
         return rows
     server = PostgresServer(in_memory=False)
     try:

@@ -217,6 +217,8 @@ LAB: dict[str, Callable[[], str]] = {
     "s6-latency-ages": _law_ages,
     "ladder": lambda: accuracies(_lab("ladder"), _LADDER),
     "ladder-beside-gepo": lambda: _beside("ladder", "gepo", _LADDER),
+    "lengths": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _own, less=""),
+    "lengths-beside-gepo": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _minus_gepo, less="gepo"),
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),

@@ -155,6 +155,25 @@ def failure(cell: Cell, *, problem: str, wall_s: float) -> dict[str, Any]:
     return {**identity(cell), "failed": problem, "wall_s": round(wall_s, 2), "series": {}, "evaluations": []}
 
 
+def mixed_warm_starts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is wrong where runs that are to be paired began from different weights, a sentence for each seed.
+
+    Weights of one seed differ between kinds of processors: matrix products round otherwise there.
+    """
+    found: dict[tuple[str, str, int], set[float]] = {}
+    for row in rows:
+        if row.get("warm_start_accuracy") is not None:
+            key = (row.get("task", ""), row.get("variant", ""), row["seed"])
+            found.setdefault(key, set()).add(row["warm_start_accuracy"])
+    return [
+        f"{task} {variant} seed {seed}: runs begin from {len(several)} warm starts, of accuracies"
+        f" {', '.join(f'{one:.4f}' for one in sorted(several))}: they were computed on machines of different kinds and"
+        " make no pairs; remove those of one kind and run them again"
+        for (task, variant, seed), several in found.items()
+        if len(several) > 1
+    ]
+
+
 def kept(row: Mapping[str, Any]) -> dict[str, Any]:
     """What stands in results.json: evaluations as two lists, and each series as means over 10 stretches of steps.
 

@@ -30,7 +30,7 @@ from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.fast.orders import FAST, MOST_RUNS, MOST_RUNS_ON_GPU, SERVICES, Order, split
 from heterorl.lab.protocol.rates import statement, with_chosen
 from heterorl.lab.protocol.rules import check
-from heterorl.lab.results import cell_digest, failure, kept, one_run_a_line, restored, rows_of
+from heterorl.lab.results import cell_digest, failure, kept, mixed_warm_starts, one_run_a_line, restored, rows_of
 from heterorl.lab.warm_starts import key
 
 CACHE = Path(".cache/heterorl")
@@ -117,15 +117,16 @@ def carry_out(
         orders = [Order(kind="batch", numbers=tuple(numbers), device=device) for numbers in parts]
     is_whole = asyncio.run(_run_all(cells, missing, orders=orders, directory=directory, jobs=jobs))
     results = _collect(experiment, cells, directory, engine)
-    failed = [row for row in results["runs"] if row["failed"]]
+    problems = [f"failed: {row['run_id']}: {row['failed']}" for row in results["runs"] if row["failed"]]
+    problems += mixed_warm_starts(results["runs"])
     if results["runs"] and is_reported:
         console.print(f"report: {write_report(directory)}")
-    for row in failed:
-        console.print(f"failed: {row['run_id']}: {row['failed']}", style="red", soft_wrap=True)
+    for problem in problems:
+        console.print(problem, style="red", soft_wrap=True)
     if not is_whole:
         console.print("interrupted; the same command goes on from here")
         return INTERRUPTED
-    return 1 if failed else 0
+    return 1 if problems else 0
 
 
 def _is_done(directory: Path, cell: Cell, engine: str) -> bool:

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from docs import generate
 from heterorl.cli.main import app
+from heterorl.lab.results import mixed_warm_starts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lab"
 
@@ -33,3 +35,14 @@ def test_what_the_committed_results_test_has_numbers_and_what_they_do_not_has_no
     assert all(row["evidence"] == "exploratory" for row in tested if row["experiment"] in {"stale64", "recommend"})
     assert not any(row["verdict"] in {"shown", "contradicted"} for row in rows if row["evidence"] == "exploratory")
     assert all(row["p"] is row["difference"] is None and row["seeds"] == 0 for row in rows if row not in tested)
+
+
+# What is joined for a claim is one experiment to it.
+@pytest.mark.parametrize(
+    "names", ["horizon+sawtooth", "stale256+gspo64", *sorted(path.stem for path in RESULTS.glob("*.json"))]
+)
+def test_pairs_of_committed_runs_began_from_equal_weights(names):
+    results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names.split("+")]
+
+    rows = [row for found in results if isinstance(found, dict) for row in found.get("runs", ())]
+    assert mixed_warm_starts(rows) == []

@@ -17,7 +17,7 @@ from tests.support.cluster import Cluster, free_port
 from tests.support.machine import Machine, rendered, units
 from tests.support.postgres import PostgresServer, binaries
 
-pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make postgres")
+pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
 _LOG = logging.getLogger(__name__)
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 PREFIX = "launched"

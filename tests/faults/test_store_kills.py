@@ -14,7 +14,7 @@ from tests.support.bucket import BucketServer  # noqa: E402
 from tests.support.commit_order import Order, order_of  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 
-pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make postgres")
+pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ psycopg = pytest.importorskip("psycopg")
 from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402 - needs psycopg
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 
-pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make postgres")
+pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
 TAKEOVER_S = 10.0
 
 

@@ -22,7 +22,7 @@ DESKTOP, PHONE = (1280, 800), (390, 844)
 def browser() -> Iterator[Any]:
     """A browser of playwright's sync_api, which must not run inside an event loop."""
     if CHROMIUM is None:
-        pytest.skip("chromium is not installed: make browser")
+        pytest.skip("chromium is not installed: make programs")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:

@@ -25,6 +25,7 @@ _SECONDS = {
     "exponential": "exponential refresh less 60 <= 1920 s",
 }
 _LENGTHS = {"t5": 5, "t21": 21, "t101": 101}
+_SEEN: dict[str, tuple[str, ...]] = {"t5": ("lengths",), "t21": ("lengths",), "t101": ()}  # before it was stated
 CONFIRMED = "gepo-1s"
 """The candidate that experiment `confirm` tests."""
 
@@ -80,6 +81,7 @@ def _against_gspo() -> Iterator[Claim]:
         yield _claim(
             _GSPO, f"64 versions behind, GEPO ends above GSPO with completions of {tokens} tokens",
             "lengths", _side("gepo"), _side("gspo"), direction="above", task=task,
+            suggested_by=("lengths",) if task == "t5" else (),
         )  # fmt: skip
     for law, delay in _SECONDS.items():
         yield _claim(
@@ -156,7 +158,7 @@ def _token_level() -> Iterator[Claim]:
     for task, tokens in _LENGTHS.items():
         yield _claim(
             _TOKEN, f"64 versions behind, GEPO ends above GRPO with completions of {tokens} tokens",
-            "lengths", _side("gepo"), _side("grpo"), direction="above", task=task,
+            "lengths", _side("gepo"), _side("grpo"), direction="above", task=task, suggested_by=_SEEN[task],
         )  # fmt: skip
     yield _claim(
         _TOKEN, "A dual clip keeps GRPO from most of that loss: it ends above GRPO",
@@ -189,7 +191,7 @@ def _others() -> Iterator[Claim]:
     for task, tokens in _LENGTHS.items():
         yield _claim(
             _OTHERS, f"64 versions behind, GEPO ends above TOPR with completions of {tokens} tokens",
-            "lengths", _side("gepo"), _side("topr"), direction="above", task=task,
+            "lengths", _side("gepo"), _side("topr"), direction="above", task=task, suggested_by=_SEEN[task],
         )  # fmt: skip
     for algorithm, name in (
         ("reinforce", "no correction at all"), ("impala", "V-trace"), ("vcpo", "VCPO"),
@@ -263,7 +265,7 @@ def _better() -> Iterator[Claim]:
         yield _claim(
             _BETTER, f"64 versions behind, gepo-1s ends above GEPO with completions of {tokens} tokens",
             "lengths", _side("gepo-1s"), _side("gepo"), direction="above",
-            task=task, source="project", suggested_by=pilot,
+            task=task, source="project", suggested_by=(*pilot, *_SEEN[task]),
         )  # fmt: skip
     for algorithm in ("gepo-1s", "gepo-product", "gepo-quantile", "gepo-tempered"):
         yield _claim(

@@ -6,6 +6,7 @@ Guarantees that every number is finite or None. Never guesses a missing number.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -220,8 +221,8 @@ class Results(_Record):
 
     @property
     def tasks(self) -> list[str]:
-        """All tasks."""
-        return sorted({run.task for run in self.runs})
+        """All tasks, by name; numbers in names count as numbers."""
+        return sorted({run.task for run in self.runs}, key=_by_numbers)
 
     @property
     def delays(self) -> list[Delay]:
@@ -237,6 +238,10 @@ class Results(_Record):
     def algorithms(self) -> list[str]:
         """All algorithms, `gepo` first."""
         return list(dict.fromkeys(arm.algorithm for arm in self.arms))
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def mean(values: Iterable[float | None]) -> float | None:

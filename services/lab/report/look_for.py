@@ -7,6 +7,7 @@ _SENTENCES = {
     "accuracy": "Look for lines that rise and stay up, and for shades that do not overlap: only those differ for sure.",
     "difference_gepo": "Look for bands that leave zero and stay on one side: above zero is better than GEPO.",
     "difference_online": "Look for lines that return to zero: such an algorithm loses nothing to delay in the end.",
+    "ladder": "Look for lines that cross zero: there the order turns.",
     "last": "Look for lines that stay level: what falls with the delay does not bear staleness.",
     "kl": "It grows with the delay; look for algorithms whose line runs away from the others.",
     "iw_variance": "Lower is better: high variance means that few answers decide a step.",

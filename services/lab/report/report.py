@@ -90,6 +90,7 @@ def pictures_of(results: Results) -> list[Picture]:
     return [
         *curves.accuracy(results, look),
         *differences.pictures(results, look),
+        *figures.ladders(results, look),
         *figures.against_delay(results, look),
         *figures.correlations(results, look),
         *curves.training(results, look),

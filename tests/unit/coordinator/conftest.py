@@ -56,7 +56,7 @@ def postgres_of_all():
     from tests.support.postgres import PostgresServer, binaries
 
     if binaries() is None:
-        pytest.skip("PostgreSQL is not installed: make postgres")
+        pytest.skip("PostgreSQL is not installed: make programs")
     server = PostgresServer()
     yield server
     server.stop()

@@ -99,3 +99,16 @@ def test_a_file_without_runs_is_refused(tmp_path, asked):
 
     with pytest.raises(ConfigError, match=r"--reuse: .*other\.json is not an experiment's results\.json"):
         _run(tmp_path, SMALL, reuse=["other.json"])
+
+
+def test_runs_of_one_seed_that_begin_from_other_weights_are_no_pairs(tmp_path, asked, capsys):
+    cells = list_cells(SMALL)
+    for cell in cells:
+        _store(tmp_path / "old", cell, failed=None, warm_start_accuracy=0.25)
+    _store(tmp_path / "new", cells[0], failed=None, warm_start_accuracy=0.5)
+
+    assert _run(tmp_path, SMALL) == 1
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert "seed 0: runs begin from 2 warm starts, of accuracies 0.2500, 0.5000" in said
+    assert "seed 1" not in said

@@ -89,6 +89,27 @@ def test_bars_are_the_interval_over_seeds(tmp_path):
     assert segment[:, 1] == pytest.approx([0.55 - 0.63531, 0.55 + 0.63531], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("axis", "rungs"), [("delay", [("t5", 0), ("t5", 8), ("t5", 64)]), ("task", [("t5", 8), ("t21", 8), ("t101", 8)])]
+)
+def test_ladder_has_a_rung_of_paired_differences_for_each_delay_and_each_task(tmp_path, axis, rungs):
+    runs = [
+        make_run(name, delay, seed, last=base + gain, task=task, run_id=f"{task}-{name}-{delay}-{seed}")
+        for number, (task, delay) in enumerate(rungs)
+        for seed, base in enumerate((0.3, 0.5))
+        for name, gain in (("gepo", 0.0), ("topr", 0.01 * number))
+    ]
+    results = load(write_results(tmp_path, runs))
+
+    (picture,) = figures.ladders(results, looks(results.arms))
+    (axes,) = drawn(picture)
+
+    (bars,) = axes.containers
+    assert picture.name == f"ladder_{axis}"
+    # 101 tokens are more than 21, and 21 more than 5.
+    assert list(bars.lines[0].get_ydata()) == pytest.approx([0.01 * number for number in range(len(rungs))])
+
+
 def test_correlation_is_of_runs_that_have_both_numbers(tmp_path):
     # KL 1, 2, 3 against variance 1, 3, 2: r = 1 / 2.
     runs = [

@@ -30,7 +30,7 @@ async def test_sampler_with_a_short_file_joins_and_its_groups_are_trained_on(tmp
         finally:
             cluster.stop()
     assert [site.groups_accepted > 0 for site in status.sites] == [True]
-    assert status.consumed >= 12
+    assert status.ledger.consumed >= 12
     log = (tmp_path / "logs" / "site-a.log").read_text()
     for said in ("task.name", "task.digits", "group_size", "sampling.max_new_tokens"):
         assert f"joining with {said} = " in log, log

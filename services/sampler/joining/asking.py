@@ -37,7 +37,7 @@ async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> A
             task.cancel()
         await asyncio.gather(asking, stopping, return_exceptions=True)
     for key, value in found.got.items():
-        _LOG.info("joining with %s = %r, as the run states it", key, value)
+        _LOG.info("joining with %s = %.300r, as the run states it", key, value)
     return found
 
 

@@ -11,7 +11,8 @@ from heterorl.common.tasks.sources.name import parse
 from heterorl.sampler.joining.config import JoinConfig
 
 _BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "mixture")
-_STATE = "or state task in this file"
+_INSTEAD = "state task in this file"
+_STATE = f"or {_INSTEAD}"
 
 
 def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
@@ -30,9 +31,10 @@ def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
 
 
 def _tables(value: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    for entry in value if isinstance(value, list | tuple) else ():
+    # What is no list is one entry that is no table.
+    for entry in value if isinstance(value, list | tuple) else (None,):
         if not isinstance(entry, Mapping):
-            raise ConfigError(key, "the run states something else than tables")
+            raise ConfigError("join.accept", f"{key}: the run states {value!r} where tables belong", action=_INSTEAD)
         yield entry
 
 
@@ -41,9 +43,11 @@ def _check_source(source: Mapping[str, Any], join: JoinConfig) -> None:
     if kind in ("jsonl", "parquet"):
         _check_path(kind, argument, join)
     elif kind == "hf":
-        _check_hub(argument, source, join)
+        _check_hub(argument, join)
     elif kind not in _BUILT_IN:
         raise ConfigError("join.accept", f"the run's task is {kind!r}, which this program does not know")
+    # Also without a name: the one of the file itself or of another source may take them.
+    _check_patterns(source.get("data", {}))
     if held_out := source.get("evaluation_path"):
         _check_path(kind if kind in ("jsonl", "parquet") else "jsonl", str(held_out), join)
     for name in _functions(source):
@@ -64,14 +68,16 @@ def _functions(source: Mapping[str, Any]) -> Iterator[str]:
             _refuse_kind(f"of kind {kind!r}")
 
 
-def _check_hub(argument: str, source: Mapping[str, Any], join: JoinConfig) -> None:
-    place = parse("task.name", argument)
-    data = source.get("data", {})
+def _check_patterns(data: Any) -> None:
     patterns = data.get("files", ()) if isinstance(data, Mapping) else ()
     for pattern in patterns if isinstance(patterns, list | tuple) else (patterns,):
         if str(pattern).startswith(("/", "~")) or ".." in PurePosixPath(str(pattern)).parts:
             problem = f"the run reads {pattern!r}, which leaves the data set"
-            raise ConfigError("join.accept", problem, action="state task in this file")
+            raise ConfigError("join.accept", problem, action=_INSTEAD)
+
+
+def _check_hub(argument: str, join: JoinConfig) -> None:
+    place = parse("task.name", argument)
     if place.is_local:
         _check_path("hf", place.place, join)
     elif f"hf:{place.place}" not in join.accept:
@@ -82,7 +88,10 @@ def _check_path(kind: str, path: str, join: JoinConfig) -> None:
     # Links are followed on both sides: what counts is the file that would be read.
     if path.startswith("~"):
         raise ConfigError("join.accept", f"the run's task reads {path}: a home is another one at each site")
-    target = Path(path).resolve()
+    try:
+        target = Path(path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError("join.accept", f"the run's task reads {path!r}: {error}", action=_INSTEAD) from error
     for entry in join.accept:
         accepted, _, directory = entry.partition(":")
         if accepted == kind and directory.startswith("/") and target.is_relative_to(Path(directory).resolve()):
@@ -93,9 +102,9 @@ def _check_path(kind: str, path: str, join: JoinConfig) -> None:
 def _check_numbers(source: Mapping[str, Any], join: JoinConfig) -> None:
     for key in ("size", "evaluation_size"):
         number = source.get(key, 0)
-        if isinstance(number, int) and number > join.max_prompts:
+        if not isinstance(number, int) or number > join.max_prompts:
             raise ConfigError(
-                "join.max_prompts", f"the run has task.{key} = {number}, and this file allows {join.max_prompts}",
+                "join.max_prompts", f"the run has task.{key} = {number!r}, and this file allows {join.max_prompts}",
                 action=f"raise it, {_STATE}",
             )  # fmt: skip
 

@@ -74,6 +74,9 @@ def test_stated_keys_of_a_task_may_be_otherwise_if_they_mean_the_same(tmp_path):
         ({"sampling": {"max_new_tokens": 16385}}, "join.max_new_tokens"),
         ({"lora": {"rank": 257}}, "join.max_lora_rank"),
         ({"task": {"size": 1_000_001}}, "join.max_prompts"),
+        ({"task": {"size": "1000001"}}, "join.max_prompts"),
+        ({"task": {"name": "mixture", "sources": [{"label": "a", "evaluation_size": 1e9}]}}, "join.max_prompts"),
+        ({"sampling": {"max_new_tokens": "16385"}}, "join.max_new_tokens"),
     ],
 )
 def test_numbers_above_the_files_bounds_are_refused(tmp_path, change, key):

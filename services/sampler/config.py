@@ -18,7 +18,7 @@ from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
-from heterorl.sampler.joining.config import JoinConfig
+from heterorl.sampler.acceptance import JoinConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
 from heterorl.sampler.vllm.options import OWN_ARGUMENTS
 

@@ -14,8 +14,8 @@ from heterorl.common.model.statement import without_local
 from heterorl.common.process.config_words import problems_of
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import KEYS, Statement, contract_digest, leaves
+from heterorl.sampler.acceptance import JoinConfig
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.joining.config import JoinConfig
 from heterorl.sampler.joining.consent import check_consent
 
 _REWARDS = ("reward", "rewards")

@@ -8,7 +8,7 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.sources.name import parse
-from heterorl.sampler.joining.config import JoinConfig
+from heterorl.sampler.acceptance import JoinConfig
 
 _BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "mixture")
 _INSTEAD = "state task in this file"

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.sampler.joining.config import JoinConfig
+from heterorl.sampler.acceptance import JoinConfig
 from heterorl.sampler.joining.consent import check_consent
 
 

@@ -92,6 +92,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
         async with linked(config, clock) as api:
             joined = None
             if config.join is not None:
+                notifier.ready("asking what the run states")
                 joined = await adopted(config, clock, stop)
                 if joined is None:
                     return

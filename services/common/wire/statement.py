@@ -90,7 +90,7 @@ def check_statement(data: bytes, contract: Contract) -> Statement:
     settings, sampling = statement.settings, contract.sampling
     if statement.contract != contract_digest(contract):
         raise InvalidRequest(f"statement.contract: {statement.contract!r} is not the digest of the contract beside it")
-    pairs = [("group_size", settings["group_size"], contract.group_size)]
+    pairs: list[tuple[str, Any, Any]] = [("group_size", settings["group_size"], contract.group_size)]
     pairs += [(f"sampling.{key}", settings["sampling"].get(key), getattr(sampling, key)) for key in _SAMPLING]
     pairs += [("sampling.logprob_mode", settings["sampling"].get("logprob_mode"), sampling.logprob_mode.value)]
     pairs += [("lora.rank", settings["lora"].get("rank"), contract.lora.rank)]

@@ -38,7 +38,20 @@ def check_config(
         raise found[0]
     if found:
         raise OperatorError("\n".join([f"{len(found)} problems:", *map(str, found)]))
-    Console(markup=False, emoji=False, highlight=False).print(f"{service} configuration is valid")
+    console = Console(markup=False, emoji=False, highlight=False)
+    if missing := left_to_the_run(service, loaded):
+        console.print(f"asked of the run at the start: {', '.join(missing)}", soft_wrap=True)
+        console.print(f"accepted beside built-in tasks: {', '.join(loaded.join.accept) or 'nothing'}", soft_wrap=True)
+    console.print(f"{service} configuration is valid")
+
+
+def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:
+    """The keys that a sampler with a [join] section takes from the run it joins."""
+    if service != "sampler":
+        return ()
+    from heterorl.sampler.joining.adoption import missing_keys
+
+    return missing_keys(config)
 
 
 def check_link(service: Service, config: Any) -> None:
@@ -68,6 +81,8 @@ def problems(service: Service, config: Any, *, is_loading: bool = True) -> Itera
     prompter: list[Any] = []
     if importlib.util.find_spec("transformers") is not None:
         yield from _problem(lambda: prompter.append(_load_tokenizer(config)))
+    if "task" in left_to_the_run(service, config):
+        return
     task: list[Any] = []
     yield from _problem(lambda: task.append(_build_task(config, prompter[0] if prompter else None)))
     if task:

@@ -94,11 +94,14 @@ class LearnerApi(WeightsApi, Protocol):
         flavours: Sequence[str] = (),
         incarnation: str = "",
         groups_per_version: int = 0,
+        statement: bytes = b"",
     ) -> LeaseGrant:
         """Become the run's learner, who publishes each version in these flavours too.
 
         `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
         `groups_per_version` groups make one version; 0 where the learner does not say.
+        `statement` is the configuration behind the contract (heterorl.common.wire.statement); the first one
+        stays.
         """
         ...
 

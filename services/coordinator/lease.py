@@ -9,6 +9,7 @@ from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant, stated_version
 from heterorl.common.types.step import LearnerProgress
+from heterorl.common.wire.statement import check_statement
 from heterorl.coordinator.groups import group_size
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
@@ -18,6 +19,7 @@ from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage, rollback
 from heterorl.coordinator.versions.flavours import check_names, offer
 from heterorl.coordinator.versions.lease import Lease, decide_acquire
+from heterorl.coordinator.versions.statement import keep_statement
 
 _LOG = logging.getLogger(__name__)
 MAX_INCARNATION = 64
@@ -45,6 +47,7 @@ class LearnerLease:
         flavours: Sequence[str] = (),
         incarnation: str = "",
         groups_per_version: int = 0,
+        statement: bytes = b"",
     ) -> LeaseGrant:
         """Begin a new epoch; its predecessor's groups return to the queue."""
         if not holder or not request_id:
@@ -52,18 +55,21 @@ class LearnerLease:
         if len(incarnation) > MAX_INCARNATION:
             raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
         check_names(flavours)
+        if statement:
+            check_statement(statement, contract)
         problem = group_size.problem_of(contract, self._parts.config)
         if problem:
             raise InvalidRequest(problem, action=group_size.ACTION)
         now = self._parts.clock.monotonic()
 
-        def operation(connection: Connection) -> tuple[int, int | None, str]:
+        def operation(connection: Connection) -> tuple[int, int | None, str, str]:
             lease = read_lease(connection, expires=self._expires)
             decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
             if decision.epoch is None:
                 action = SAME_HOLDER if lease.holder == holder else None
                 raise LeaseHeld(reason, action=action, retry_after_s=decision.wait_s)
             lineage.agree(connection, contract, may_state=True)
+            other = keep_statement(connection, statement)
             if decision.is_new:
                 write_lease(
                     connection,
@@ -84,10 +90,14 @@ class LearnerLease:
                 offer(connection, flavours)
             # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
             self._expires = now + self._parts.config.learner_lease_s
-            return decision.epoch, lineage.head_version(connection), reason
+            return decision.epoch, lineage.head_version(connection), reason, other
 
-        epoch, head, reason = await self._parts.change(operation)
+        epoch, head, reason, other = await self._parts.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
+        if other:
+            _LOG.warning(
+                "sites go on joining with what was stated first, learner %s states otherwise: %s", holder, other
+            )
         return LeaseGrant(
             epoch=epoch,
             holder=holder,

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.identity.credentials import read_material
 from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
 from heterorl.common.identity.revocation import Revocations
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.rpc.diagnosis import Diagnosis, DiagnosisClient
 from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.common import Contract
+from heterorl.common.wire.statement import statement_from_bytes
 from heterorl.doctor import link, machine, network, node
 from heterorl.doctor.check import Check, Trouble, skip
 from heterorl.doctor.network import in_forgotten_thread
@@ -75,18 +78,37 @@ class Patient:
 
 async def examine(patient: Patient, *, wall_time: Callable[[], float] = time.time) -> list[Check]:
     """Run every check, in the order in which they depend on each other."""
-    # The machine is measured while the network is waited for.
-    local = asyncio.create_task(_measure_machine(patient))
+    joins = getattr(patient.model_config, "join", None) is not None
+    # The machine is measured while the network is waited for, but for what only the run can say.
+    alone = dataclasses.replace(patient, model_config=None) if joins else patient
+    local = asyncio.create_task(_measure_machine(alone))
     try:
         checks, diagnosis = await _examine_link(patient, wall_time)
         if patient.role is Role.COORDINATOR:
             plain = skip("revoked", "plaintext over loopback")
             checks.append(plain if patient.tls.insecure else link.judge_revoked(read_revoked(patient.tls)))
-        return checks + _judge_machine(patient, await local, diagnosis)
+        facts = await local
+        if joins:
+            facts = dataclasses.replace(facts, contract=await _measure_joined(patient, diagnosis))
+        return checks + _judge_machine(patient, facts, diagnosis)
     finally:
         local.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await local
+
+
+async def _measure_joined(patient: Patient, diagnosis: Diagnosis | None) -> Contract | Trouble:
+    """The contract of a node that takes from the run what its file leaves out."""
+    from heterorl.sampler.joining.adoption import adopt
+
+    if diagnosis is None or not diagnosis.statement:
+        return Trouble(kind="model", detail="the run has not stated what this file leaves out; ask again when it has")
+    try:
+        config = adopt(patient.model_config, statement_from_bytes(diagnosis.statement)).config
+    except (ConfigError, InvalidRequest) as error:
+        return Trouble(kind="model", detail=str(error))
+    measure = lambda: machine.measure_contract(config, published_dtype=patient.published_dtype)  # noqa: E731
+    return await in_forgotten_thread(measure, timeout_s=patient.limits.model_s)
 
 
 async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tuple[list[Check], Diagnosis | None]:

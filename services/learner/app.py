@@ -163,6 +163,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         begin=functools.partial(_begin_term, config, parts, api=api, patience=patience, trust=trust),
         reader=None if parts.yardstick is None else Reader(parts.yardstick.prompter),
         progress=progress,
+        statement=parts.statement,
     )
     return Learner(leader=leader, state_dir=config.state_dir)
 

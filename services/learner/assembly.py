@@ -16,6 +16,7 @@ from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.routing import routing_shape
+from heterorl.common.model.statement import statement_of
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
@@ -47,6 +48,8 @@ class Parts:
 
     backend: TrainBackend
     contract: Contract
+    statement: bytes = b""
+    """Of the configuration behind the contract, for sites that join with a short file; empty states none."""
     evaluator: Evaluator | None = None
     signer: Signer | None = None
     canary: Canary | None = None
@@ -124,6 +127,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
     return Parts(
         backend=backend,
         contract=contract,
+        statement=statement_of(config, contract),
         evaluator=evaluator,
         signer=signer,
         canary=canary,

@@ -49,6 +49,7 @@ from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.joined import evaluation_of
 from heterorl.sampler.evaluation.work import EvaluationWork
+from heterorl.sampler.joining.asking import adopted
 from heterorl.sampler.link import linked
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
@@ -89,8 +90,17 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
         )
         _LOG.info("metrics on port %d", port)
         async with linked(config, clock) as api:
+            joined = None
+            if config.join is not None:
+                notifier.ready("asking what the run states")
+                joined = await adopted(config, clock, stop)
+                if joined is None:
+                    return
+                config = joined.config
             sampler = await asyncio.to_thread(build, config, api, outbox, clock)
             try:
+                if joined is not None:
+                    joined.check(sampler.session.registration.contract)
                 await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))
                 notifier.stopping()
             finally:
@@ -158,19 +168,14 @@ def join(
         rng=rng,
         patience=patience,
     )
+    registration = Registration(
+        site=site, incarnation=outbox.incarnation, contract=parts.contract, engine=parts.engine.name,
+        dtype=parts.engine.dtype, max_delay_versions=max_delay_versions(config.delay),
+        max_delay_s=max_delay_s(config.delay), flavour=config.flavour, work_ahead_s=config.work_ahead_s,
+    )  # fmt: skip
     session = Session(
         api=api,
-        registration=Registration(
-            site=site,
-            incarnation=outbox.incarnation,
-            contract=parts.contract,
-            engine=parts.engine.name,
-            dtype=parts.engine.dtype,
-            max_delay_versions=max_delay_versions(config.delay),
-            max_delay_s=max_delay_s(config.delay),
-            flavour=config.flavour,
-            work_ahead_s=config.work_ahead_s,
-        ),
+        registration=registration,
         outbox=outbox,
         record=record,
         heartbeat_s=config.heartbeat_s,
@@ -180,14 +185,9 @@ def join(
         rng=rng,
     )
     maker = RolloutMaker(
-        task=parts.task,
-        prompter=parts.prompter,
-        site=site,
-        incarnation=outbox.incarnation,
-        group_size=config.group_size,
-        clock=clock,
-        is_seeded=config.seeded_sampling,
-    )
+        task=parts.task, prompter=parts.prompter, site=site, incarnation=outbox.incarnation,
+        group_size=config.group_size, clock=clock, is_seeded=config.seeded_sampling,
+    )  # fmt: skip
     generation = Generation(
         config=config,
         api=api,

@@ -18,6 +18,7 @@ from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
+from heterorl.sampler.acceptance import JoinConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
 from heterorl.sampler.vllm.options import OWN_ARGUMENTS
 
@@ -163,6 +164,9 @@ class SamplerConfig(Config):
     """Prompts and reward; the same on every node."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn; the same on every node."""
+    join: JoinConfig | None = None
+    """Take from the run what this file leaves out of task, sampling, lora, group_size and template, within these
+    bounds. Without this section nothing is taken: the file states everything."""
     evaluation: tuple[EvaluationSetConfig, ...] = ()
     """Sets that this site can evaluate, by the names that the coordinator gives them; none: it evaluates nothing."""
     evaluation_share: float = Field(default=0.25, gt=0, le=1)

@@ -55,6 +55,7 @@ class DiagnoseResponse(google.protobuf.message.Message):
     BYTES_FULL_FIELD_NUMBER: builtins.int
     CONTRACT_FIELD_NUMBER: builtins.int
     PADDING_FIELD_NUMBER: builtins.int
+    STATEMENT_FIELD_NUMBER: builtins.int
     server_time_s: builtins.float
     """The coordinator's clock, seconds since the Unix epoch."""
     run_id: builtins.str
@@ -73,6 +74,8 @@ class DiagnoseResponse(google.protobuf.message.Message):
     """Size of the newest version's uncompressed state, bytes; 0 when there is none."""
     padding: builtins.bytes
     """As many bytes as asked for."""
+    statement: builtins.bytes
+    """What the learner stated of the configuration behind the contract; empty where none did."""
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What every node must agree on; unset until a learner has stated it."""
@@ -90,9 +93,10 @@ class DiagnoseResponse(google.protobuf.message.Message):
         bytes_full: builtins.int = ...,
         contract: heterorl.v1.common_pb2.Contract | None = ...,
         padding: builtins.bytes = ...,
+        statement: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_contract", b"_contract", "contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_contract", b"_contract", "bytes_full", b"bytes_full", "contract", b"contract", "grpc_version", b"grpc_version", "head_version", b"head_version", "heterorl_version", b"heterorl_version", "max_message_bytes", b"max_message_bytes", "padding", b"padding", "python_version", b"python_version", "run_id", b"run_id", "server_time_s", b"server_time_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_contract", b"_contract", "bytes_full", b"bytes_full", "contract", b"contract", "grpc_version", b"grpc_version", "head_version", b"head_version", "heterorl_version", b"heterorl_version", "max_message_bytes", b"max_message_bytes", "padding", b"padding", "python_version", b"python_version", "run_id", b"run_id", "server_time_s", b"server_time_s", "statement", b"statement"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_contract", b"_contract"]) -> typing.Literal["contract"] | None: ...
 
 Global___DiagnoseResponse: typing_extensions.TypeAlias = DiagnoseResponse

@@ -208,6 +208,7 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     FLAVOURS_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     GROUPS_PER_VERSION_FIELD_NUMBER: builtins.int
+    STATEMENT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Idempotency key: the same id gives the same epoch while it is current."""
     holder: builtins.str
@@ -218,6 +219,10 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     """
     groups_per_version: builtins.int
     """Groups that the learner trains on for one version; 0 where it does not say."""
+    statement: builtins.bytes
+    """Configuration that the contract came of, for samplers that join with a short file: canonical JSON of at most 48 KiB
+    (heterorl.common.wire.statement). What was stated first stays. Empty: not stated.
+    """
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What the learner runs with."""
@@ -235,9 +240,10 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
         flavours: collections.abc.Iterable[builtins.str] | None = ...,
         incarnation: builtins.str = ...,
         groups_per_version: builtins.int = ...,
+        statement: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "flavours", b"flavours", "groups_per_version", b"groups_per_version", "holder", b"holder", "incarnation", b"incarnation", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract", b"contract", "flavours", b"flavours", "groups_per_version", b"groups_per_version", "holder", b"holder", "incarnation", b"incarnation", "request_id", b"request_id", "statement", b"statement"]) -> None: ...
 
 Global___AcquireLeaseRequest: typing_extensions.TypeAlias = AcquireLeaseRequest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from heterorl.common.wire.run import (
     status_from_pb,
 )
 from heterorl.common.wire.seal import receive
+from heterorl.common.wire.statement import TABLES, statement_from_bytes, statement_to_bytes
 from heterorl.coordinator.versions.path import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.fuzz.mutate import LONG_EDGES, mutated
@@ -119,6 +121,33 @@ class MessageTarget:
             # gRPC refuses these before any handler sees them.
             raise InvalidRequest(str(error)) from error
         decode(message)
+
+
+class StatementTarget:
+    """statement_from_bytes: settings with known keys that are written as they were read, or a typed error."""
+
+    def case(self, draw: random.Random) -> bytes:
+        """A statement with any values, damaged in some cases."""
+        table: dict[str, Any] = {"contract": draw.choice(("", "f" * 64)), "group_size": draw.randrange(9)}
+        table["use_chat_template"] = draw.random() < 0.5
+        for key in TABLES:
+            table[key] = {draw.choice("abc"): any_json(draw, draw.randrange(16))}
+        if draw.random() < 0.3:
+            table[draw.choice((*TABLES, "group_size", "more"))] = any_json(draw, 2)
+        data = json.dumps(table, sort_keys=True, separators=(",", ":"), ensure_ascii=draw.random() < 0.5)
+        return mutated(data.encode(), draw, other=data.encode()) if draw.random() < 0.5 else data.encode()
+
+    def run(self, case: bytes) -> None:
+        """Decode, and write again."""
+        assert statement_to_bytes(statement_from_bytes(case)) == case, "another form"
+
+
+def any_json(draw: random.Random, depth: int) -> Any:
+    """A value of JSON, or nearly."""
+    if depth and draw.random() < 0.8:
+        inner = any_json(draw, depth - 1)
+        return [inner] if draw.random() < 0.5 else {draw.choice(("", "k", "\u20ac")): inner}
+    return draw.choice((None, True, 0, -1, 2**70, 1.5, 1e300, float("nan"), float("inf"), "", "\u20ac", "../x"))
 
 
 class ManifestTarget:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from heterorl.common.errors import HeterorlError
 from tests.fuzz.chunks import ChunkTarget, ZstdTarget
 from tests.fuzz.files import ComposeTarget, ContainerTarget, PayloadTarget, StateTarget
-from tests.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget
+from tests.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget, StatementTarget
 from tests.fuzz.plans import FetchTarget
 from tests.fuzz.pushes import PushTarget
 
@@ -47,6 +47,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "plan": PlanTarget,
     "push": PushTarget,
     "safetensors": StateTarget,
+    "statement": StatementTarget,
     "zstd": ZstdTarget,
 }
 

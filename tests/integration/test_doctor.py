@@ -40,7 +40,9 @@ from heterorl.v1 import run_pb2_grpc
 from tests.support.certificates import Certificates, paths
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT
+from tests.support.run import CONTRACT
 from tests.support.secure_run import SecureRun
+from tests.support.statements import stated
 
 GOOD = "spiffe://run/site/eu-1/role/sampler"
 SHORT = Limits(dns_s=5.0, port_s=0.3, tls_s=0.3, answer_s=20.0)
@@ -316,6 +318,20 @@ async def test_wrong_model_is_named(secure, tmp_path, model_dir):
     missing = config.model_copy(update={"model_dir": str(tmp_path / "missing")})
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path, model_config=missing)
     assert "correct model_dir" in checks["contract"].remedy
+
+
+async def test_short_file_is_measured_with_what_the_run_states(secure, tmp_path, model_dir):
+    config = SamplerConfig(model_dir=str(model_dir), join={})
+    tls = secure.certificates.tls("sampler")
+    checks = await diagnose(secure.address, tls, tmp_path, model_config=config)
+    assert "has not stated" in str(checks["contract"])
+
+    await secure.learner.acquire_lease(
+        holder="learner", contract=CONTRACT, request_id="again", statement=stated(CONTRACT)
+    )
+    checks = await diagnose(secure.address, tls, tmp_path, model_config=config)
+    # That run's tokenizer is none, so this is as far as one gets: the group size was taken from the run.
+    assert "the tokenizer is another one" in checks["contract"].remedy
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2, "target_modules": ["q_proj", "v_proj"]}])

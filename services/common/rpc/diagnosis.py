@@ -33,6 +33,8 @@ class Diagnosis:
     head_version: int
     bytes_full: int
     contract: Contract | None
+    statement: bytes = b""
+    """Of the configuration behind the contract (heterorl.common.wire.statement); empty where none was stated."""
 
 
 class DiagnosisClient(Calls):
@@ -61,6 +63,7 @@ def diagnosis_to_pb(value: Diagnosis, *, padding: bytes = b"") -> diagnosis_pb2.
         bytes_full=value.bytes_full,
         contract=None if value.contract is None else contract_to_pb(value.contract),
         padding=padding,
+        statement=value.statement,
     )
 
 
@@ -76,4 +79,5 @@ def diagnosis_from_pb(message: diagnosis_pb2.DiagnoseResponse) -> Diagnosis:
         head_version=message.head_version,
         bytes_full=message.bytes_full,
         contract=contract_from_pb(message.contract) if message.HasField("contract") else None,
+        statement=message.statement,
     )

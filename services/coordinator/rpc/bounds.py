@@ -16,6 +16,7 @@ from heterorl.common.identity.identity import is_name
 from heterorl.common.types.common import MAX_END_TOKENS
 from heterorl.common.types.evaluation import MAX_PARTS, MAX_SAMPLES, MAX_TEXT, PART_SAMPLES
 from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.wire.statement import MAX_STATEMENT_BYTES
 
 
 class Text(enum.Enum):
@@ -87,6 +88,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "LoraSettings.target_modules": Bound(count=256),
         "DiagnoseRequest.padding": Bound(length=512 << 20),
         "AcquireLeaseRequest.holder": _NAME,
+        "AcquireLeaseRequest.statement": Bound(length=MAX_STATEMENT_BYTES),
         "AcquireLeaseRequest.flavours": Bound(count=16),
         "QueryUploadRequest.digest": _DIGEST,
         "UploadHeader.digest": _DIGEST,

@@ -19,6 +19,7 @@ from heterorl.common.types.policy import NO_VERSION
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.statement import read_statement
 from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,10 +40,10 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         if request.answer_bytes > MAX_ANSWER_BYTES:
             raise InvalidRequest(f"answer_bytes: {request.answer_bytes}, at most {MAX_ANSWER_BYTES} are sent back")
 
-        def operation(connection: Connection) -> tuple[lineage.Head | None, Contract | None]:
-            return lineage.read_head(connection), lineage.read_contract(connection)
+        def operation(connection: Connection) -> tuple[lineage.Head | None, Contract | None, bytes]:
+            return lineage.read_head(connection), lineage.read_contract(connection), read_statement(connection)
 
-        head, contract = await self._parts.database.run(operation)
+        head, contract, statement = await self._parts.database.run(operation)
         diagnosis = Diagnosis(
             server_time=self._parts.clock.wall(),
             run_id=self._parts.config.run_id,
@@ -53,5 +54,6 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             head_version=NO_VERSION if head is None else head.version,
             bytes_full=0 if head is None else head.full_bytes,
             contract=contract,
+            statement=statement,
         )
         return diagnosis_to_pb(diagnosis, padding=bytes(request.answer_bytes))

@@ -37,6 +37,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             flavours=tuple(request.flavours),
             incarnation=request.incarnation,
             groups_per_version=request.groups_per_version,
+            statement=request.statement,
         )
         return grant_to_pb(grant)
 

@@ -76,6 +76,8 @@ class Leader:
         default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
     )
     max_staleness_versions: int = -1
+    statement: bytes = b""
+    """Of the configuration behind the contract."""
     signal: RewardSignal = field(default_factory=RewardSignal)
     interval: Interval = field(init=False)
     """Of all sessions, so that what a bandit has learned outlives one."""
@@ -109,6 +111,7 @@ class Leader:
             flavours=self.config.flavours,
             incarnation=await in_thread(read_incarnation, self.config.state_dir),
             groups_per_version=self._groups_per_version,
+            statement=self.statement,
         )
         self.max_staleness_versions = grant.max_staleness_versions
         self.result = replace(self.result, version=grant.head_version)

@@ -30,6 +30,7 @@ async def acquire(
     flavours: Sequence[str] = (),
     incarnation: str = "",
     groups_per_version: int = 0,
+    statement: bytes = b"",
 ) -> LeaseGrant:
     """Become the run's learner, waiting while another one is.
 
@@ -42,6 +43,7 @@ async def acquire(
         flavours: what is published of each version beside the weights that are trained.
         incarnation: name of the state directory.
         groups_per_version: groups that one version is made of.
+        statement: the configuration behind the contract, for sites that join with a short file.
 
     Raises:
         ContractMismatch: this learner disagrees with the run.
@@ -54,6 +56,7 @@ async def acquire(
             flavours=flavours,
             incarnation=incarnation,
             groups_per_version=groups_per_version,
+            statement=statement,
         )
     )
     _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)

@@ -169,3 +169,14 @@ def test_the_command_prints_them_and_ends_with_2(tmp_path):
         assert lines[0] == f"error: {path} has 2 problems:"
         assert set(lines[1:3]) == {"engine: must be a table, is 3", "lr: unknown key"}
         assert "Traceback" not in result.stderr
+
+
+def test_short_file_of_a_sampler_says_what_will_be_asked(tmp_path):
+    path = tmp_path / "site.toml"
+    path.write_text('site = "eu-1"\n[tls]\ninsecure = true\n[join]\naccept = ["jsonl:/data"]\n[sampling]\ntop_k = 0\n')
+    result = CliRunner().invoke(app, ["check-config", "sampler", "--config", str(path), "--keys-only"])
+
+    assert result.exit_code == 0, result.output
+    asked = "asked of the run at the start: task, lora, chat_template_arguments, group_size, use_chat_template"
+    assert asked in result.output
+    assert "accepted beside built-in tasks: jsonl:/data" in result.output

@@ -32,6 +32,7 @@ class LearnerCalls(Calls):
         flavours: Sequence[str] = (),
         incarnation: str = "",
         groups_per_version: int = 0,
+        statement: bytes = b"",
     ) -> LeaseGrant:
         """Become the run's learner under a new epoch."""
         request = policy_pb2.AcquireLeaseRequest(
@@ -41,6 +42,7 @@ class LearnerCalls(Calls):
             flavours=flavours,
             incarnation=incarnation,
             groups_per_version=groups_per_version,
+            statement=statement,
         )
         return grant_from_pb(await self._call("AcquireLease", request))
 

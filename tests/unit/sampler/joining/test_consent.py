@@ -1,0 +1,91 @@
+"""No run makes a site read a file or run code that its own file does not accept."""
+
+import pytest
+from pydantic import ValidationError
+
+from heterorl.common.errors import ConfigError
+from heterorl.sampler.acceptance import JoinConfig
+from heterorl.sampler.joining.consent import check_consent
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "secret")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "progression:prefix", "reasoning_gym:chain_sum"])
+def test_built_in_tasks_are_accepted(name):
+    check_consent({"name": name, "match": "math_verify"}, JoinConfig())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf"])
+def test_files_below_an_accepted_directory_are_accepted(data, kind):
+    join = JoinConfig(accept=(f"{kind}:{data}",))
+
+    check_consent({"name": f"{kind}:{data}/deep/train"}, join)
+
+
+@pytest.mark.parametrize("path", ["../secret", "deep/../../secret", "link", "/etc/passwd"])
+@pytest.mark.parametrize("key", ["name", "evaluation_path"])
+def test_files_elsewhere_are_refused(data, path, key):
+    join = JoinConfig(accept=(f"jsonl:{data}",))
+    task = {"name": f"jsonl:{data}/a"} | {key: ("jsonl:" if key == "name" else "") + str(data / path)}
+    with pytest.raises(ConfigError, match=r"join.accept: the run's task reads .*(secret|passwd).*add \"jsonl:"):
+        check_consent(task, join)
+
+
+def test_a_file_of_another_kind_is_refused(data):
+    with pytest.raises(ConfigError, match="join.accept"):
+        check_consent({"name": f"parquet:{data}/a"}, JoinConfig(accept=(f"jsonl:{data}",)))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"name": "hf:acme/sums@main[train]"},
+        {"name": "hf:~/sums"},
+        {"name": "jsonl:~/a"},
+        {"name": "shell:rm"},
+        {"reward": "mine:score"},
+        {"reward": "http://127.0.0.1/x"},
+        {"rewards": [{"kind": "function", "name": "a", "function": "mine:score"}]},
+        {"rewards": [{"kind": "http", "name": "a", "url": "http://127.0.0.1", "api_key_env": "SECRET"}]},
+        {"rewards": [{"kind": "code", "name": "a"}]},
+        {"rewards": ["x"]},
+        {"name": "mixture", "sources": [{"label": "a", "name": "jsonl:/etc/passwd"}]},
+        {"name": "mixture", "sources": [{"label": "a", "reward": "mine:score"}]},
+        {"name": "mixture", "sources": [5]},
+        {"name": "mixture", "sources": {"a": 1}},
+        {"name": "jsonl:/a\0b"},
+        {"data": {"files": ["/etc/*"]}},
+        {"name": "mixture", "data": {"files": ["../*"]}, "sources": [{"label": "a"}]},
+        {"name": ["jsonl:/etc/passwd"]},
+    ],
+)
+def test_everything_else_is_refused_by_name(task):
+    with pytest.raises(ConfigError, match="join.accept"):
+        check_consent(task, JoinConfig())
+
+
+def test_names_that_are_listed_are_accepted():
+    join = JoinConfig(accept=("hf:acme/sums", "reward:mine:score"))
+
+    check_consent({"name": "hf:acme/sums@main[train]", "reward": "mine:score"}, join)
+    check_consent({"rewards": [{"kind": "match", "name": "m"}]}, join)
+    with pytest.raises(ConfigError, match="reward:mine:other"):
+        check_consent({"reward": "mine:other"}, join)
+
+
+def test_patterns_that_leave_a_data_set_are_refused(data):
+    join = JoinConfig(accept=(f"hf:{data}",))
+    with pytest.raises(ConfigError, match="leaves the data set"):
+        check_consent({"name": f"hf:{data}", "data": {"files": ["../*"]}}, join)
+
+
+@pytest.mark.parametrize("entry", ["jsonl:relative", "python:x", "reward:x", "hf:", "all"])
+def test_entries_that_mean_nothing_are_refused(entry):
+    with pytest.raises(ValidationError, match="is none of"):
+        JoinConfig(accept=(entry,))

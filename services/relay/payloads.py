@@ -3,7 +3,8 @@
 Guarantees: one fetch of a payload at a time, whoever asks and leaves meanwhile; a fetch that broke goes on from the
 bytes on disk when somebody asks again, also after a restart; a kept payload is compared with its name once and each
 block of it whenever it is sent (common/pull/reader), so that one that a disk damaged is fetched anew and never sent.
-What cannot be kept is passed on from the coordinator to each who asks.
+What cannot be kept is passed on to each who asks: a whole one from the bucket where it has the bytes of its name, the
+rest of one, and a range, from the coordinator.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from heterorl.common.process.metrics import RELAY_BYTES, RELAY_READS
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.reader import DamagedFile, PayloadReader
+from heterorl.common.pull.spool import RunningDigest
+from heterorl.common.rpc.roles.weights import WeightCalls
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PullPlan
 from heterorl.relay.arrival import Arrival
 from heterorl.relay.cache import CacheDirectory
+from heterorl.relay.upstream import TO_NODES
 
 _LOG = logging.getLogger(__name__)
 MAX_KNOWN = 1 << 14
@@ -78,7 +82,7 @@ class Payloads:
             try:
                 async for frame in source:
                     offset += len(frame)
-                    RELAY_BYTES.labels("to_nodes").inc(len(frame))
+                    RELAY_BYTES.labels(TO_NODES).inc(len(frame))
                     yield frame
             except _Again:
                 continue
@@ -145,7 +149,21 @@ class Payloads:
 
     async def _passed(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
         RELAY_READS.labels(PASSED).inc()
-        async for frame in self._api.read_payload(digest=digest, offset=offset, stop=stop):
+        api = self._api
+        num_bytes = self._known[digest].num_bytes if digest in self._known else -1
+        is_whole = offset == 0 and stop in (None, num_bytes)
+        if isinstance(api, WeightCalls) and not is_whole:
+            # Nobody here could tell that an address has other bytes.
+            async for frame in api.read_from_peer(digest=digest, offset=offset, stop=stop):
+                yield frame
+            return
+        running = RunningDigest()
+        async for frame in api.read_payload(digest=digest, offset=offset, stop=stop):
+            running.update(frame)
+            offset += len(frame)
+            # Before the last frame leaves: who has it may ask for nothing more.
+            if isinstance(api, WeightCalls) and offset == num_bytes and running.digest() != digest:
+                api.distrust_address(digest)
             yield frame
 
     def _begin(self, ref: PayloadRef) -> Arrival:

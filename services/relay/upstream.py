@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from heterorl.common.process.metrics import RELAY_BYTES
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.common import Digest
 
+FROM_COORDINATOR, FROM_BUCKET, TO_NODES = "from_coordinator", "from_bucket", "to_nodes"
+"""Ways of a payload's bytes."""
 BRIEF = RetryPolicy(budget_s=5.0)
 """Samplers ask again themselves; what is kept is to be given before their calls reach their deadlines."""
 
@@ -16,8 +15,5 @@ BRIEF = RetryPolicy(budget_s=5.0)
 class Upstream(CoordinatorClient):
     """A client that counts what comes over the line."""
 
-    async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload."""
-        async for frame in super().read_payload(digest=digest, offset=offset, stop=stop):
-            RELAY_BYTES.labels("from_coordinator").inc(len(frame))
-            yield frame
+    def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
+        RELAY_BYTES.labels(FROM_BUCKET if is_direct else FROM_COORDINATOR).inc(len(frame))

@@ -18,7 +18,7 @@ from heterorl.coordinator.store.bucket.objects import read_credentials
 from tests.support.bucket import SECRET, BucketServer
 from tests.support.clock import ManualClock
 from tests.support.relay import Relay
-from tests.support.relayed import LargeRun
+from tests.support.relayed import LargeRun, Site, counted, since
 from tests.support.secure_run import PATIENT, SecureRun
 
 
@@ -94,6 +94,65 @@ async def test_node_that_asks_no_addresses_is_served_by_the_coordinator(run, tmp
         assert pulled.manifest.state_root == run.run.roots[0]
         assert served() - before > 6 << 20
     assert len(copies(run)) == 1
+
+
+@pytest.mark.parametrize("cache_bytes", [7 << 20, 1 << 20])
+async def test_relay_reads_from_the_bucket_once_and_again_what_it_evicted(run, server, prefix, tmp_path, cache_bytes):
+    # Room for one of two snapshots; or for none, which are passed on.
+    held = None
+    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=cache_bytes) as site:
+        before = counted()
+        for version, name in ((0, "a"), (0, "b"), (1, "a"), (0, "c")):
+            if version > run.run.head:
+                await run.run.publish(snapshot=True)
+                before["served"] = counted()["served"]
+            pulled = await site.puller(tmp_path / f"{version}{name}").pull(held=held, want_version=version)
+            assert pulled.manifest.state_root == run.run.roots[version]
+            await site.settled()
+        found = since(before)
+
+    one = server.sizes(prefix)[0]
+    assert (found["served"], found["from_coordinator"]) == (0, 0)
+    if cache_bytes > one:
+        assert (found["fetched"], found["hit"] + found["joined"]) == (3, 1)
+    assert found["from_bucket"] == pytest.approx((3 if cache_bytes > one else 4) * one, rel=0.01)
+    assert found["to_nodes"] == pytest.approx(4 * one, rel=0.01)
+
+
+@pytest.mark.parametrize("cache_bytes", [64 << 20, 1 << 20])
+async def test_relay_that_found_wrong_bytes_in_the_bucket_asks_the_coordinator(
+    run, server, prefix, tmp_path, cache_bytes
+):
+    (name,) = payloads_of(server.names(prefix))
+    data = copies(run)[0].read_bytes()
+    server.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
+    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=cache_bytes) as site:
+        before = counted()
+        puller = site.puller(tmp_path / "spool")
+        with pytest.raises((CorruptData, Busy), match="digest"):
+            await puller.pull(held=None, want_version=-1)
+        pulled = await puller.pull(held=None, want_version=-1)
+        found = since(before)
+
+    assert pulled.manifest.state_root == run.run.roots[0]
+    assert (found["from_bucket"], found["from_coordinator"]) == (len(data), len(data))
+
+
+async def test_address_that_did_not_serve_is_asked_again_when_a_plan_brings_a_new_one(run, tmp_path):
+    before = served()
+    async with node(run, tmp_path / "spool") as puller:
+        direct = puller._api._direct
+        plan = await puller._api.plan_pull(have_version=-1, have_root="", want_version=-1)
+        digest = plan.payloads[0].digest
+        direct.forget(digest)
+        assert direct.find(digest) is None
+        pulled = await puller.pull(held=None, want_version=-1)
+        assert served() == before
+        # What had other bytes is not: no plan makes them right.
+        puller._api.distrust_address(digest)
+        await puller._api.plan_pull(have_version=-1, have_root="", want_version=-1)
+        assert direct.find(digest) is None
+    assert pulled.manifest.state_root == run.run.roots[0]
 
 
 class _Refusing(http.server.BaseHTTPRequestHandler):

@@ -68,7 +68,7 @@ class Site:
             stop_grace_s=0.2, **self.changes,
         )  # fmt: skip
         self.cache = CacheDirectory(self.directory, max_bytes=self.config.cache_bytes)
-        self.upstream = Upstream(self.coordinator, tls=tls, policy=HASTY)
+        self.upstream = Upstream(self.coordinator, tls=tls, policy=HASTY, payload_urls=self.config.payload_urls)
         self.weights = Weights(api=self.upstream, cache=self.cache, clock=SystemClock())
         self.server = RelayServer(self.config, self.weights)
         self.port = await self.server.start()
@@ -127,7 +127,7 @@ async def large_run(directory: Path) -> AsyncIterator[SecureRun]:
 
 def counted() -> dict[str, float]:
     """Payload bytes and reads so far."""
-    values = {way: RELAY_BYTES.labels(way)._value.get() for way in ("from_coordinator", "to_nodes")}
+    values = {way: RELAY_BYTES.labels(way)._value.get() for way in ("from_coordinator", "from_bucket", "to_nodes")}
     values["served"] = BYTES.labels("weights", "out")._value.get()
     for outcome in ("hit", "joined", "fetched", "passed", "damaged"):
         values[outcome] = RELAY_READS.labels(outcome)._value.get()

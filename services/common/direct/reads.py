@@ -1,8 +1,9 @@
 """Reading payloads straight from a store of objects, by addresses that plans give for a while.
 
 Guarantees: an address brings the bytes of a range and nothing more, others compare them with their name; it is asked
-only where this node allows its scheme, without redirects; it is never written down, as whoever has it can read. Who
-reads a payload from its beginning a second time was not served by its address, and asks the coordinator from then on.
+only where this node allows its scheme, without redirects; it is never written down, as whoever has it can read. An
+address that does not serve is forgotten, and that of the next plan is asked. A payload that arrived with another digest
+is distrusted: no address of it is asked any more.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class DirectReads:
 
     def __init__(self, allowed: Allowed) -> None:
         self._schemes = {"https": ("https",), "any": ("https", "http"), "none": ()}[allowed]
-        # Those of the last plans; None where an address did not serve.
+        # Those of the last plans; None where an address had other bytes than the payload's name says.
         self._known: OrderedDict[Digest, Address | None] = OrderedDict()
-        self._begun: set[Digest] = set()
         self._client: httpx2.AsyncClient | None = None
 
     def note(self, payloads: Sequence[PayloadRef], urls: Sequence[str]) -> None:
@@ -58,17 +58,16 @@ class DirectReads:
                 self._known[payload.digest] = Address(url=url, num_bytes=payload.num_bytes)
                 self._known.move_to_end(payload.digest)
         while len(self._known) > MAX_KNOWN:
-            self._begun.discard(self._known.popitem(last=False)[0])
+            self._known.popitem(last=False)
 
-    def find(self, digest: Digest, *, offset: int) -> Address | None:
-        """The address to read a payload from, beginning at an offset; None where there is none."""
-        address = self._known.get(digest)
-        if address is not None and offset == 0:
-            if digest in self._begun:
-                self.distrust(digest)
-                return None
-            self._begun.add(digest)
-        return address
+    def find(self, digest: Digest) -> Address | None:
+        """The address to read a payload from; None where there is none."""
+        return self._known.get(digest)
+
+    def forget(self, digest: Digest) -> None:
+        """Ask no address of a payload until a plan brings another one."""
+        if self._known.get(digest) is not None:
+            del self._known[digest]
 
     def distrust(self, digest: Digest) -> None:
         """Ask no address of a payload any more."""

@@ -81,7 +81,9 @@ DIGEST_MISMATCHES = _counter("digest_mismatches_total", "Versions whose recomput
 
 # relay
 RELAY_BYTES = _counter(
-    "relay_payload_bytes_total", "Bytes of payloads: from_coordinator over the line, to_nodes at this site.", "way"
+    "relay_payload_bytes_total",
+    "Bytes of payloads: from_coordinator and from_bucket over the line, to_nodes at this site.",
+    "way",
 )
 RELAY_READS = _counter("relay_payload_reads_total", "Reads of payloads, by where the bytes came from.", "outcome")
 RELAY_CACHE_BYTES = _gauge("relay_cache_bytes", "Bytes of payloads that are kept or arriving.")

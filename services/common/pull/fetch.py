@@ -25,6 +25,7 @@ from heterorl.common.pull.link_estimate import LinkEstimate
 from heterorl.common.pull.ranges import Gap, Piece, find_gaps
 from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, num_reserved, settle
 from heterorl.common.rpc.calls import Calls
+from heterorl.common.rpc.roles.weights import WeightCalls
 from heterorl.common.types.digests import file_name
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.container import FRAME_BYTES
@@ -114,6 +115,8 @@ class Fetcher:
         await self._fill(payload, gaps, digest)
         path = self._path(payload)
         if await asyncio.to_thread(join, path, self._parts(payload), digest) != payload.digest:
+            if isinstance(self._api, WeightCalls):
+                self._api.distrust_address(payload.digest)
             raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
         return path
 

@@ -82,18 +82,31 @@ class WeightCalls(Calls):
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
-        address = self._direct.find(digest, offset=offset)
+        address = self._direct.find(digest)
         if address is not None:
             end = address.num_bytes if stop is None else stop
             try:
                 async for frame in self._direct.read(address, offset=offset, stop=end):
                     await self._pace(self._down, "down", len(frame))
+                    self._note_frame(frame, is_direct=True)
                     offset += len(frame)
                     yield frame
                 return
             except Unreachable as error:
-                self._direct.distrust(digest)
+                self._direct.forget(digest)
                 _LOG.info("payload %s comes from the coordinator: %s", digest[:12], error.args[0])
+        async for frame in self.read_from_peer(digest=digest, offset=offset, stop=stop):
+            yield frame
+
+    def distrust_address(self, digest: Digest) -> None:
+        """Read a payload from the peer alone from now on: it arrived with other bytes than its name says."""
+        self._direct.distrust(digest)
+
+    def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
+        """A frame of a payload arrived, from an address or from the peer."""
+
+    async def read_from_peer(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload as the peer sends them, whatever addresses are known."""
         request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
         async for message in self._streamed("ReadPayload", request):
             # Once: each access of a bytes field copies it.
@@ -101,4 +114,5 @@ class WeightCalls(Calls):
             if frame_checksum(frame) != message.checksum:
                 raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
             await self._pace(self._down, "down", len(frame))
+            self._note_frame(frame, is_direct=False)
             yield frame

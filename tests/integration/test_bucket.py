@@ -9,17 +9,17 @@ import pytest
 
 from heterorl.common.errors import Busy, ConfigError, CorruptData, PayloadMissing, UnknownVersion
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.metrics import BYTES
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.bucket.objects import read_credentials
 from tests.support.bucket import SECRET, BucketServer
+from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock
 from tests.support.relay import Relay
 from tests.support.relayed import LargeRun, Site, counted, since
-from tests.support.secure_run import PATIENT, SecureRun
+from tests.support.secure_run import PATIENT
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +34,6 @@ def prefix(request):
     return f"runs/{request.node.name}".replace("[", ".").replace("]", "")
 
 
-@contextlib.asynccontextmanager
-async def run_at(directory, payloads):
-    run = SecureRun(directory)
-    run.run_class = LargeRun
-    run.changes = {"payloads": payloads, "max_staleness_versions": 1, "keep_versions": 1, "pull_lease_s": 0.01}
-    async with run:
-        yield run
-
-
 @pytest.fixture
 async def run(server, prefix, tmp_path):
     async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix)) as run:
@@ -54,19 +45,6 @@ async def node(run, spool, *, urls="any", streams=1):
     tls = run.certificates.tls("sampler")
     async with CoordinatorClient(run.address, tls=tls, policy=PATIENT, payload_urls=urls) as client:
         yield Puller(api=client, spool=spool, layout=run.run.layout, clock=SystemClock(), num_streams=streams)
-
-
-def served():
-    """Payload bytes that coordinators of this process sent."""
-    return BYTES.labels("weights", "out")._value.get()
-
-
-def copies(run):
-    return [path for path in (run.directory / "data" / "blobs").rglob("*") if path.is_file()]
-
-
-def payloads_of(names):
-    return [name for name in names if name.startswith("blobs/")]
 
 
 @pytest.mark.parametrize("streams", [1, 3])

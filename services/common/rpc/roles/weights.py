@@ -7,7 +7,8 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-from heterorl.common.direct.reads import Allowed, DirectReads
+from heterorl.common.direct.connections import Allowed, Connections
+from heterorl.common.direct.reads import DirectReads
 from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Digest
@@ -23,11 +24,12 @@ class WeightCalls(Calls):
 
     def __init__(self, address: str, *, payload_urls: Allowed = "https", **how: Any) -> None:
         super().__init__(address, **how)
-        self._direct = DirectReads(payload_urls)
+        self._connections = Connections(payload_urls)
+        self._direct = DirectReads(self._connections)
 
     async def close(self) -> None:
         """Close the channel and the connections; calls under way are cancelled."""
-        await self._direct.close()
+        await self._connections.close()
         await super().close()
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:

@@ -12,6 +12,7 @@ one run, on the same files:
     old pages     the same bytes over a file that has its pages
     digest        blake3 of the same bytes in memory, frame by frame
     memcpy        one copy of the model in memory
+    s3, relay     the same payloads from a bucket's addresses and through a relay (benchmarks/pull_ways.py)
 
     python -m benchmarks.pull --out benchmarks/results/pull.json
 """
@@ -30,8 +31,9 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import blake3
@@ -41,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bare_streams import read_bare, read_bare_to_file, read_tcp, serve_bare, serve_tcp, serving
+from benchmarks.pull_ways import Ways
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
@@ -183,9 +186,14 @@ def free_port() -> int:
 
 
 async def best_of(
-    runs: dict[str, Callable[[], Awaitable[Any]]], *, prepare: Callable[[], None] = lambda: None
+    runs: dict[str, Callable[[], Awaitable[Any]]],
+    *,
+    prepare: Callable[[], None] = lambda: None,
+    before: Mapping[str, Callable[[], Awaitable[None]]] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """The results of the last of some runs of each, in turns, and the seconds of the fastest; `prepare` is not counted.
+    """The results of the last of some runs of each, in turns, and the seconds of the fastest.
+
+    Not counted: `prepare` before each run, and what stands in `before` under its name.
 
     In turns: what else the machine does then slows all of them down alike.
     """
@@ -194,6 +202,8 @@ async def best_of(
     for _ in range(REPEATS):
         for name, run in runs.items():
             prepare()
+            if name in before:
+                await before[name]()
             started = time.perf_counter()
             results[name] = await run()
             fastest[name] = min(fastest[name], time.perf_counter() - started)
@@ -226,6 +236,13 @@ async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str,
             assert held is not None
             assert held.arena.digests() == arenas[1].digests()
             peak = psutil.Process(child.process.pid).memory_info().rss
+
+            async def publish_again(client: CoordinatorClient, there: Path) -> list[PayloadRef]:
+                return await publish(client, arenas, there)
+
+            ways = Ways(directory, address=address, layout=arenas[0].layout)
+            for ref, row in zip(refs, await ways.measure(refs, publish=publish_again, best_of=best_of), strict=True):
+                rows[ref.kind.value] |= row
     finally:
         stop([child])
     target = np.empty(num_bytes // 2, np.int16)
@@ -314,7 +331,7 @@ def main() -> None:
     )
     columns = (
         "payload", "MB", "pull s", "fetch", "bare gRPC", "to a file", "raw TCP", "of bare", "of file",
-        "new pages", "old pages", "digest",
+        "new pages", "old pages", "digest", "s3", "relay cold", "relay",
     )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
@@ -332,8 +349,11 @@ def main() -> None:
             f"{row['new_pages_gb_s']:.2f}",
             f"{row['old_pages_gb_s']:.2f}",
             f"{row['digest_gb_s']:.2f}",
+            f"{row['s3_gb_s']:.3f}",
+            f"{row['relay_cold_gb_s']:.3f}",
+            f"{row['relay_gb_s']:.3f}",
         )
-    Console(width=140).print(table)
+    Console(width=160).print(table)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

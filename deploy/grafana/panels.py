@@ -238,7 +238,7 @@ WEIGHTS_BOARD = Dashboard(
                             "direction"), minimum=0),
         Panel(title="Payload bytes of relays", unit="Bps",
               queries=_rate("heterorl_relay_payload_bytes_total", "{{way}} {{instance}}", RUN, "way", "instance"),
-              note="from_coordinator and from_store (a bucket) cross the line, to_nodes stays at the site."),
+              note="from_coordinator and from_bucket cross the line, to_nodes stays at the site."),
         Panel(title="Payload reads at relays", unit="ops", minimum=0,
               queries=_rate("heterorl_relay_payload_reads_total", "{{outcome}}", RUN, "outcome"),
               note="passed: larger than cache_bytes, or no disk; damaged: a disk changed bytes, fetched anew."),

@@ -126,6 +126,14 @@ class LearnerApi(WeightsApi, Protocol):
         """Append frames (at most 1 MiB each) from `offset`; returns the bytes now durable."""
         ...
 
+    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: AsyncIterator[bytes]) -> bool:
+        """Put all of a payload where the coordinator can take it; False where there is no such place now."""
+        ...
+
+    async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
+        """Have the coordinator verify and take what was put; returns the bytes now durable."""
+        ...
+
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version and consume its groups, wholly or not at all; the same step id gives the same version."""
         ...

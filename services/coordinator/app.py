@@ -146,9 +146,10 @@ async def _serve(
             composer = tasks.create_task(core.composer.run())
             keeper = tasks.create_task(core.keeper.run())
             relief = tasks.create_task(core.relief.run())
+            incoming = tasks.create_task(core.parts.incoming.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
-            for loop in (gauges, composer, keeper, relief):
+            for loop in (gauges, composer, keeper, relief, incoming):
                 loop.cancel()
     finally:
         _LOG.info("stopping")

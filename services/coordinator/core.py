@@ -52,6 +52,8 @@ class Coordinator:
         self.release_lease = self.lease.release_lease
         self.query_upload = self.policy.query_upload
         self.upload_payload = self.policy.upload_payload
+        self.put_payload = self.policy.put_payload
+        self.take_payload = self.policy.take_payload
         self.publish_version = self.policy.publish_version
         self.get_step = self.policy.get_step
         self.watch_head = self.policy.watch_head

@@ -29,7 +29,7 @@ from heterorl.coordinator.store.choice import open_engine
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.engine import Engine
-from heterorl.coordinator.store.home import Copies, Home
+from heterorl.coordinator.store.home import Copies, Home, Incoming
 from heterorl.coordinator.store.room import Room, operators_error
 from heterorl.coordinator.versions import lineage
 
@@ -71,7 +71,9 @@ async def open_parts(
         with contextlib.suppress(StoreFull):
             while not await database.run(ring.trim):
                 pass
-        home, blobs, copies = await _open_payloads(config, database, make_room=make_room, on_full=room.note_refusal)
+        home, blobs, copies, incoming = await _open_payloads(
+            config, database, clock, make_room=make_room, on_full=room.note_refusal
+        )
         merges = Merges(config.data_dir / "merged")
         await merges.open(database)
         sites = Sites(max_work_ahead_s=config.max_work_ahead_s)
@@ -110,6 +112,7 @@ async def open_parts(
         home=home,
         blobs=blobs,
         copies=copies,
+        incoming=incoming,
         merges=merges,
         composer=Composer(
             merges=merges,
@@ -151,11 +154,12 @@ async def open_parts(
 async def _open_payloads(
     config: CoordinatorConfig,
     database: Database,
+    clock: Clock,
     *,
     make_room: Callable[[int], Awaitable[None]],
     on_full: Callable[[], None],
-) -> tuple[Home, BlobStore, Copies]:
-    """Open the home of the payloads, their files, and what makes copies of them."""
+) -> tuple[Home, BlobStore, Copies, Incoming]:
+    """Open the home of the payloads, their files, what makes copies of them, and the place for what is put there."""
     if not config.payloads.bucket:
         files = await asyncio.to_thread(
             BlobStore,
@@ -165,7 +169,7 @@ async def _open_payloads(
             make_room=make_room,
             on_full=on_full,
         )
-        return Home(), files, Copies()
+        return Home(), files, Copies(), Incoming()
     # Only where there is a bucket: its package is optional.
     from heterorl.coordinator.store.bucket.opening import open_bucket
 
@@ -181,6 +185,7 @@ async def _open_payloads(
             max_payload_bytes=config.max_payload_bytes,
             make_room=make_room,
             on_full=on_full,
+            clock=clock,
         )
     except Busy as error:
         raise ConfigError("payloads", error.args[0], action="check bucket, endpoint and credentials") from error

@@ -25,7 +25,7 @@ from heterorl.coordinator.sites.standstill import Standstill
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.home import Copies, Home
+from heterorl.coordinator.store.home import Copies, Home, Incoming
 from heterorl.coordinator.store.room import Room
 from heterorl.coordinator.versions.standing import Standing
 
@@ -42,6 +42,7 @@ class Parts:
     home: Home
     blobs: BlobStore
     copies: Copies
+    incoming: Incoming
     merges: Merges
     composer: Composer
     leases: PullLeases

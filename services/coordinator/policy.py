@@ -13,6 +13,7 @@ from heterorl.common.errors import (
     Busy,
     CorruptData,
     CorruptStore,
+    DigestMismatch,
     Draining,
     GroupNotAvailable,
     InvalidRequest,
@@ -68,6 +69,31 @@ class PolicyColumn:
         except CorruptStore as error:
             self._parts.database.fail(str(error))
             raise
+
+    async def put_url(self, *, epoch: int, digest: Digest, num_bytes: int) -> str:
+        """An address at which the epoch's learner may put a payload for a while; empty where it is to be streamed."""
+        await self._parts.database.run(lambda connection: lineage.check_epoch(connection, epoch))
+        if self._parts.blobs.query(digest):
+            return ""
+        try:
+            return await self._parts.incoming.url(digest, num_bytes)
+        except Busy:
+            return ""
+
+    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: AsyncIterator[bytes]) -> bool:  # noqa: ARG002 - see heterorl.common.api
+        """Nothing is put from within this process: its caller streams."""
+        return False
+
+    async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
+        """Verify what was put at an address and make it a payload, as if it had been streamed."""
+        frames = self._parts.incoming.frames(digest, num_bytes)
+        try:
+            taken = await self.upload_payload(epoch=epoch, digest=digest, num_bytes=num_bytes, offset=0, frames=frames)
+        except DigestMismatch:
+            await self._parts.incoming.drop(digest)
+            raise
+        await self._parts.incoming.drop(digest)
+        return taken
 
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version and consume its groups, in one transaction."""

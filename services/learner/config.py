@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from heterorl.common.direct.reads import Allowed
+from heterorl.common.direct.connections import Allowed
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import SamplingConfig
@@ -116,8 +116,8 @@ class LearnerConfig(Config):
     retry_cap_s: float = Field(default=10.0, gt=0)
     """Longest wait between attempts, seconds; the learner goes on trying."""
     payload_urls: Allowed = "https"
-    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https`, `any` (http too)
-    or `none`; what they bring is compared with its digest."""
+    """Addresses in a bucket that the coordinator gives and this node reads payloads from, and puts its own at: of
+    `https`, `any` (http too) or `none`; what they bring is compared with its digest."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of what this process receives and sends."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)

@@ -24,7 +24,7 @@ from heterorl.common.process.files import replacing
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.config import RelayConfig
 from heterorl.relay.server import RelayServer
-from heterorl.relay.upstream import BRIEF, FROM_COORDINATOR, FROM_STORE, TO_NODES, Upstream
+from heterorl.relay.upstream import BRIEF, FROM_BUCKET, FROM_COORDINATOR, TO_NODES, Upstream
 from heterorl.relay.weights import Weights
 
 _LOG = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
     cache = await asyncio.to_thread(CacheDirectory, config.cache_dir, max_bytes=config.cache_bytes)
     metrics.watch_disk(config.cache_dir)
     metrics.RELAY_CACHE_LIMIT_BYTES.set(config.cache_bytes)
-    for way in (FROM_COORDINATOR, FROM_STORE, TO_NODES):
+    for way in (FROM_COORDINATOR, FROM_BUCKET, TO_NODES):
         metrics.RELAY_BYTES.labels(way)
     upstream = Upstream(
         config.coordinator,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from heterorl.common.direct.reads import Allowed
+from heterorl.common.direct.connections import Allowed
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config

@@ -3,7 +3,8 @@
 Guarantees: one fetch of a payload at a time, whoever asks and leaves meanwhile; a fetch that broke goes on from the
 bytes on disk when somebody asks again, also after a restart; a kept payload is compared with its name once and each
 block of it whenever it is sent (common/pull/reader), so that one that a disk damaged is fetched anew and never sent.
-What cannot be kept is passed on from the coordinator to each who asks.
+What cannot be kept is passed on to each who asks: a whole one from the bucket where it has the bytes of its name, the
+rest of one, and a range, from the coordinator.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.reader import DamagedFile, PayloadReader
 from heterorl.common.pull.spool import RunningDigest
+from heterorl.common.rpc.roles.weights import WeightCalls
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PullPlan
 from heterorl.relay.arrival import Arrival
 from heterorl.relay.cache import CacheDirectory
-from heterorl.relay.upstream import TO_NODES, Upstream
+from heterorl.relay.upstream import TO_NODES
 
 _LOG = logging.getLogger(__name__)
 MAX_KNOWN = 1 << 14
@@ -147,14 +149,22 @@ class Payloads:
 
     async def _passed(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
         RELAY_READS.labels(PASSED).inc()
-        found, is_whole = RunningDigest(), offset == 0 and stop is None
-        async for frame in self._api.read_payload(digest=digest, offset=offset, stop=stop):
-            if is_whole:
-                found.update(frame)
+        api = self._api
+        num_bytes = self._known[digest].num_bytes if digest in self._known else -1
+        is_whole = offset == 0 and stop in (None, num_bytes)
+        if isinstance(api, WeightCalls) and not is_whole:
+            # Nobody here could tell that an address has other bytes.
+            async for frame in api.read_from_peer(digest=digest, offset=offset, stop=stop):
+                yield frame
+            return
+        running = RunningDigest()
+        async for frame in api.read_payload(digest=digest, offset=offset, stop=stop):
+            running.update(frame)
+            offset += len(frame)
+            # Before the last frame leaves: who has it may ask for nothing more.
+            if isinstance(api, WeightCalls) and offset == num_bytes and running.digest() != digest:
+                api.distrust_address(digest)
             yield frame
-        # Whoever reads it refuses it and asks again: by then the coordinator is to be asked.
-        if is_whole and found.digest() != digest and isinstance(self._api, Upstream):
-            self._api.distrust_address(digest)
 
     def _begin(self, ref: PayloadRef) -> Arrival:
         # A task of its own: whoever asked first may leave first.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from heterorl.common.direct.reads import Allowed
+from heterorl.common.direct.connections import Allowed
 from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig

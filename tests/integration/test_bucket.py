@@ -9,17 +9,17 @@ import pytest
 
 from heterorl.common.errors import Busy, ConfigError, CorruptData, PayloadMissing, UnknownVersion
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.metrics import BYTES
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.bucket.objects import read_credentials
 from tests.support.bucket import SECRET, BucketServer
+from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock
 from tests.support.relay import Relay
 from tests.support.relayed import LargeRun, Site, counted, since
-from tests.support.secure_run import PATIENT, SecureRun
+from tests.support.secure_run import PATIENT
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +34,6 @@ def prefix(request):
     return f"runs/{request.node.name}".replace("[", ".").replace("]", "")
 
 
-@contextlib.asynccontextmanager
-async def run_at(directory, payloads):
-    run = SecureRun(directory)
-    run.run_class = LargeRun
-    run.changes = {"payloads": payloads, "max_staleness_versions": 1, "keep_versions": 1, "pull_lease_s": 0.01}
-    async with run:
-        yield run
-
-
 @pytest.fixture
 async def run(server, prefix, tmp_path):
     async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix)) as run:
@@ -54,19 +45,6 @@ async def node(run, spool, *, urls="any", streams=1):
     tls = run.certificates.tls("sampler")
     async with CoordinatorClient(run.address, tls=tls, policy=PATIENT, payload_urls=urls) as client:
         yield Puller(api=client, spool=spool, layout=run.run.layout, clock=SystemClock(), num_streams=streams)
-
-
-def served():
-    """Payload bytes that coordinators of this process sent."""
-    return BYTES.labels("weights", "out")._value.get()
-
-
-def copies(run):
-    return [path for path in (run.directory / "data" / "blobs").rglob("*") if path.is_file()]
-
-
-def payloads_of(names):
-    return [name for name in names if name.startswith("blobs/")]
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -94,6 +72,65 @@ async def test_node_that_asks_no_addresses_is_served_by_the_coordinator(run, tmp
         assert pulled.manifest.state_root == run.run.roots[0]
         assert served() - before > 6 << 20
     assert len(copies(run)) == 1
+
+
+@pytest.mark.parametrize("cache_bytes", [7 << 20, 1 << 20])
+async def test_relay_reads_from_the_bucket_once_and_again_what_it_evicted(run, server, prefix, tmp_path, cache_bytes):
+    # Room for one of two snapshots; or for none, which are passed on.
+    held = None
+    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=cache_bytes) as site:
+        before = counted()
+        for version, name in ((0, "a"), (0, "b"), (1, "a"), (0, "c")):
+            if version > run.run.head:
+                await run.run.publish(snapshot=True)
+                before["served"] = counted()["served"]
+            pulled = await site.puller(tmp_path / f"{version}{name}").pull(held=held, want_version=version)
+            assert pulled.manifest.state_root == run.run.roots[version]
+            await site.settled()
+        found = since(before)
+
+    one = server.sizes(prefix)[0]
+    assert (found["served"], found["from_coordinator"]) == (0, 0)
+    if cache_bytes > one:
+        assert (found["fetched"], found["hit"] + found["joined"]) == (3, 1)
+    assert found["from_bucket"] == pytest.approx((3 if cache_bytes > one else 4) * one, rel=0.01)
+    assert found["to_nodes"] == pytest.approx(4 * one, rel=0.01)
+
+
+@pytest.mark.parametrize("cache_bytes", [64 << 20, 1 << 20])
+async def test_relay_that_found_wrong_bytes_in_the_bucket_asks_the_coordinator(
+    run, server, prefix, tmp_path, cache_bytes
+):
+    (name,) = payloads_of(server.names(prefix))
+    data = copies(run)[0].read_bytes()
+    server.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
+    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=cache_bytes) as site:
+        before = counted()
+        puller = site.puller(tmp_path / "spool")
+        with pytest.raises((CorruptData, Busy), match="digest"):
+            await puller.pull(held=None, want_version=-1)
+        pulled = await puller.pull(held=None, want_version=-1)
+        found = since(before)
+
+    assert pulled.manifest.state_root == run.run.roots[0]
+    assert (found["from_bucket"], found["from_coordinator"]) == (len(data), len(data))
+
+
+async def test_address_that_did_not_serve_is_asked_again_when_a_plan_brings_a_new_one(run, tmp_path):
+    before = served()
+    async with node(run, tmp_path / "spool") as puller:
+        direct = puller._api._direct
+        plan = await puller._api.plan_pull(have_version=-1, have_root="", want_version=-1)
+        digest = plan.payloads[0].digest
+        direct.forget(digest)
+        assert direct.find(digest) is None
+        pulled = await puller.pull(held=None, want_version=-1)
+        assert served() == before
+        # What had other bytes is not: no plan makes them right.
+        puller._api.distrust_address(digest)
+        await puller._api.plan_pull(have_version=-1, have_root="", want_version=-1)
+        assert direct.find(digest) is None
+    assert pulled.manifest.state_root == run.run.roots[0]
 
 
 class _Refusing(http.server.BaseHTTPRequestHandler):
@@ -290,46 +327,3 @@ async def test_publication_names_only_what_the_bucket_has(server, prefix, run):
     run.core.parts.home._sizes.clear()
     with pytest.raises(PayloadMissing):
         await run.run.api.publish_version(request)
-
-
-async def test_relay_reads_from_the_bucket_once_for_its_site_and_again_what_it_evicted(run, server, tmp_path):
-    before, sent = counted(), served()
-    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=10 << 20) as site:
-        for name in ("eu.1", "eu.2"):
-            client = site.client(name)
-            pulled = await site.puller(tmp_path / name, client=client).pull(held=None, want_version=-1)
-            assert pulled.manifest.state_root == run.run.roots[0]
-        await site.settled()
-        first = since(before)
-        assert (first["fetched"], first["from_coordinator"], first["to_nodes"]) == (1, 0, 2 * first["from_store"])
-
-        # The cache holds one snapshot: the second version's drives out the first, which is asked for again.
-        await run.run.publish(snapshot=True)
-        await site.puller(tmp_path / "new", client=site.client("eu.1")).pull(held=None, want_version=-1)
-        await site.settled()
-        again = await site.puller(tmp_path / "late", client=site.client("eu.2")).pull(held=None, want_version=0)
-        await site.settled()
-
-    assert again.manifest.state_root == run.run.roots[0]
-    counts = since(before)
-    assert counts["fetched"] == 3
-    assert counts["from_coordinator"] == served() - sent == 0
-    assert counts["from_store"] > 2.9 * (6 << 20)
-
-
-async def test_wrong_object_that_a_relay_cannot_keep_is_not_passed_on_twice(run, server, prefix, tmp_path):
-    (name,) = payloads_of(server.names(prefix))
-    (copy,) = copies(run)
-    data = copy.read_bytes()
-    server.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
-    before = counted()
-    async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=1 << 20) as site:
-        puller = site.puller(tmp_path / "spool")
-        with pytest.raises(CorruptData, match="arrived with another digest"):
-            await puller.pull(held=None, want_version=-1)
-        pulled = await puller.pull(held=None, want_version=-1)
-
-    assert pulled.manifest.state_root == run.run.roots[0]
-    counts = since(before)
-    assert counts["passed"] == 2
-    assert counts["from_store"] == counts["from_coordinator"] == len(data)

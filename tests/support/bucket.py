@@ -94,6 +94,10 @@ class BucketServer:
         """Keys below a prefix, without it."""
         return sorted(entry["path"] for entry in obstore.list(self._at(prefix)).collect())
 
+    def sizes(self, prefix: str) -> list[int]:
+        """Bytes of the payloads below a prefix."""
+        return [entry["size"] for entry in obstore.list(self._at(f"{prefix}/blobs")).collect()]
+
     def replace(self, prefix: str, name: str, data: bytes) -> None:
         """Give an object other bytes, as a hand or a failing store would."""
         obstore.put(self._at(prefix), name, data)

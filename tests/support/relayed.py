@@ -127,7 +127,7 @@ async def large_run(directory: Path) -> AsyncIterator[SecureRun]:
 
 def counted() -> dict[str, float]:
     """Payload bytes and reads so far."""
-    values = {way: RELAY_BYTES.labels(way)._value.get() for way in ("from_coordinator", "from_store", "to_nodes")}
+    values = {way: RELAY_BYTES.labels(way)._value.get() for way in ("from_coordinator", "from_bucket", "to_nodes")}
     values["served"] = BYTES.labels("weights", "out")._value.get()
     for outcome in ("hit", "joined", "fetched", "passed", "damaged"):
         values[outcome] = RELAY_READS.labels(outcome)._value.get()

@@ -1,1 +1,4 @@
-"""Payloads from addresses that a coordinator gives: which of them a node asks, and how it reads them. Open `reads`."""
+"""Payloads at addresses that a coordinator gives: which of them a node asks, how it reads from them and puts there.
+
+Open `reads`.
+"""

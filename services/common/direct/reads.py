@@ -1,32 +1,24 @@
 """Reading payloads straight from a store of objects, by addresses that plans give for a while.
 
-Guarantees: an address brings the bytes of a range and nothing more; it is asked only where this node allows its scheme,
-without redirects; it is never written down, as whoever has it can read. Others compare the bytes with their name, and
-say where they are wrong (`distrust`): then the coordinator is asked from then on.
+Guarantees: an address brings the bytes of a range and nothing more, others compare them with their name; it is asked
+only where this node allows its scheme, without redirects; it is never written down, as whoever has it can read. An
+address that does not serve is forgotten, and that of the next plan is asked. A payload that arrived with another digest
+is distrusted: no address of it is asked any more.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit
 
+from heterorl.common.direct.connections import Connections
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef
 
-if TYPE_CHECKING:
-    import httpx2
-
-Allowed = Literal["https", "any", "none"]
-"""Addresses that a node asks: of TLS alone, of http too, or none."""
-MAX_URL_CHARACTERS = 8192
 MAX_KNOWN = 4096
 FRAME_BYTES = 1 << 20
-CONNECT_S, SILENCE_S = 10.0, 30.0
 _PARTIAL = 206
 
 
@@ -42,18 +34,17 @@ _NEW = Address(url="", num_bytes=0)
 
 
 class DirectReads:
-    """The addresses that a node knows, and the connections to them. Belongs to the event loop."""
+    """The addresses that a node knows. Belongs to the event loop."""
 
-    def __init__(self, allowed: Allowed) -> None:
-        self._schemes = {"https": ("https",), "any": ("https", "http"), "none": ()}[allowed]
-        # Those of the last plans; None where an address did not serve.
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        # Those of the last plans; None where an address had other bytes than the payload's name says.
         self._known: OrderedDict[Digest, Address | None] = OrderedDict()
-        self._client: httpx2.AsyncClient | None = None
 
     def note(self, payloads: Sequence[PayloadRef], urls: Sequence[str]) -> None:
         """Learn the addresses of a plan; those that this node does not ask are left out."""
         for payload, url in zip(payloads, urls, strict=False):
-            if _is_usable(url, self._schemes) and self._known.get(payload.digest, _NEW) is not None:
+            if self._connections.allows(url) and self._known.get(payload.digest, _NEW) is not None:
                 self._known[payload.digest] = Address(url=url, num_bytes=payload.num_bytes)
                 self._known.move_to_end(payload.digest)
         while len(self._known) > MAX_KNOWN:
@@ -62,6 +53,11 @@ class DirectReads:
     def find(self, digest: Digest) -> Address | None:
         """The address to read a payload from; None where there is none."""
         return self._known.get(digest)
+
+    def forget(self, digest: Digest) -> None:
+        """Ask no address of a payload until a plan brings another one."""
+        if self._known.get(digest) is not None:
+            del self._known[digest]
 
     def distrust(self, digest: Digest) -> None:
         """Ask no address of a payload any more."""
@@ -73,19 +69,12 @@ class DirectReads:
         Raises:
             Unreachable: it does not answer, refuses, or answers something else.
         """
-        try:
-            import httpx2
-        except ImportError:
-            raise Unreachable("httpx2 is not installed") from None
-        if self._client is None:
-            # At INFO they write down each address.
-            for name in ("httpx2", "httpcore2"):
-                logging.getLogger(name).setLevel(logging.WARNING)
-            timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S)
-            self._client = httpx2.AsyncClient(timeout=timeout, follow_redirects=False)
+        client = self._connections.client()
+        import httpx2
+
         headers = {"Range": f"bytes={offset}-{stop - 1}", "Accept-Encoding": "identity"}
         try:
-            async with self._client.stream("GET", address.url, headers=headers) as answer:
+            async with client.stream("GET", address.url, headers=headers) as answer:
                 begins = answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-")
                 if answer.status_code != _PARTIAL or not begins:
                     raise Unreachable(f"the store of the payloads answers {answer.status_code}")
@@ -100,18 +89,3 @@ class DirectReads:
             raise Unreachable(f"the store of the payloads does not answer ({type(error).__name__})") from None
         if num_left:
             raise Unreachable("the answer of the store of the payloads ended early")
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
-
-
-def _is_usable(url: str, schemes: Sequence[str]) -> bool:
-    if not url or len(url) > MAX_URL_CHARACTERS or not url.isascii() or not url.isprintable():
-        return False
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in schemes and bool(parts.hostname)
-    except ValueError:
-        return False

@@ -82,7 +82,7 @@ DIGEST_MISMATCHES = _counter("digest_mismatches_total", "Versions whose recomput
 # relay
 RELAY_BYTES = _counter(
     "relay_payload_bytes_total",
-    "Bytes of payloads: from_coordinator and from_store over the line, to_nodes at this site.",
+    "Bytes of payloads: from_coordinator and from_bucket over the line, to_nodes at this site.",
     "way",
 )
 RELAY_READS = _counter("relay_payload_reads_total", "Reads of payloads, by where the bytes came from.", "outcome")

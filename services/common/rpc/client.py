@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc.aio
 
+from heterorl.common.direct.writes import DirectWrites
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.calls import once, readable, timed
@@ -66,8 +68,11 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
     cursor. They raise Unreachable when the link breaks.
     """
 
-    _push_groups = 1
-    """Groups in one message, as the coordinator said when this node registered."""
+    def __init__(self, address: str, **how: Any) -> None:
+        super().__init__(address, **how)
+        # Groups in one message, as the coordinator said when this node registered.
+        self._push_groups = 1
+        self._writes = DirectWrites(self._connections)
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Ask how many bytes of a payload are durable."""
@@ -87,12 +92,38 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
                 await self._pace(self._up, "up", len(frame))
                 yield policy_pb2.UploadPayloadRequest(frame=frame, checksum=frame_checksum(frame))
 
+        return await self._upload(requests())
+
+    async def _upload(self, requests: AsyncIterator[policy_pb2.UploadPayloadRequest]) -> int:
         async def attempt() -> int:
             async with self._link.stubs() as stubs:
                 with timed("UploadPayload"):
-                    return int((await stubs.method("UploadPayload")(requests())).num_bytes)
+                    return int((await stubs.method("UploadPayload")(requests)).num_bytes)
 
         return await once("UploadPayload", attempt)
+
+    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: AsyncIterator[bytes]) -> bool:
+        """Put a payload at the address that the coordinator gives for it."""
+        if not self._writes.is_worth_asking:
+            return False
+
+        async def paced() -> AsyncIterator[bytes]:
+            async for frame in frames:
+                await self._pace(self._up, "up", len(frame))
+                yield frame
+
+        request = policy_pb2.QueryUploadRequest(digest=digest, epoch=epoch, put_bytes=num_bytes)
+        answer = await self._call("QueryUpload", request)
+        return await self._writes.put(answer.put_url, paced(), num_bytes=num_bytes)
+
+    async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
+        """Have the coordinator take what was put."""
+
+        async def requests() -> AsyncIterator[policy_pb2.UploadPayloadRequest]:
+            header = policy_pb2.UploadHeader(epoch=epoch, digest=digest, num_bytes=num_bytes, is_put=True)
+            yield policy_pb2.UploadPayloadRequest(header=header)
+
+        return await self._upload(requests())
 
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version; the step id makes a repetition harmless."""

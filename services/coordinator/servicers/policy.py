@@ -58,7 +58,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.QueryUploadRequest, context: Context
     ) -> policy_pb2.QueryUploadResponse:
         digest = digest_field("digest", request.digest)
-        return policy_pb2.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
+        answer = policy_pb2.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
+        if request.put_bytes:
+            answer.put_url = await self._policy.put_url(epoch=request.epoch, digest=digest, num_bytes=request.put_bytes)
+        return answer
 
     async def UploadPayload(
         self, request_iterator: AsyncIterator[policy_pb2.UploadPayloadRequest], context: Context
@@ -66,6 +69,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidRequest("upload: the first message must be the header")
+        if first.header.is_put:
+            return await self._take(first.header, request_iterator)
 
         async def frames() -> AsyncIterator[bytes]:
             async for message in request_iterator:
@@ -85,6 +90,16 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             num_bytes=first.header.num_bytes,
             offset=first.header.offset,
             frames=frames(),
+        )
+        return policy_pb2.UploadPayloadResponse(num_bytes=num_bytes)
+
+    async def _take(
+        self, header: policy_pb2.UploadHeader, rest: AsyncIterator[policy_pb2.UploadPayloadRequest]
+    ) -> policy_pb2.UploadPayloadResponse:
+        if await anext(rest, None) is not None:
+            raise InvalidRequest("upload: a payload that was put has no frames")
+        num_bytes = await self._policy.take_payload(
+            epoch=header.epoch, digest=digest_field("header.digest", header.digest), num_bytes=header.num_bytes
         )
         return policy_pb2.UploadPayloadResponse(num_bytes=num_bytes)
 

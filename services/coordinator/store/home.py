@@ -1,7 +1,8 @@
 """Where payloads are at home, and how their files come to hand: here, both are the files of the data directory.
 
-Whoever keeps payloads elsewhere (heterorl.coordinator.store.bucket) derives from these two classes. A `BlobStore` asks
-its home before it says that a payload is complete and after it deleted one; whoever reads files asks for copies first.
+Whoever keeps payloads elsewhere (heterorl.coordinator.store.bucket) derives from these three classes. A `BlobStore`
+asks its home before it says that a payload is complete and after it deleted one; whoever reads files asks for copies
+first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from heterorl.common.errors import PayloadMissing
 from heterorl.common.types.common import Digest
 
 
@@ -78,3 +80,32 @@ class Copies:
     async def heal(self, digest: Digest) -> bool:  # noqa: ARG002 - there is no other
         """Replace a file that is gone or has other bytes than its name says; False where that cannot be the cure."""
         return False
+
+
+class Incoming:
+    """What learners put beside the coordinator, until it has taken it: there is no place for it."""
+
+    async def url(self, digest: Digest, num_bytes: int) -> str:  # noqa: ARG002 - for no payload
+        """An address at which a payload may be put for a while; empty where there is none.
+
+        Raises:
+            Busy: nobody can tell now.
+        """
+        return ""
+
+    async def frames(self, digest: Digest, num_bytes: int) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload
+        """Yield what was put as a payload, whose bytes nobody has compared with its name yet.
+
+        Raises:
+            PayloadMissing: nothing was, or it is no longer there.
+            DigestMismatch: it has another size, and is deleted.
+            Busy: it cannot be read now.
+        """
+        raise PayloadMissing(f"payload {digest[:12]} was not put anywhere")
+        yield b""
+
+    async def drop(self, digest: Digest) -> None:
+        """Delete what was put as a payload, as far as that is possible now."""
+
+    async def run(self) -> None:
+        """Delete now and then what nobody took, until cancelled."""

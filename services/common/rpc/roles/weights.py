@@ -7,7 +7,8 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-from heterorl.common.direct.reads import Allowed, DirectReads
+from heterorl.common.direct.connections import Allowed, Connections
+from heterorl.common.direct.reads import DirectReads
 from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Digest
@@ -23,11 +24,12 @@ class WeightCalls(Calls):
 
     def __init__(self, address: str, *, payload_urls: Allowed = "https", **how: Any) -> None:
         super().__init__(address, **how)
-        self._direct = DirectReads(payload_urls)
+        self._connections = Connections(payload_urls)
+        self._direct = DirectReads(self._connections)
 
     async def close(self) -> None:
         """Close the channel and the connections; calls under way are cancelled."""
-        await self._direct.close()
+        await self._connections.close()
         await super().close()
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
@@ -87,27 +89,32 @@ class WeightCalls(Calls):
             end = address.num_bytes if stop is None else stop
             try:
                 async for frame in self._direct.read(address, offset=offset, stop=end):
-                    self._received(len(frame), is_direct=True)
                     await self._pace(self._down, "down", len(frame))
+                    self._note_frame(frame, is_direct=True)
                     offset += len(frame)
                     yield frame
                 return
             except Unreachable as error:
-                self.distrust_address(digest)
+                self._direct.forget(digest)
                 _LOG.info("payload %s comes from the coordinator: %s", digest[:12], error.args[0])
+        async for frame in self.read_from_peer(digest=digest, offset=offset, stop=stop):
+            yield frame
+
+    def distrust_address(self, digest: Digest) -> None:
+        """Read a payload from the peer alone from now on: it arrived with other bytes than its name says."""
+        self._direct.distrust(digest)
+
+    def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
+        """A frame of a payload arrived, from an address or from the peer."""
+
+    async def read_from_peer(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload as the peer sends them, whatever addresses are known."""
         request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
         async for message in self._streamed("ReadPayload", request):
             # Once: each access of a bytes field copies it.
             frame = message.frame
             if frame_checksum(frame) != message.checksum:
                 raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
-            self._received(len(frame), is_direct=False)
             await self._pace(self._down, "down", len(frame))
+            self._note_frame(frame, is_direct=False)
             yield frame
-
-    def distrust_address(self, digest: Digest) -> None:
-        """Read a payload from the peer alone: what its address gave has another digest."""
-        self._direct.distrust(digest)
-
-    def _received(self, num_bytes: int, *, is_direct: bool) -> None:
-        """Hear of each frame of a payload, and whether it came from an address."""

@@ -30,6 +30,10 @@ class BucketConfig(Config):
     url_lifetime_s: float = Field(default=3600.0, ge=60.0, le=604800.0)
     """How long an address that a plan gives to a node can be read from, seconds."""
 
+    put_bytes: int = Field(default=5 << 30, ge=0, le=5 << 30)
+    """Largest payload that a learner puts into the bucket itself, in one request, instead of sending it through the
+    coordinator, which verifies it before anybody sees it; 0: all come through the coordinator."""
+
     @field_validator("endpoint")
     @classmethod
     def _check_endpoint(cls, endpoint: str) -> str:

@@ -2,6 +2,7 @@
 
     PREFIX/run                  the store whose rows name these payloads
     PREFIX/blobs/ab/DIGEST      payloads; a name appears with all its bytes or not at all
+    PREFIX/incoming/DIGEST      what a learner put there itself; no payload before the coordinator has verified it
     PREFIX/damaged/DIGEST       payloads whose bytes changed; for a person to look at, never served
 
 Guarantees: no text of the library leaves this module, since it quotes addresses; a call that the store does not answer
@@ -127,6 +128,45 @@ class Objects:
         async with self._asked("delete a payload"):
             await self._library.delete_async(self._store, _key(digest))
 
+    # what learners put
+
+    async def put_url(self, digest: Digest) -> str:
+        """An address at which whoever has it may put bytes for a while."""
+        async with self._asked("be signed for"):
+            return str(await self._library.sign_async(self._store, "PUT", _incoming(digest), self._lifetime))
+
+    async def incoming_size(self, digest: Digest) -> int:
+        """Bytes of what was put as a payload.
+
+        Raises:
+            FileNotFoundError: nothing was.
+        """
+        async with self._asked("be read"):
+            return int((await self._library.head_async(self._store, _incoming(digest)))["size"])
+
+    async def incoming(self, digest: Digest) -> AsyncIterator[bytes]:
+        """Yield what was put as a payload.
+
+        Raises:
+            FileNotFoundError: nothing was.
+        """
+        async with self._asked("be read"):
+            answer = await self._library.get_async(self._store, _incoming(digest))
+            async for block in answer.stream(min_chunk_size=READ_BYTES):
+                yield bytes(block)
+
+    async def list_incoming(self) -> dict[Digest, float]:
+        """All that was put, and the wall time of it."""
+        async with self._asked("be listed"):
+            found = await self._library.list(self._store, prefix="incoming").collect_async()
+        names = ((entry["path"].rpartition("/")[2], entry["last_modified"].timestamp()) for entry in found)
+        return {Digest(name): float(at) for name, at in names if is_digest(name)}
+
+    async def delete_incoming(self, digest: Digest) -> None:
+        """Delete what was put as a payload, there or not."""
+        async with self._asked("delete what was put"):
+            await self._library.delete_async(self._store, _incoming(digest))
+
     async def set_aside(self, digest: Digest) -> None:
         """Give a payload a name under which it is never served."""
         async with self._asked("move a payload"):
@@ -186,6 +226,10 @@ def _key(digest: Digest) -> str:
     # The one place where a digest becomes a key: whatever else a peer writes there names no object.
     name = file_name(digest)
     return f"blobs/{name[:2]}/{name}"
+
+
+def _incoming(digest: Digest) -> str:
+    return f"incoming/{file_name(digest)}"
 
 
 def _obstore() -> tuple[Any, Any]:

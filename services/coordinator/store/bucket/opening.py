@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory
 from heterorl.coordinator.store.bucket.config import BucketConfig
 from heterorl.coordinator.store.bucket.copies import BucketCopies
 from heterorl.coordinator.store.bucket.files import SCRATCH, CopyFiles
 from heterorl.coordinator.store.bucket.home import BucketHome
+from heterorl.coordinator.store.bucket.incoming import BucketIncoming
 from heterorl.coordinator.store.bucket.objects import Objects
 
 
@@ -24,7 +26,8 @@ async def open_bucket(
     max_payload_bytes: int,
     make_room: Callable[[int], Awaitable[None]],
     on_full: Callable[[], None],
-) -> tuple[BucketHome, CopyFiles, BucketCopies]:
+    clock: Clock,
+) -> tuple[BucketHome, CopyFiles, BucketCopies, BucketIncoming]:
     """Open the bucket, and the directory of its copies; whole files that the bucket has not are given to it.
 
     Args:
@@ -36,6 +39,7 @@ async def open_bucket(
         max_payload_bytes: the largest payload.
         make_room: called with the bytes that are missing in the bucket.
         on_full: called when the disk refused a payload.
+        clock: for the ends of addresses.
 
     Raises:
         DependencyMissing: obstore is not installed.
@@ -61,7 +65,9 @@ async def open_bucket(
     )
     copies = BucketCopies(files, home)
     await copies.settle()
-    return home, files, copies
+    incoming = BucketIncoming(objects, clock=clock, put_bytes=config.put_bytes, lifetime_s=config.url_lifetime_s)
+    await incoming.sweep()
+    return home, files, copies, incoming
 
 
 def _empty(directory: Path) -> None:

@@ -19,7 +19,7 @@ MINUTES ?= 30
 T ?=
 # How often a test that failed is run again; the results name it.
 RERUNS ?=
-AGAIN = $(if $(RERUNS),--reruns $(RERUNS) -raR)
+AGAIN = $(if $(RERUNS),--reruns $(RERUNS) --rerun-show-tracebacks -raR)
 
 # What has a sentence is a target for people: it is shown, and no file stands for it.
 MARK := \#\#
@@ -63,7 +63,7 @@ test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
 
 test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
-	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q $(AGAIN) tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 2 --dist loadfile -q $(AGAIN) tests/engines
 
 test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
 	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q $(AGAIN) tests/trackers

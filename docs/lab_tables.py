@@ -219,6 +219,8 @@ LAB: dict[str, Callable[[], str]] = {
     "ladder-beside-gepo": lambda: _beside("ladder", "gepo", _LADDER),
     "lengths": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _own, less=""),
     "lengths-beside-gepo": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _minus_gepo, less="gepo"),
+    "arms": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _own, less=""),
+    "arms-beside-gepo": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _minus_gepo, less="gepo"),
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),

@@ -161,7 +161,7 @@ def _token_level() -> Iterator[Claim]:
             "lengths", _side("gepo"), _side("grpo"), direction="above", task=task, suggested_by=_SEEN[task],
         )  # fmt: skip
     yield _claim(
-        _TOKEN, "A dual clip keeps GRPO from most of that loss: it ends above GRPO",
+        _TOKEN, "A dual clip gives GRPO back some of that loss: it ends above GRPO",
         "arms", _side("grpo-dual"), _side("grpo"), direction="above", source="project",
     )  # fmt: skip
     for algorithm in ("gepo", "gspo"):

@@ -110,7 +110,7 @@ def test_truncated_sampling_is_another_run_that_is_evaluated_alike(model_dir, tm
 
 def test_newest_first_is_an_order_of_the_lab(model_dir, tmp_path):
     def staleness(order):
-        queue = {"sampler_speed": 1.5, "versions_in_flight": 10, "lease_order": order}
+        queue = {"sampler_speed": 4.0, "versions_in_flight": 10, "lease_order": order}
         cell = cell_of(REFRESHED, max_steps=32, evaluate_every=32, probe_every=0, num_samplers=2, **queue)
         found = run(cell, model_dir, tmp_path / order)
         assert found["ledger_balanced"]

@@ -77,7 +77,7 @@ test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PAT
 	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
 
 test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them
-	HETERORL_TEST_PAYLOADS=bucket OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(or $(TESTS),tests/unit/coordinator)
+	HETERORL_TEST_PAYLOADS=bucket OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
 
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler

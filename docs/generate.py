@@ -102,9 +102,9 @@ are corrected apart. The file has the exact sign-flip p too, which five seeds ca
 *doubted* are the same on exploratory evidence: a reason for a test, not a result. *Not shown* says that neither can be
 said; *not tested* that there are no results.
 
-- Evidence is *exploratory* where the runs kept no [protocol](protocol.md), or where the very seeds of the test
-  suggested the claim. *Confirmation* is a run on seeds that are kept for that. A learning rate at an end of its grid is
-  noted.
+- Evidence is *exploratory* where the runs kept no [protocol](protocol.md) or are of fewer seeds than it asks for, and
+  where the very seeds of the test suggested the claim. *Confirmation* is a run on seeds that are kept for that. A
+  learning rate at an end of its grid is noted.
 - *Failed* counts runs that have no number, on either side; their seeds are in no difference. A run whose loss was not
   finite has not failed: it has collapsed, and its last accuracy is 0.
 - *Power* is the chance that so many pairs of this spread find a true difference of {WORTH_FINDING:g}, before any

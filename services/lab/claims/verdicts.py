@@ -50,9 +50,11 @@ class Source:
 
     @property
     def evidence(self) -> Evidence:
-        """Exploratory without a protocol, or on a seed that suggested the claim."""
+        """Exploratory without a protocol, on fewer seeds than it asks for, or on a seed that suggested the claim."""
         seeds = {run.seed for run in self.own}
         if seeds & self.suggested_on or any(table.protocol is None for table in self.tables):
+            return "exploratory"
+        if any(len(seeds) < (table.protocol or {}).get("least_seeds", 0) for table in self.tables):
             return "exploratory"
         return "confirmation" if seeds and seeds <= set(CONFIRMATION) else "protocol"
 

@@ -207,7 +207,10 @@ def test_evidence_needs_a_protocol_and_seeds_that_did_not_suggest_the_claim(tmp_
     kept_results(tmp_path, "pilot", runs(201))
     results_of(tmp_path, "old", runs(0))
 
+    kept_results(tmp_path, "begun", runs(200), protocol={"tune": False, "least_seeds": 3})
+
     assert evidence_of(tmp_path, claim_of()) == "protocol"
+    assert evidence_of(tmp_path, claim_of(experiment="begun")) == "exploratory"
     assert evidence_of(tmp_path, claim_of(experiment="old")) == "exploratory"
     assert evidence_of(tmp_path, claim_of(experiment="e+old")) == "exploratory"
     assert evidence_of(tmp_path, claim_of(suggested_by=("old",))) == "protocol"

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from benchmarks.ingest_servers import CONNECT_S, Missing, on_core
-from benchmarks.pull import free_port
 from heterorl.common.types.rollout import SealedGroup
+from tests.support.cluster import free_port
 
 
 class _Spawned:

@@ -16,7 +16,6 @@ from typing import Protocol
 import psutil
 
 from benchmarks.groups import bench_contract, group_of, publish
-from benchmarks.pull import free_port
 from heterorl.common.errors import HeterorlError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
@@ -26,6 +25,7 @@ from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.wire.seal import as_bytes, read_sealed, seal
 from heterorl.demo.processes import start, stop
+from tests.support.cluster import free_port
 
 INCARNATION = "b1946ac9"
 LEASED_AT_ONCE = 4096

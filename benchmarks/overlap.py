@@ -30,7 +30,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pull import free_port
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
@@ -56,6 +55,7 @@ from heterorl.learner.assembly import assemble
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.publish.journal import read_rows
+from tests.support.cluster import free_port
 
 SITE, INCARNATION = SiteId("bench-1"), "b1946ac9"
 GROUPS, GROUP_SIZE, TOKENS = 4, 8, 64

@@ -39,7 +39,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.load_memory import forget_peak, resident_bytes, write_model
-from benchmarks.pull import free_port
+from tests.support.cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1e6

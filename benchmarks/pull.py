@@ -28,7 +28,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -60,6 +59,7 @@ from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snap
 from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
 from heterorl.demo.processes import start, stop
 from heterorl.learner.publish.upload import upload
+from tests.support.cluster import free_port
 
 CHANGED = 0.0135
 """Share of elements that one step at learning rate 1e-6 changes."""
@@ -177,12 +177,6 @@ def hash_frames(like: Path) -> int:
         num_bytes += len(frame)
     hasher.digest()
     return num_bytes
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 async def best_of(

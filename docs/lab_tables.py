@@ -177,12 +177,17 @@ def _by(
     return table(["algorithm", *columns.values()], [[one, *(shown(one, part) for part in parts)] for one in names])
 
 
+def _by_value(variant: str) -> tuple[str, float]:
+    key, _, value = variant.partition("=")
+    return key, float(value or 0)
+
+
 def _variants(name: str) -> str:
     """A row for each variant of an experiment, a column for each algorithm, and their difference."""
     runs = _lab(name).runs
     names = sorted({run.algorithm for run in runs})
     rows = []
-    for variant in dict.fromkeys(run.variant for run in runs):
+    for variant in sorted({run.variant for run in runs}, key=_by_value):
         part = [run for run in runs if run.variant == variant]
         row = [variant or "the regime itself", *(_own(one, part) for one in names)]
         rows.append([*row, paired(names[0], names[1], part, part[0].delay)])
@@ -221,6 +226,7 @@ LAB: dict[str, Callable[[], str]] = {
     "lengths-beside-gepo": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _minus_gepo, less="gepo"),
     "arms": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _own, less=""),
     "arms-beside-gepo": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _minus_gepo, less="gepo"),
+    "s7-sweeps": lambda: _variants("s7_sweeps"),
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),

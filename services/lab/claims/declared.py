@@ -24,8 +24,8 @@ _SECONDS = {
     "Weibull": "weibull refresh less 60 <= 1920 s",
     "exponential": "exponential refresh less 60 <= 1920 s",
 }
-_LENGTHS = {"t5": 5, "t21": 21, "t101": 101}
-_SEEN: dict[str, tuple[str, ...]] = {"t5": ("lengths",), "t21": ("lengths",), "t101": ()}  # before it was stated
+_LENGTHS = {"t5": "5 tokens", "t21": "21 tokens", "t101": "101 tokens", "t101-slow": "101 tokens at 3e-5"}
+_SEEN: dict[str, tuple[str, ...]] = {"t5": ("lengths",), "t21": ("lengths",)}  # before it was stated
 CONFIRMED = "gepo-1s"
 """The candidate that experiment `confirm` tests."""
 
@@ -79,7 +79,7 @@ def _against_gspo() -> Iterator[Claim]:
         )  # fmt: skip
     for task, tokens in _LENGTHS.items():
         yield _claim(
-            _GSPO, f"64 versions behind, GEPO ends above GSPO with completions of {tokens} tokens",
+            _GSPO, f"64 versions behind, GEPO ends above GSPO with completions of {tokens}",
             "lengths", _side("gepo"), _side("gspo"), direction="above", task=task,
             suggested_by=("lengths",) if task == "t5" else (),
         )  # fmt: skip
@@ -157,8 +157,8 @@ def _token_level() -> Iterator[Claim]:
     )  # fmt: skip
     for task, tokens in _LENGTHS.items():
         yield _claim(
-            _TOKEN, f"64 versions behind, GEPO ends above GRPO with completions of {tokens} tokens",
-            "lengths", _side("gepo"), _side("grpo"), direction="above", task=task, suggested_by=_SEEN[task],
+            _TOKEN, f"64 versions behind, GEPO ends above GRPO with completions of {tokens}",
+            "lengths", _side("gepo"), _side("grpo"), direction="above", task=task, suggested_by=_SEEN.get(task, ()),
         )  # fmt: skip
     yield _claim(
         _TOKEN, "A dual clip gives GRPO back some of that loss: it ends above GRPO",
@@ -190,8 +190,8 @@ def _others() -> Iterator[Claim]:
     )  # fmt: skip
     for task, tokens in _LENGTHS.items():
         yield _claim(
-            _OTHERS, f"64 versions behind, GEPO ends above TOPR with completions of {tokens} tokens",
-            "lengths", _side("gepo"), _side("topr"), direction="above", task=task, suggested_by=_SEEN[task],
+            _OTHERS, f"64 versions behind, GEPO ends above TOPR with completions of {tokens}",
+            "lengths", _side("gepo"), _side("topr"), direction="above", task=task, suggested_by=_SEEN.get(task, ()),
         )  # fmt: skip
     for algorithm, name in (
         ("reinforce", "no correction at all"), ("impala", "V-trace"), ("vcpo", "VCPO"),
@@ -263,9 +263,9 @@ def _better() -> Iterator[Claim]:
     )  # fmt: skip
     for task, tokens in _LENGTHS.items():
         yield _claim(
-            _BETTER, f"64 versions behind, gepo-1s ends above GEPO with completions of {tokens} tokens",
+            _BETTER, f"64 versions behind, gepo-1s ends above GEPO with completions of {tokens}",
             "lengths", _side("gepo-1s"), _side("gepo"), direction="above",
-            task=task, source="project", suggested_by=(*pilot, *_SEEN[task]),
+            task=task, source="project", suggested_by=(*pilot, *_SEEN.get(task, ())),
         )  # fmt: skip
     for algorithm in ("gepo-1s", "gepo-product", "gepo-quantile", "gepo-tempered"):
         yield _claim(

@@ -48,7 +48,7 @@ def sweeps(results: Results) -> list[Picture]:
                 name=f"sweep_{number}",
                 title=f"Sweeps; {task}" if task else "Sweeps",
                 caption="Mean of the last accuracy over seeds (and over the other swept keys), 95 % t-intervals; "
-                "dotted lines are runs that leave the key at its default.",
+                "dotted lines are the regime itself, or, where no run is of it, all that leave the key at its default.",
                 panels=[f"{key}; {delay.label}" for key, delay in panels],
                 draw=draw,
                 columns=max(1, min(3, len(results.delays))),
@@ -81,12 +81,17 @@ def _panel(axes: Any, key: str, runs: list[Run], legend: Mapping[Arm, Look]) -> 
             color=look.color, linestyle=look.dash, marker=look.marker, linewidth=look.width, markersize=4.5,
             elinewidth=1.0, capsize=2,
         )  # fmt: skip
-        default = interval(numbers((run for run in own if key not in settings(run.variant)), "last"))
+        default = interval(numbers(_at_default(key, own), "last"))
         if default is not None:
             axes.axhline(default.mean, color=look.color, linestyle=":", linewidth=1)
     axes.set_xticks(range(len(values)), values)
     axes.set_xlim(-0.5, len(values) - 0.5)
     axes.set_ylim(bottom=0)
+
+
+def _at_default(key: str, runs: Sequence[Run]) -> list[Run]:
+    """Runs of the regime itself; without any, all that leave this key, whatever else they change."""
+    return [run for run in runs if not run.variant] or [run for run in runs if key not in settings(run.variant)]
 
 
 def _order(value: str) -> tuple[bool, float, str]:

@@ -17,6 +17,7 @@ from heterorl.launch.texts import (
     certs_words,
     readme,
     refuse_plaintext,
+    store_words,
     table,
     toml_text,
     with_hosts,
@@ -136,9 +137,11 @@ def _words(run: RunFile, hosts: list[str]) -> str:
         " secrets to the"
         " user of the containers:\n\n```\nsudo chown -R 10001 secrets\n```",
     )
-    password = ""
-    if run.coordinator.postgres:
-        password = "PostgreSQL's password is `secrets/coordinator/pgpass`, mode 0600, in the form of PGPASSFILE."
+    stores = store_words(
+        run,
+        "PostgreSQL's password is each coordinator's `secrets/COORDINATOR/pgpass`, mode 0600, as PGPASSFILE has it.",
+        "a path in each coordinator's container, where `/tls/NAME` is `secrets/COORDINATOR/NAME` of its host.",
+    )
     starts = "\n".join(f"cd {host} && docker compose -p {project(run.run.id)} up -d    # on {host}" for host in hosts)
     dirs = "\n".join(
         f"- `{path}`" for path in dict.fromkeys((run.run.model_dir, *run.run.data_dirs)) if path.startswith("/")
@@ -147,6 +150,6 @@ def _words(run: RunFile, hosts: list[str]) -> str:
     images = f"## Images\n\n`{run.run.image}-ROLE:{run.run.version}`, built from deploy/Dockerfile, on each host."
     return "\n\n".join(
         part
-        for part in (images, data, secrets, password, f"## Start, the coordinator's host first\n\n```\n{starts}\n```")
+        for part in (images, data, secrets, stores, f"## Start, the coordinator's host first\n\n```\n{starts}\n```")
         if part
     )

@@ -10,7 +10,17 @@ from heterorl.launch.compose import project
 from heterorl.launch.node import Node, complete, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
-from heterorl.launch.texts import Tree, certs_script, certs_words, readme, refuse_plaintext, table, toml_text, yaml_text
+from heterorl.launch.texts import (
+    Tree,
+    certs_script,
+    certs_words,
+    readme,
+    refuse_plaintext,
+    store_words,
+    table,
+    toml_text,
+    yaml_text,
+)
 
 STATE = "/var/lib/heterorl"
 _MEMORY = {"coordinator": "4Gi", "relay": "4Gi", "learner": "16Gi", "sampler": "16Gi"}
@@ -174,10 +184,11 @@ def _words(run: RunFile) -> str:
         run,
         "It writes credentials/NODE here. Then, where kubectl knows cluster and namespace:\n\n```\n./secrets.sh\n```",
     )
-    password = (
-        "PostgreSQL's password: `kubectl create secret generic coordinator-postgres --from-file=password`."
-        if run.coordinator.postgres
-        else ""
+    stores = store_words(
+        run,
+        "PostgreSQL's password: `kubectl create secret generic coordinator-postgres --from-file=password`.",
+        "add a volume that has it, of user 10001 and mode 0600, to each coordinator's StatefulSet; a role of its"
+        " service account, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in its environment, need no file.",
     )
     paths = [path for path in dict.fromkeys((run.run.model_dir, *run.run.data_dirs)) if path.startswith("/")]
     data = ""
@@ -198,4 +209,4 @@ def _words(run: RunFile) -> str:
         " balancer has to lead to Service `coordinator`. StatefulSets restart what ends, so delete them when the"
         " run is over."
     )
-    return "\n\n".join(part for part in (images, data, secrets, password, start) if part)
+    return "\n\n".join(part for part in (images, data, secrets, stores, start) if part)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from heterorl.launch.node import Node, complete, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
-from heterorl.launch.texts import Tree, certs_script, certs_words, readme, table, toml_text
+from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, toml_text
 
 _CPUS = {"coordinator": 2, "relay": 2, "learner": 8, "sampler": 4}
 _ATTEMPTS = """\
@@ -129,12 +129,14 @@ def _words(run: RunFile) -> str:
         " takes HETERORL_PYTHON, the interpreter of its environment."
     )
     secrets = certs_words(run, "It writes credentials/NODE here: readable by the user of the jobs alone.")
-    password = (
-        "PGPASSFILE names the file of PostgreSQL's password when submit.sh runs." if run.coordinator.postgres else ""
+    stores = store_words(
+        run,
+        "PGPASSFILE names the file of PostgreSQL's password when submit.sh runs.",
+        "on every machine that a coordinator may come to.",
     )
     start = (
         "## Start\n\n```\n./submit.sh\nsqueue --me\n```\n\nLogs are in logs/, state in state/. `scancel"
         " --signal=TERM --full"
         " JOB` stops a node in order. A job that Slurm requeues goes on from its state."
     )
-    return "\n\n".join(part for part in (place, secrets, password, start) if part)
+    return "\n\n".join(part for part in (place, secrets, stores, start) if part)

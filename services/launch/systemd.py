@@ -9,7 +9,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.launch.node import Node, complete
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
-from heterorl.launch.texts import Tree, certs_script, certs_words, readme, table, toml_text, with_hosts
+from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, toml_text, with_hosts
 
 STATE = "/var/lib/heterorl"
 CREDENTIALS = "/etc/heterorl/credentials"
@@ -137,10 +137,14 @@ def _words(run: RunFile, nodes: tuple[Node, ...], places: dict[str, str]) -> str
         f" mode 0700),"
         " and `revoked` of coordinator and relays to /etc/heterorl/revoked.",
     )
-    password = (
-        f"PostgreSQL's password is `{CREDENTIALS}/coordinator/pgpass`, in the form of PGPASSFILE."
-        if run.coordinator.postgres
-        else ""
+    coordinators = [node.name for node in nodes if node.kind == "coordinator"]
+    stores = store_words(
+        run,
+        "PostgreSQL's password, in the form of PGPASSFILE, is "
+        + " and ".join(f"`{CREDENTIALS}/{name}/pgpass`" for name in coordinators)
+        + ".",
+        f"on the host of {' and of '.join(coordinators)}, once install.sh has made the user:\n\n```\n"
+        "sudo install -o heterorl -g heterorl -m 0600 KEYS {file}\n```",
     )
     install = (
         "## Install\n\nCopy each host's directory to it; deploy/install.sh of the sources makes the user and the"
@@ -148,4 +152,4 @@ def _words(run: RunFile, nodes: tuple[Node, ...], places: dict[str, str]) -> str
         f" and leaves configurations that are there:\n\n```\n{put}\n```"
     )
     start = f"## Start, in this order\n\n```\nsudo systemctl daemon-reload    # on every host\n{starts}\n```"
-    return "\n\n".join(part for part in (install, secrets, password, start) if part)
+    return "\n\n".join(part for part in (install, secrets, stores, start) if part)

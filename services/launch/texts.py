@@ -113,6 +113,27 @@ def certs_words(run: RunFile, what_next: str) -> str:
     )
 
 
+def store_words(run: RunFile, password: str, keys: str) -> str:
+    """The README's part on secrets of PostgreSQL and of the bucket; empty without either.
+
+    Args:
+        run: the run.
+        password: where PostgreSQL's password stands.
+        keys: where each coordinator finds the bucket's `{file}`.
+    """
+    parts = [password] if run.coordinator.postgres else []
+    if run.coordinator.has_bucket:
+        file = run.coordinator.config["payloads"].get("credentials_file")
+        parts.append(
+            f"The bucket's keys are `{file}`, in the form of ~/.aws/credentials, readable by its user alone: "
+            + keys.format(file=file)
+            if file
+            else "The bucket's keys come from the environment of each coordinator or from its machine's role;"
+            " `credentials_file` in `coordinator.config.payloads` names a file instead."
+        )
+    return "## Secrets of the stores\n\n" + "\n\n".join(parts) if parts else ""
+
+
 def table(nodes: Sequence[Node], host: Callable[[Node], str]) -> str:
     """The nodes as a table of Markdown, in the order in which they start."""
     rows = [f"| {number} | {node.name} | {host(node)} |" for number, node in enumerate(nodes, start=1)]

@@ -34,7 +34,7 @@ class ReasoningGymTask:
         try:
             import reasoning_gym
         except ImportError as error:
-            raise DependencyMissing("reasoning-gym", "tasks") from error
+            raise DependencyMissing("reasoning-gym", "gym") from error
         self._gym: Any = reasoning_gym
         self._name = name
         self._size = max(size, evaluation_size)

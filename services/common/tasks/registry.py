@@ -32,7 +32,7 @@ class SourceConfig(Config):
 
     name: str = "arithmetic"
     """`arithmetic`, `progression` (an answer that is too long is worth nothing), `progression:prefix` (its first terms
-    count), `reasoning_gym:NAME` (any of its datasets), `jsonl:PATH` and `parquet:PATH` (prompt, answer),
+    count), `reasoning_gym:NAME` (a data set of `heterorl[gym]`), `jsonl:PATH` and `parquet:PATH` (prompt, answer),
     `hf:NAME@REVISION[split]` (a data set of the hub at a commit; a branch is the commit that it stands at when a node
     first starts; `hf:/a/directory[split]` is one of this machine), or `mixture` (of `sources`)."""
     data: DataConfig = DataConfig()

@@ -178,3 +178,23 @@ def test_plaintext_is_refused_where_nodes_meet_over_a_network(launcher):
         LAUNCHERS[launcher].render(run)
     assert "certs.sh" not in systemd.render(run)
     assert "LoadCredential" not in systemd.render(run)["127.0.0.1/etc/systemd/system/heterorl-coordinator.service"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_readme_says_where_each_coordinator_finds_the_secrets_of_its_stores(launcher):
+    def words(payloads):
+        postgres = {"url": "postgresql://me@db.example/runs", "standby": ["two.example"]}
+        coordinator = {"host": "coord.example", "postgres": postgres, "config": {"payloads": payloads}}
+        return LAUNCHERS[launcher].render(run_file(coordinator=coordinator))["README.md"]
+
+    text = words({"bucket": "mine", "credentials_file": "/etc/heterorl/bucket"})
+
+    assert "## Secrets of the stores" in text
+    assert "PostgreSQL's password" in text or "PGPASSFILE" in text
+    assert "`/etc/heterorl/bucket`" in text
+    if launcher == "systemd":
+        assert "/coordinator/pgpass` and `/etc/heterorl/credentials/coordinator-2/pgpass`" in text
+        assert "on the host of coordinator and of coordinator-2" in text
+        assert "-m 0600 KEYS /etc/heterorl/bucket\n" in text
+    assert "environment of each coordinator or from its machine's role" in words({"bucket": "mine"})
+    assert "Secrets of the stores" not in LAUNCHERS[launcher].render(run_file())["README.md"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from docs.markdown import SOURCES, table
 from heterorl.common.evaluation.intervals import interval
 from heterorl.lab.report.data import Results, Run
+from heterorl.lab.report.plane import planes
 from heterorl.lab.report.reading import load_table
 
 _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
@@ -15,6 +16,7 @@ _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
 _HORIZON = (0.0, 64.0)
 _ENDS = (0.0, 256.0)
 _LADDER = (0.0, 8.0, 64.0, 256.0)
+_PLANE = (0.0, 8.0, 64.0, 192.0)
 _LENGTHS = {"t5": "5 tokens", "t21": "21 tokens", "t101": "101 tokens"}
 _ARMS = {"fixed": "64 versions", "uniform_lag": "every lag of 0 to 64"}
 _CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
@@ -24,6 +26,7 @@ _COLUMNS = {
     57.0: "saw-tooth of 0 to 57",
     64.0: "64 versions",
     128.0: "128 versions",
+    192.0: "192 versions",
     256.0: "256 versions",
 }
 _LAWS = {
@@ -194,6 +197,24 @@ def _variants(name: str) -> str:
     return table(["what changes", *names, f"{names[0]} minus {names[1]}"], rows)
 
 
+def _plane() -> str:
+    """A row for each algorithm and learning rate, a column for each delay: what was gained on the warm start."""
+    found = [(name, cell) for name, cells in planes(_lab("plane"), "add3").items() for cell in cells]
+    gains = {(name, cell.lr, cell.delay.value): cell.gain for name, cell in found}
+    return table(
+        ["algorithm", "learning rate", *(_COLUMNS[delay] for delay in _PLANE)],
+        [
+            [
+                name,
+                f"{rate:g}",
+                *("-" if gain is None else f"{gain.mean:+.3f}, worst {gain.lowest:+.3f}" for gain in row),
+            ]
+            for name, rate in dict.fromkeys((name, rate) for name, rate, _ in gains)
+            for row in [[gains.get((name, rate, delay)) for delay in _PLANE]]
+        ],
+    )
+
+
 def _law_ages() -> str:
     runs = _lab("s6_latency").runs
     rows = []
@@ -226,6 +247,7 @@ LAB: dict[str, Callable[[], str]] = {
     "lengths-beside-gepo": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _minus_gepo, less="gepo"),
     "arms": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _own, less=""),
     "arms-beside-gepo": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _minus_gepo, less="gepo"),
+    "plane": _plane,
     "s7-sweeps": lambda: _variants("s7_sweeps"),
     "confirm": lambda: _rates("confirm"),
     "confirm-beside-1s": lambda: _rates_beside("confirm", "gepo-1s"),

@@ -123,7 +123,7 @@ def _words(run: RunFile, nodes: tuple[Node, ...], places: dict[str, str]) -> str
         for host in dict.fromkeys((places[node.name], *(host for host in node.machines[1:] if host))):
             everywhere.setdefault(host, []).append(node)
     put = "\n".join(
-        f"sudo cp -rT {host}/etc /etc && sudo deploy/install.sh {' '.join(map(_role, own))}    # on {host}"
+        f"sudo deploy/install.sh {' '.join(map(_role, own))} && sudo cp -rT {host}/etc /etc    # on {host}"
         for host, own in everywhere.items()
     )
     starts = "\n".join(
@@ -147,9 +147,9 @@ def _words(run: RunFile, nodes: tuple[Node, ...], places: dict[str, str]) -> str
         "sudo install -o heterorl -g heterorl -m 0600 KEYS {file}\n```",
     )
     install = (
-        "## Install\n\nCopy each host's directory to it; deploy/install.sh of the sources makes the user and the"
-        " environments,"
-        f" and leaves configurations that are there:\n\n```\n{put}\n```"
+        "## Install\n\nCopy each host's directory to it. deploy/install.sh of the sources makes the user, the"
+        " environments and units of its own; the files of this run take their place, so they are copied after it,"
+        f" after an upgrade too:\n\n```\n{put}\n```"
     )
     start = f"## Start, in this order\n\n```\nsudo systemctl daemon-reload    # on every host\n{starts}\n```"
     return "\n\n".join(part for part in (install, secrets, stores, start) if part)

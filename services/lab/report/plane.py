@@ -101,7 +101,7 @@ def _picture(name: str, task: str, planes_of: dict[str, list[Cell]]) -> Picture:
         "whole 95 % t-interval is on one side; the title has the share of cells with a plus.",
         panels=titles,
         draw=draw,
-        columns=4,
+        columns=3 if len(planes_of) in (5, 6) else 4,
         panel_width=3.6,
         panel_height=3.0,
     )

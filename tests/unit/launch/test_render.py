@@ -193,6 +193,8 @@ def test_readme_says_where_each_coordinator_finds_the_secrets_of_its_stores(laun
     assert "PostgreSQL's password" in text or "PGPASSFILE" in text
     assert "`/etc/heterorl/bucket`" in text
     if launcher == "systemd":
+        # install.sh writes heterorl-coordinator.service, which the run's own has to replace.
+        assert "sudo deploy/install.sh coordinator && sudo cp -rT two.example/etc /etc" in text
         assert "/coordinator/pgpass` and `/etc/heterorl/credentials/coordinator-2/pgpass`" in text
         assert "on the host of coordinator and of coordinator-2" in text
         assert "-m 0600 KEYS /etc/heterorl/bucket\n" in text

@@ -151,5 +151,9 @@ def _words(run: RunFile, nodes: tuple[Node, ...], places: dict[str, str]) -> str
         " environments and units of its own; the files of this run take their place, so they are copied after it,"
         f" after an upgrade too:\n\n```\n{put}\n```"
     )
+    paths = [path for path in dict.fromkeys((run.run.model_dir, *run.run.data_dirs)) if path.startswith("/")]
+    data = "## Data\n\nOn the hosts of learner and samplers, readable by user heterorl:\n\n" + "\n".join(
+        f"- `{path}`: `sudo chmod -R a+rX {path}` where it is somebody else's" for path in paths
+    )
     start = f"## Start, in this order\n\n```\nsudo systemctl daemon-reload    # on every host\n{starts}\n```"
-    return "\n\n".join(part for part in (install, secrets, stores, start) if part)
+    return "\n\n".join(part for part in (install, data if paths else "", secrets, stores, start) if part)

@@ -47,6 +47,7 @@ class Machine:
     def __init__(self, base: Path, directory: Path, binds: list[Path]) -> None:
         self.root = directory / "machine"
         subprocess.run(["cp", "-a", "--reflink=auto", str(base), str(self.root)], check=True)
+        (self.root / "etc" / "hostname").write_text("localhost\n")
         if not Path("/run/systemd").is_dir():  # a host without systemd; nspawn asks for its directory
             Path("/run/systemd").mkdir()
         words = [f"--bind-ro={path}" for path in (ROOT, *binds)]
@@ -184,9 +185,11 @@ def install(machine: Machine, steps: Steps, endpoint: str) -> None:
         machine.run("cd /srv && operator/bin/heterorl launch systemd run.toml --out launched")
     readme = (machine.root / "srv" / "launched" / "README.md").read_text()
     with steps.step("deploy/install.sh: users, units, environments of all roles"):
-        # Both hosts are this machine, and deploy/ is beside launched/ for the reader of that README.
-        commands = block(readme, "Install").replace("deploy/install.sh", "/srv/heterorl/deploy/install.sh")
-        machine.run(f"cd /srv/launched && {commands}")
+        # Both hosts are this machine: the second one's installation must not undo what the first one's has put there.
+        commands = reversed(block(readme, "Install").splitlines())
+        script = "\n".join(commands).replace("deploy/install.sh", "/srv/heterorl/deploy/install.sh")
+        machine.run(f"cd /srv/launched\n{script}")
+    machine.run("chmod -R a+rX /srv/model")
     with steps.step("certs.sh, and the secrets to their places"):
         machine.run("cd /srv/launched && HETERORL=/srv/operator/bin/heterorl ./certs.sh")
         password = f"{FIRST}:5432:*:heterorl:{PASSWORD}"

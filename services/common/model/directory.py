@@ -28,6 +28,7 @@ def check_model_dir(model_dir: str) -> None:
     if not model_dir:
         raise ConfigError("model_dir", "is not set", action=_ACTION)
     path = Path(model_dir)
+    _check_readable(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError("model_dir", f"{model_dir} has no config.json", action=_ACTION)
@@ -42,6 +43,18 @@ def check_model_dir(model_dir: str) -> None:
         problem = f"there is no directory {model_dir}, and no such model in the cache of the hub, which is switched off"
         raise ConfigError("model_dir", problem, action=_ACTION)
     _reach_hub(model_dir)
+
+
+def _check_readable(path: Path) -> None:
+    # safetensors writes files that their owner alone may read, and calls one that another user may not read absent.
+    try:
+        closed = [each for each in (sorted(path.iterdir()) if path.is_dir() else []) if not os.access(each, os.R_OK)]
+    except PermissionError:
+        closed = [path]
+    if closed:
+        user = f"the user of this process ({os.geteuid()})"
+        action = f"chmod -R a+rX {path}, and a+x for the directories above it"
+        raise ConfigError("model_dir", f"{user} may not read {closed[0]}", action=action)
 
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

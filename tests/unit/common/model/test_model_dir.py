@@ -1,5 +1,6 @@
 """A wrong model_dir is one line that says what is not there, at once."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -95,3 +96,31 @@ def test_a_service_says_it_in_one_line(tmp_path):
         "error: model_dir: there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: "
         "Connection refused (name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id)"
     ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+@pytest.mark.parametrize(("closed", "is_named"), [("model.safetensors", True), (".", False), ("..", False)])
+def test_what_another_user_may_not_read_is_named(tmp_path, closed, is_named):
+    model = tmp_path / "site" / "model"
+    model.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    parents = [path for path in model.parents if path.is_relative_to(tmp_path.parents[1])]
+    modes = {path: path.stat().st_mode for path in parents}
+    for path in parents:
+        path.chmod(0o755)
+    (model / closed).chmod(0o600)
+    process = os.fork()
+    if process == 0:
+        os.setuid(65534)
+        try:
+            check_model_dir(str(model))
+        except ConfigError as error:
+            named = model / closed if is_named else model
+            os._exit(0 if f"may not read {named} (chmod -R a+rX {model}" in str(error) else 2)
+        os._exit(3)
+    _, status = os.waitpid(process, 0)
+    for path, mode in modes.items():
+        path.chmod(mode)
+
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -85,6 +85,9 @@ test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and comp
 test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun with a network namespace; or N=20: end two machines' learner so often, in every way, and account for all, 20 minutes; as root
 	OMP_NUM_THREADS=1 $(if $(KILLS),$(BIN)/python -m tests.faults.nodes --kills $(N) --out runs/nodes --json benchmarks/results/nodes.json,$(BIN)/pytest -q -m nodes tests/unit/learner/backends tests/integration/test_torchrun.py)
 
+test-machine: $(SETUP)  ## Bring a fresh Debian under systemd to a run with PostgreSQL, a bucket, a standby and a relay, and kill its coordinator; as root, with debootstrap and systemd-container; OPTIONS="--bind DIR --pip-conf FILE"; 4 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.fresh_machine --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/machine.json
+
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
 	$(PYTEST_GPU) -q -s tests/gpu
 

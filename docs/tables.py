@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/one-side.md",
     "docs/plan.md",
     "docs/machines.md",
+    "docs/launch.md",
     "docs/operate.md",
 )
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -289,6 +290,12 @@ def _nodes_account() -> str:
     )  # fmt: skip
 
 
+def _machine() -> str:
+    rows = _benchmark("machine")["rows"]
+    total = sum(row["seconds"] for row in rows)
+    return table(["step", "seconds"], [*([r["step"], f"{r['seconds']:.1f}"] for r in rows), ["all", f"{total:.0f}"]])
+
+
 def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
@@ -311,6 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": lambda: table(*plans.plans()),
     "plan-assumptions": lambda: table(*plans.assumptions()),
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
+    "machine": _machine,
     "nodes": _nodes,
     "nodes-account": _nodes_account,
 }

@@ -235,6 +235,7 @@ def run(machine: Machine, steps: Steps) -> dict[str, Any]:
         machine.until(lambda: head(machine) >= max(before, VERSION) + VERSION)
     found = status(machine)
     assert found is not None
+    assert machine.try_run("systemctl is-active heterorl-coordinator.service").returncode, "it is not gone"
     return found
 
 

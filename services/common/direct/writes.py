@@ -6,11 +6,11 @@ one request brings all bytes or nothing. What was put is nothing yet: the coordi
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 
 from heterorl.common.direct.connections import CONNECT_S, SILENCE_S, Connections
 from heterorl.common.errors import Unreachable
+from heterorl.common.process.clock import Clock, SystemClock
 
 ANSWER_S = 120.0
 """A store answers when it has all bytes in several places."""
@@ -21,20 +21,21 @@ PAUSE_S = 300.0
 class DirectWrites:
     """Puts payloads, and leaves the store alone for a while after one that failed. Belongs to the event loop."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, clock: Clock | None = None) -> None:
         self._connections = connections
+        self._clock = clock or SystemClock()
         self._not_before = 0.0
 
     @property
     def is_worth_asking(self) -> bool:
         """Whether an address would be used now."""
-        return self._connections.is_any_allowed and time.monotonic() >= self._not_before
+        return self._connections.is_any_allowed and self._clock.monotonic() >= self._not_before
 
     async def put(self, url: str, frames: AsyncIterator[bytes], *, num_bytes: int) -> bool:
         """Put so many bytes; False where this node does not ask that address.
 
         Raises:
-            Unreachable: the store does not answer, or refuses.
+            Unreachable: the store does not answer, or refuses, or the frames are not so many bytes.
         """
         if not self._connections.allows(url):
             return False
@@ -44,12 +45,24 @@ class DirectWrites:
         headers = {"Content-Length": str(num_bytes)}
         timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S, read=ANSWER_S)
         try:
-            answer = await client.put(url, content=frames, headers=headers, timeout=timeout)
+            answer = await client.put(url, content=_exactly(num_bytes, frames), headers=headers, timeout=timeout)
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            self._not_before = time.monotonic() + PAUSE_S
+            self._not_before = self._clock.monotonic() + PAUSE_S
             # Its words may have the address.
             raise Unreachable(f"the store of the payloads does not answer ({type(error).__name__})") from None
         if not answer.is_success:
-            self._not_before = time.monotonic() + PAUSE_S
+            self._not_before = self._clock.monotonic() + PAUSE_S
             raise Unreachable(f"the store of the payloads answers {answer.status_code}")
         return True
+
+
+async def _exactly(num_bytes: int, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    # The client would end in an error of its own protocol, which nobody expects of it.
+    left = num_bytes
+    async for frame in frames:
+        left -= len(frame)
+        if left < 0:
+            break
+        yield frame
+    if left:
+        raise Unreachable(f"the payload is not the {num_bytes} bytes that were to be put")

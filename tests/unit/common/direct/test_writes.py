@@ -1,0 +1,86 @@
+"""A put that fails leaves the store alone for a while, and no error has the address."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from heterorl.common.direct.connections import Connections
+from heterorl.common.direct.writes import PAUSE_S, DirectWrites
+from heterorl.common.errors import Unreachable
+from tests.support.clock import ManualClock
+
+BODY = b"payload!" * 1000
+
+
+@contextlib.asynccontextmanager
+async def store(*answers):
+    """An HTTP server that gives each request its answer, b"" by hanging up; yields its address and what it was sent."""
+    bodies, waiting, ended = [], list(answers), asyncio.Event()
+
+    async def serve(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            answer = waiting.pop(0)
+            if answer:
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                bodies.append(await reader.readexactly(length))
+                writer.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % answer)
+                await writer.drain()
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/incoming/secret-place?X-Amz-Signature=abc", bodies
+        if len(waiting) < len(answers):
+            await ended.wait()
+
+
+async def frames():
+    for begin in range(0, len(BODY), 1000):
+        yield BODY[begin : begin + 1000]
+
+
+@contextlib.asynccontextmanager
+async def put_by(allowed="any"):
+    clock, connections = ManualClock(), Connections(allowed)
+    try:
+        yield DirectWrites(connections, clock), clock
+    finally:
+        await connections.close()
+
+
+@pytest.mark.parametrize("failure", [b"500 Internal Server Error", b"403 Forbidden", b"307 Temporary Redirect", b""])
+async def test_store_that_fails_is_left_alone_for_a_while(failure):
+    async with store(failure, b"200 OK") as (url, bodies), put_by() as (writes, clock):
+        with pytest.raises(Unreachable) as caught:
+            await writes.put(url, frames(), num_bytes=len(BODY))
+        assert "secret-place" not in str(caught.value)
+        assert "abc" not in repr(caught.value.__cause__)
+        assert not writes.is_worth_asking
+        clock.advance(PAUSE_S - 1)
+        assert not writes.is_worth_asking
+        clock.advance(1)
+        assert writes.is_worth_asking
+
+        assert await writes.put(url, frames(), num_bytes=len(BODY))
+        assert bodies[-1] == BODY
+
+
+@pytest.mark.parametrize(("allowed", "is_worth"), [("https", True), ("none", False)])
+async def test_address_that_this_node_does_not_ask_costs_no_request(allowed, is_worth):
+    async with store() as (url, bodies), put_by(allowed) as (writes, _):
+        assert writes.is_worth_asking is is_worth
+        assert not await writes.put(url, frames(), num_bytes=len(BODY))
+        assert bodies == []
+        assert writes.is_worth_asking is is_worth
+
+
+@pytest.mark.parametrize("announced", [len(BODY) - 1, len(BODY) + 1])
+async def test_other_bytes_than_announced_are_no_put(announced):
+    async with store(b"200 OK") as (url, _), put_by() as (writes, _):
+        with pytest.raises(Unreachable, match=f"not the {announced} bytes"):
+            await writes.put(url, frames(), num_bytes=announced)
+        # The store is not to blame.
+        assert writes.is_worth_asking

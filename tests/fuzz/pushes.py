@@ -20,10 +20,13 @@ from tests.support.run import CONTRACT
 END = 300
 LONGEST = 12
 """Tokens of a completion in the contract; longer ones are bytes like any other until they are judged."""
+ROUTED = 4
+"""Bytes of a token's record of experts."""
 _CONTRACT = dataclasses.replace(
     CONTRACT,
     vocab_size=1000,
     end_token_ids=(2, END),
+    routed_token_bytes=ROUTED,
     sampling=dataclasses.replace(CONTRACT.sampling, max_new_tokens=LONGEST),
 )
 _MAX_PROMPT = 64
@@ -132,11 +135,12 @@ def _arrivals(push: Pushed) -> tuple[list[list[Arrival]], str]:
 
 def _honest(draw: random.Random) -> rollout_pb2.Group:
     length = draw.choice((_LONG, LONGEST, LONGEST)) if draw.random() < 0.1 else draw.randint(1, LONGEST)
+    prompt = [draw.randrange(1000) for _ in range(draw.randint(1, 8))]
     group = rollout_pb2.Group(
         assignment=draw.randrange(1000),
         prompt_index=draw.randrange(50),
-        prompt_token_ids=[draw.randrange(1000) for _ in range(draw.randint(1, 8))],
-        rollouts=[_rollout(draw, length) for _ in range(2)],
+        prompt_token_ids=prompt,
+        rollouts=[_rollout(draw, length, num_prompt=len(prompt)) for _ in range(2)],
         oldest_version=3,
         state_root="a" * 64,
         generation_s=draw.choice((0.0, 1.5)),
@@ -147,7 +151,7 @@ def _honest(draw: random.Random) -> rollout_pb2.Group:
     return group
 
 
-def _rollout(draw: random.Random, length: int) -> rollout_pb2.Rollout:
+def _rollout(draw: random.Random, length: int, *, num_prompt: int) -> rollout_pb2.Rollout:
     ids = [draw.choice((0, 5, 127, 128, 999)) for _ in range(length)]
     if draw.random() < 0.05:
         ids[draw.randrange(length)] = draw.choice((1000, 1001, 2, END))
@@ -156,7 +160,9 @@ def _rollout(draw: random.Random, length: int) -> rollout_pb2.Rollout:
         ids[-1] = draw.choice((2, END))
     cut = draw.randrange(length)
     bounds = [(3, 0, length)] if not cut else [(3, 0, cut), (4, cut, length)]
+    read = num_prompt + length - 1 + (draw.random() < 0.1)
     return rollout_pb2.Rollout(
+        routed_experts=draw.randbytes(ROUTED * read) if draw.random() < 0.3 else b"",
         token_ids=ids,
         sampler_logprobs=[-draw.random()] * length,
         spans=[rollout_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in bounds],

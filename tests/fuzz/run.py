@@ -21,6 +21,7 @@ from tests.fuzz.files import ComposeTarget, ContainerTarget, PayloadTarget, Stat
 from tests.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget, StatementTarget
 from tests.fuzz.plans import FetchTarget
 from tests.fuzz.pushes import PushTarget
+from tests.fuzz.routing import RoutingTarget
 
 CAP_BYTES = 64 << 20
 """Memory that a case may take beside what the process holds; the largest valid case needs some kilobytes."""
@@ -46,6 +47,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "payload": PayloadTarget,
     "plan": PlanTarget,
     "push": PushTarget,
+    "routing": RoutingTarget,
     "safetensors": StateTarget,
     "statement": StatementTarget,
     "zstd": ZstdTarget,

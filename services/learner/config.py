@@ -165,6 +165,11 @@ class LearnerConfig(Config):
                 "sampling.router_replay does not go with compile or sequence_parallel: set one of them off,"
                 ' or router_replay to "none"'
             )
+        if self.verification.logprob_floor > 0:
+            raise ValueError(
+                "sampling.router_replay with verification.logprob_floor: a site that has to be checked may record any"
+                ' experts; set router_replay to "none", or logprob_floor to 0'
+            )
         return self
 
     @model_validator(mode="after")

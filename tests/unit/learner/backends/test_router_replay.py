@@ -191,6 +191,16 @@ def test_backends_that_do_not_replay_are_refused(backend):
         )
 
 
+def test_replay_and_the_checks_of_sites_that_are_not_trusted_are_refused_together():
+    table = {"model_dir": "m", "sampling": {"router_replay": "rollout"}, "backend": {"lr": 1e-3}}
+    table |= {"verification": {"logprob_floor": 0.05}}
+
+    with pytest.raises(ValueError, match=r"sampling\.router_replay with verification\.logprob_floor"):
+        LearnerConfig.model_validate(table)
+    LearnerConfig.model_validate(table | {"verification": {"logprob_floor": 0.0}})
+    LearnerConfig.model_validate(table | {"sampling": {"router_replay": "none"}})
+
+
 def test_engine_refuses_a_model_without_routers(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"sampling\.router_replay"):

@@ -49,7 +49,8 @@ class Prompter:
             raise ConfigError("model_dir", f"the tokenizer of {model_dir} has no end-of-sequence token")
         if template_arguments and not use_chat_template:
             raise ConfigError("chat_template_arguments", "prompts go through no template", action=_SWITCH)
-        taken = template_arguments.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
+        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        taken = template_arguments.keys() & own
         if taken:
             raise ConfigError("chat_template_arguments", f"{', '.join(sorted(taken))}: heterorl sets it itself")
         self.use_chat_template = use_chat_template

@@ -70,8 +70,9 @@ def _functions(source: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_patterns(data: Any) -> None:
     patterns = data.get("files", ()) if isinstance(data, Mapping) else ()
-    for pattern in patterns if isinstance(patterns, list | tuple) else (patterns,):
-        if str(pattern).startswith(("/", "~")) or ".." in PurePosixPath(str(pattern)).parts:
+    for pattern in map(str, patterns if isinstance(patterns, list | tuple) else (patterns,)):
+        # With a colon the datasets library takes an address, file:// among them, or a file within another.
+        if pattern.startswith(("/", "~")) or ":" in pattern or ".." in PurePosixPath(pattern).parts:
             problem = f"the run reads {pattern!r}, which leaves the data set"
             raise ConfigError("join.accept", problem, action=_INSTEAD)
 

@@ -77,6 +77,10 @@ def test_arguments_that_nothing_takes_are_refused(model_dir):
         Prompter(str(model_dir), use_chat_template=False, template_arguments={"enable_thinking": True})
     with pytest.raises(ConfigError, match="chat_template_arguments: add_generation_prompt: heterorl sets it itself"):
         Prompter(str(model_dir), use_chat_template=True, template_arguments={"add_generation_prompt": False})
+    # Also what the template is given by another name than the call has, and a template in place of the model's.
+    for taken in ("messages", "chat_template"):
+        with pytest.raises(ConfigError, match=f"chat_template_arguments: {taken}: heterorl sets it itself"):
+            Prompter(str(model_dir), use_chat_template=True, template_arguments={taken: "{{ 1 }}"})
 
 
 def test_contract_counts_the_arguments_of_the_template(model_dir):

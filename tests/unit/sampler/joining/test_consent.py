@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.sources.files import load_directory
 from heterorl.sampler.acceptance import JoinConfig
 from heterorl.sampler.joining.consent import check_consent
 
@@ -79,10 +80,30 @@ def test_names_that_are_listed_are_accepted():
         check_consent({"reward": "mine:other"}, join)
 
 
-def test_patterns_that_leave_a_data_set_are_refused(data):
+@pytest.mark.parametrize(
+    "pattern",
+    ["../*", "file:///etc/passwd", "http://169.254.169.254/x", "hf://datasets/b/c/x.parquet", "zip://a::x.zip", "~/*"],
+)
+def test_patterns_that_leave_a_data_set_are_refused(data, pattern):
     join = JoinConfig(accept=(f"hf:{data}",))
     with pytest.raises(ConfigError, match="leaves the data set"):
-        check_consent({"name": f"hf:{data}", "data": {"files": ["../*"]}}, join)
+        check_consent({"name": f"hf:{data}", "data": {"files": ["a.jsonl", pattern]}}, join)
+
+
+def test_address_among_the_patterns_would_be_read(tmp_path):
+    # Why it is refused: the library reads what is beside the directory that was accepted.
+    for name, prompt in (("ours", "open"), ("other", "secret")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "1"}}\n')
+    other = [(tmp_path / "other" / "a.jsonl").as_uri()]
+
+    found = load_directory(
+        "task.name", tmp_path / "ours", split="train", subset="", files=other, cache_dir=str(tmp_path / "cache")
+    )
+
+    assert found.table.column("prompt").to_pylist() == ["secret"]
+    with pytest.raises(ConfigError, match="leaves the data set"):
+        check_consent({"data": {"files": other}}, JoinConfig())
 
 
 @pytest.mark.parametrize("entry", ["jsonl:relative", "python:x", "reward:x", "hf:", "all"])

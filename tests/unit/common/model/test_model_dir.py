@@ -4,7 +4,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -100,27 +102,24 @@ def test_a_service_says_it_in_one_line(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 @pytest.mark.parametrize(("closed", "is_named"), [("model.safetensors", True), (".", False), ("..", False)])
-def test_what_another_user_may_not_read_is_named(tmp_path, closed, is_named):
-    model = tmp_path / "site" / "model"
-    model.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (model / name).write_text("{}")
-    parents = [path for path in model.parents if path.is_relative_to(tmp_path.parents[1])]
-    modes = {path: path.stat().st_mode for path in parents}
-    for path in parents:
-        path.chmod(0o755)
-    (model / closed).chmod(0o600)
-    process = os.fork()
-    if process == 0:
-        os.setuid(65534)
-        try:
-            check_model_dir(str(model))
-        except ConfigError as error:
-            named = model / closed if is_named else model
-            os._exit(0 if f"may not read {named} (chmod -R a+rX {model}" in str(error) else 2)
-        os._exit(3)
-    _, status = os.waitpid(process, 0)
-    for path, mode in modes.items():
-        path.chmod(mode)
+def test_what_another_user_may_not_read_is_named(closed, is_named):
+    # tmp_path lies below directories that root alone may enter.
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name) / "site" / "model"
+        model.mkdir(parents=True)
+        for file in ("config.json", "model.safetensors"):
+            (model / file).write_text("{}")
+        Path(name).chmod(0o755)
+        (model / closed).chmod(0o600)
+        process = os.fork()
+        if process == 0:
+            os.setuid(65534)
+            try:
+                check_model_dir(str(model))
+            except ConfigError as error:
+                named = model / closed if is_named else model
+                os._exit(0 if f"may not read {named} (chmod -R a+rX {model}" in str(error) else 2)
+            os._exit(3)
+        _, status = os.waitpid(process, 0)
 
     assert os.waitstatus_to_exitcode(status) == 0

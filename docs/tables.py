@@ -245,6 +245,15 @@ def _pull() -> str:
     )  # fmt: skip
 
 
+def _pull_ways() -> str:
+    ways = {"stream_gb_s": "the coordinator's stream", "s3_gb_s": "a bucket's addresses", "relay_cold_gb_s": "a relay, first",
+            "relay_gb_s": "a relay, again"}  # fmt: skip
+    rows = _benchmark("pull")["rows"]
+    return table(
+        ["payload", *ways.values()], [[name, *(f"{r[way]:.2f} GB/s" for way in ways)] for name, r in rows.items()]
+    )
+
+
 def _nodes() -> str:
     where = {(0, 2): "machine 0", (1, 2): "machine 1", (0, 1): "the only one"}
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -315,6 +324,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kills-stores": _kills_stores,
     "ingest": _ingest,
     "pull": _pull,
+    "pull-ways": _pull_ways,
     "plan": lambda: table(*plans.plans()),
     "plan-assumptions": lambda: table(*plans.assumptions()),
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),

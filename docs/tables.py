@@ -246,8 +246,12 @@ def _pull() -> str:
 
 
 def _pull_ways() -> str:
-    ways = {"stream_gb_s": "the coordinator's stream", "s3_gb_s": "a bucket's addresses", "relay_cold_gb_s": "a relay, first",
-            "relay_gb_s": "a relay, again"}  # fmt: skip
+    ways = {
+        "stream_gb_s": "the coordinator's stream",
+        "s3_gb_s": "a bucket's addresses",
+        "relay_cold_gb_s": "a relay, first",
+        "relay_gb_s": "a relay, again",
+    }
     rows = _benchmark("pull")["rows"]
     return table(
         ["payload", *ways.values()], [[name, *(f"{r[way]:.2f} GB/s" for way in ways)] for name, r in rows.items()]

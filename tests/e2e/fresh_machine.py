@@ -250,7 +250,11 @@ def main() -> None:
     console = Console(markup=False)
     if not options.base.exists():
         command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm"]
-        subprocess.run([*command, str(options.base), options.mirror], check=True)
+        partial = options.base.resolve().with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        subprocess.run([*command, str(partial), options.mirror], check=True, stdout=subprocess.DEVNULL)
+        partial.rename(options.base)
     steps, bucket = Steps(console), BucketServer()
     with tempfile.TemporaryDirectory(prefix="heterorl-machine-") as name:
         machine = Machine(options.base, Path(name), options.bind)

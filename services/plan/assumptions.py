@@ -44,7 +44,7 @@ class Assumptions:
         2.7, "GB/s", "of weights compared and coded by a thread", "benchmarks/results/weights.json, lr 1e-6"
     )
     pull_gb_s: float = _number(
-        1.64, "GB/s", "of weights, from plan to verified state over loopback", "benchmarks/results/pull.json, delta"
+        1.85, "GB/s", "of weights, from plan to verified state over loopback", "benchmarks/results/pull.json, delta"
     )
     snapshot_ratio: float = _number(1.46, "", "weights over a snapshot", "benchmarks/results/pull.json, snapshot")
     token_bytes: float = _number(

@@ -45,6 +45,8 @@ class LabTaskConfig(Config):
     """Sampled accuracy at which the supervised warm start stops."""
     warm_start_batch: int = Field(default=256, ge=1)
     """Examples of one supervised step."""
+    warm_start_lr: float = Field(default=2e-3, gt=0.0)
+    """AdamW step size of the supervised steps; wider models need smaller ones."""
     hidden_size: int = Field(default=64, ge=16)
     """Width of the model."""
     num_layers: int = Field(default=2, ge=1)

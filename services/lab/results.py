@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LATER_KEYS: Mapping[str, frozenset[str]] = {
     "loss": frozenset({"dual_clip", "baseline", "negative_keep", "reference_kl", "negative_weight", "tempering_ess"}),
     "delay": frozenset({"default"}),
-    "task": frozenset({"lr"}),
+    "task": frozenset({"lr", "warm_start_lr"}),
     "prompts": frozenset({"data", "system_prompt", "rewards", "sources"}),
     "regime": frozenset(
         {

@@ -20,6 +20,7 @@ def prepare(cell: Cell, *, cache: Path) -> tuple[Path, float]:
             task=cell.task.task.name,
             digits=cell.task.task.digits,
             terms=cell.task.task.terms,
+            learning_rate=cell.task.warm_start_lr,
             batch_size=cell.task.warm_start_batch,
             seed=cell.seed,
             target=cell.task.warm_start_target,

@@ -73,11 +73,11 @@ programs:  ## Install what tests run of Debian's: Chromium, PostgreSQL, Promethe
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium docker-compose fonts-dejavu-core \
 		postgresql prometheus prometheus-alertmanager slurm-wlm > /dev/null
 
-test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; six minutes on two busy cores
-	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
+test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; 75 seconds on two cores
+	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
 
-test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them
-	HETERORL_TEST_PAYLOADS=bucket OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
+test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them; 75 seconds on two cores
+	HETERORL_TEST_PAYLOADS=bucket OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
 
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler

@@ -68,10 +68,11 @@ test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed 
 test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
 	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q $(AGAIN) tests/trackers
 
-programs:  ## Install what tests run of Debian's: Chromium, PostgreSQL, Prometheus, Alertmanager, Slurm, docker-compose; as root
+programs:  ## Install what tests run of Debian's: Chromium, PostgreSQL, Prometheus, Alertmanager, Slurm, and a newer Compose beside the checkout; as root
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium docker-compose fonts-dejavu-core \
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core \
 		postgresql prometheus prometheus-alertmanager slurm-wlm > /dev/null
+	tests/support/newer_program.sh trixie docker-compose usr/libexec/docker/cli-plugins/docker-compose .cache/heterorl/programs
 
 test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; 75 seconds on two cores
 	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)

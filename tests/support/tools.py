@@ -1,4 +1,5 @@
-"""Programs that check files: taken from the environment that runs the tests, or from the machine."""
+"""Programs that check files: taken from the environment that runs the tests, from `make programs`, or from the
+machine."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+PROGRAMS = Path(__file__).parents[2] / ".cache" / "heterorl" / "programs"
+"""Where `make programs` lays what is newer than the machine's own."""
 
 def tool(name: str) -> str:
     """Path of a program; the test is skipped where there is none."""
-    own = Path(sys.executable).parent / name
-    found = str(own) if own.exists() else shutil.which(name)
+    places = (Path(sys.executable).parent, PROGRAMS)
+    own = [str(place / name) for place in places if (place / name).exists()]
+    found = own[0] if own else shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found

@@ -2,7 +2,7 @@
 # docker compose, for the files beside this script; says so when the installed Compose is too old for them.
 set -euo pipefail
 
-least=2.20.2 # healthcheck.start_interval
+least=2.20.2 # what these files are tried with begins here
 directory=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 fail() {

@@ -18,26 +18,22 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from rich.console import Console
-from rich.table import Table
 
 from heterorl.demo.tiny_model import write_tiny_model
+from tests.e2e.debian import Steps, block, make_base, until
 from tests.support.bucket import BUCKET, KEY, SECRET, BucketServer
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = "ca-certificates,dbus,git,init,libpam-systemd,postgresql,python3,python3-venv,sudo,systemd"
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 KEYS = "/etc/heterorl/bucket"
 CREDENTIALS = "/etc/heterorl/credentials"
 PASSWORD = "of-the-tests"
 DATABASE = f"create role heterorl login password '{PASSWORD}'; create database heterorl owner heterorl"
-PATIENCE_S = 300.0
 VERSION = 2
 
 
@@ -67,7 +63,7 @@ class Machine:
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._init = ""
-        self.until(self._started)
+        until(self._started)
 
     def _started(self) -> bool:
         assert self._process.poll() is None, Path(self._log.name).read_text(errors="replace")[-2000:]
@@ -98,18 +94,6 @@ class Machine:
             raise RuntimeError(f"{script}\nended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         return done.stdout
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        """Wait.
-
-        Raises:
-            TimeoutError: it never held.
-        """
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {PATIENCE_S:.0f} s")
-            time.sleep(0.2)
-
     def said(self) -> str:
         """The last words of every unit."""
         words = "systemctl --failed --no-legend; journalctl --no-pager -n 80 -u 'heterorl-*'"
@@ -125,22 +109,6 @@ class Machine:
         self._process.kill()
         self._process.wait()
         self._log.close()
-
-
-class Steps:
-    """Names and seconds of what was done."""
-
-    def __init__(self, console: Console) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._console = console
-
-    @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Measure a step."""
-        begin = time.monotonic()
-        yield
-        self.rows.append({"step": name, "seconds": round(time.monotonic() - begin, 1)})
-        self._console.print(f"{self.rows[-1]['seconds']:8.1f} s  {name}", markup=False)
 
 
 def run_table(endpoint: str) -> dict[str, Any]:
@@ -163,13 +131,6 @@ def run_table(endpoint: str) -> dict[str, Any]:
         ],
         "tls": {"directory": "authority"},
     }  # fmt: skip
-
-
-def block(readme: str, title: str) -> str:
-    """The commands under a title of the launcher's README."""
-    found = re.search(rf"^## {title}.*?^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    assert found is not None, readme
-    return found[1]
 
 
 def install(machine: Machine, steps: Steps, endpoint: str) -> None:
@@ -223,16 +184,16 @@ def run(machine: Machine, steps: Steps) -> dict[str, Any]:
     with steps.step("systemctl enable --now of every unit, in the README's order"):
         machine.run(block(readme, "Start"))
     with steps.step(f"until version {VERSION}"):
-        machine.until(lambda: head(machine) >= VERSION)
+        until(lambda: head(machine) >= VERSION)
     machine.run(
         "systemctl mask --quiet --runtime --force heterorl-coordinator.service;"
         " systemctl kill --signal=KILL heterorl-coordinator.service"
     )
     before = head(machine)
     with steps.step("SIGKILL of the coordinator for good, until the standby answers"):
-        machine.until(lambda: status(machine) is not None)
+        until(lambda: status(machine) is not None)
     with steps.step(f"until {VERSION} versions more"):
-        machine.until(lambda: head(machine) >= max(before, VERSION) + VERSION)
+        until(lambda: head(machine) >= max(before, VERSION) + VERSION)
     found = status(machine)
     assert found is not None
     assert machine.try_run("systemctl is-active heterorl-coordinator.service").returncode, "it is not gone"
@@ -248,13 +209,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console(markup=False)
-    if not options.base.exists():
-        command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm"]
-        partial = options.base.resolve().with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        subprocess.run([*command, str(partial), options.mirror], check=True, stdout=subprocess.DEVNULL)
-        partial.rename(options.base)
+    make_base(options.base, options.mirror)
     steps, bucket = Steps(console), BucketServer()
     with tempfile.TemporaryDirectory(prefix="heterorl-machine-") as name:
         machine = Machine(options.base, Path(name), options.bind)
@@ -271,11 +226,7 @@ def main() -> None:
         finally:
             machine.stop()
             bucket.stop()
-    table = Table("step", "seconds")
-    for row in steps.rows:
-        table.add_row(row["step"], str(row["seconds"]))
-    table.add_row("all", f"{sum(row['seconds'] for row in steps.rows):.1f}")
-    console.print(table)
+    steps.show()
     results = {"rows": steps.rows, "versions": found["head_version"], "ledger": found["ledger"]}
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="ascii")

@@ -89,6 +89,9 @@ test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun with a
 test-machine: $(SETUP)  ## Bring a fresh Debian under systemd to a run with PostgreSQL, a bucket, a standby and a relay, and kill its coordinator; as root, with debootstrap and systemd-container; OPTIONS="--bind DIR --pip-conf FILE"; 4 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.fresh_machine --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/machine.json
 
+test-compose: $(SETUP)  ## Build the images and start deploy/compose.yaml in a Docker of its own; as root, with docker.io, debootstrap and the Compose of `make programs`; OPTIONS="--wheels DIR"; 6 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.compose_run --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/compose.json
+
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
 	$(PYTEST_GPU) -q -s tests/gpu
 

@@ -6,26 +6,21 @@ A Docker daemon of its own, with its own directory, runs beside the machine's; C
 registry is asked: the image that all others are made from is a Debian 12 by debootstrap with its Python 3.11, Prometheus
 and Alertmanager are Debian's under the names that the file has, and Grafana is left out. What is done is what the sections
 "Certificates" and "Containers" say, whose commands are read from there; the model is small, and so are the numbers in a
-copy of deploy/config. Then the learner's process is killed, the lines are made slow by compose.wan.yaml, and all is
-stopped. Needs root, Debian's docker.io and debootstrap; --wheels is a directory with torch for the CPU.
+copy of deploy/config. Then the learner's process is killed, with --wan the lines are made slow, and all is stopped.
+Needs root, Debian's docker.io and debootstrap; --wheels is a directory with torch for the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import http.server
 import json
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +28,7 @@ from rich.console import Console
 
 from heterorl.demo.tiny_model import write_tiny_model
 from tests.e2e.debian import Steps, block, make_base, until
-from tests.support.tools import PROGRAMS
+from tests.e2e.docker import Docker, index_of, run
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "bin"
@@ -50,55 +45,6 @@ SMALL = {
     },
     "sampler.toml": {"max_new_tokens = 2048": "max_new_tokens = 3", 'kind = "hf"': 'kind = "hf"\nthreads = 1'},
 }  # fmt: skip
-
-
-class Docker:
-    """A daemon of its own, and what its clients need to find it."""
-
-    def __init__(self, directory: Path) -> None:
-        socket = f"unix://{directory}/docker.sock"
-        plugins = directory / "client" / "cli-plugins"
-        plugins.mkdir(parents=True)
-        (plugins / "docker-compose").symlink_to(PROGRAMS.resolve() / "docker-compose")
-        self._directory = directory
-        self.environment = {**os.environ, "DOCKER_HOST": socket, "DOCKER_CONFIG": str(plugins.parent)}
-        self._log = (directory / "dockerd.log").open("wb")
-        words = [f"--data-root={directory}/data", f"--exec-root={directory}/exec", f"--pidfile={directory}/pid"]
-        self._process = subprocess.Popen(["dockerd", *words, "-H", socket], stdout=self._log, stderr=subprocess.STDOUT)
-        until(lambda: self.ask("info").returncode == 0)
-
-    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """One command of Docker's client."""
-        return subprocess.run(
-            ["docker", *words], env=self.environment, capture_output=True, text=True, check=False, timeout=900
-        )
-
-    def tell(self, *words: str, text: str | None = None) -> str:
-        """The same, which must succeed; `text` is its standard input."""
-        return run(["docker", *words], environment=self.environment, text=text)
-
-    def stop(self) -> None:
-        """End every container, and the daemon."""
-        self.ask("rm", "--force", *self.ask("ps", "--all", "--quiet").stdout.split())
-        self._process.terminate()
-        self._process.wait(60)
-        self._log.close()
-        for space in (self._directory / "exec" / "netns").glob("*"):  # the daemon leaves them mounted
-            subprocess.run(["umount", "--lazy", str(space)], check=False)
-
-
-def run(command: list[str], *, environment: dict[str, str], where: Path = ROOT, text: str | None = None) -> str:
-    """What a command says.
-
-    Raises:
-        RuntimeError: it ended with another code than 0.
-    """
-    done = subprocess.run(
-        command, cwd=where, env=environment, capture_output=True, text=True, check=False, input=text, timeout=1800
-    )
-    if done.returncode:
-        raise RuntimeError(f"{command}\nended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-6000:]}")
-    return done.stdout
 
 
 def make_images(docker: Docker, base: Path, directory: Path) -> None:
@@ -139,12 +85,13 @@ def lay_out(docker: Docker, sources: Path) -> None:
     for line in block(readme, "Certificates").splitlines():
         words = line.partition("#")[0].replace("coordinator.example:50051", "127.0.0.1:50051")
         run(["bash", "-c", words.replace("coordinator.example", "coordinator")], environment=environment, where=sources)
-    for line in block(readme, "Containers").splitlines()[:2]:
-        words = line.partition("#")[0].removeprefix("sudo ")
-        run(["bash", "-euc", words], environment=environment, where=sources)
+    *before, readable = (line.partition("#")[0] for line in block(readme, "Containers").splitlines()[:3])
+    for words in before:
+        run(["bash", "-euc", words.removeprefix("sudo ")], environment=environment, where=sources)
     write_tiny_model(sources / "deploy" / "models" / "start", seed=0)
     pairs = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
     (sources / "deploy" / "data" / "train.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    run(["bash", "-euc", readable], environment=environment, where=sources)
     for name, changes in SMALL.items():
         path = sources / "deploy" / "config" / name
         text = path.read_text()
@@ -175,8 +122,21 @@ def scraped(query: str) -> list[dict[str, Any]]:
         return []
 
 
-def live(docker: Docker, sources: Path, steps: Steps) -> dict[str, Any]:
-    """Start, see versions; kill the learner, see versions; slow lines, see versions; stop in order."""
+def slow_lines(docker: Docker, steps: Steps) -> tuple[str, ...]:
+    """Lay compose.wan.yaml over the run; returns the words that name both files."""
+    docker.environment["WAN_DELAY"] = "200ms"
+    lines = ("-f", "compose.yaml", "-f", "compose.wan.yaml")
+    services = ("wan-coordinator", "wan-sampler-1", "wan-sampler-2")
+    with steps.step("compose.wan.yaml: build, and lines of 200 and 250 ms"):
+        compose(docker, *lines, "build", *services)
+        compose(docker, *lines, "up", "--detach", "--no-build", *RUN, *services)
+        slow = docker.tell("ps", "--quiet", "--filter", "label=com.docker.compose.service=wan-coordinator").strip()
+        until(lambda: "delay 200" in docker.ask("exec", slow, "tc", "qdisc").stdout)
+    return lines
+
+
+def live(docker: Docker, sources: Path, steps: Steps, *, wan: bool) -> dict[str, Any]:
+    """Start, see versions; kill the learner, see versions; with `wan` the same over slow lines; stop in order."""
 
     def head() -> int:
         found = status(docker, sources)
@@ -191,24 +151,17 @@ def live(docker: Docker, sources: Path, steps: Steps) -> dict[str, Any]:
     with steps.step(f"until version {VERSIONS}"):
         until(lambda: head() >= VERSIONS)
     with steps.step("until Prometheus has numbers of coordinator, learner and both samplers"):
-        until(lambda: {row["metric"].get("service") for row in scraped("count by (service, site) (up)")} != set())
-        until(lambda: len(scraped('count by (service, site) ({service=~".+"})')) >= len(RUN))
+        until(lambda: len(scraped('count by (service, site) ({service=~"coordinator|learner|sampler"})')) >= len(RUN))
     learner = docker.tell("ps", "--quiet", "--filter", "label=com.docker.compose.service=learner").strip()
     os.kill(int(docker.tell("inspect", "--format", "{{.State.Pid}}", learner)), signal.SIGKILL)
     with steps.step(f"SIGKILL of the learner, until {VERSIONS} versions more"):
         more()
     restarts = int(docker.tell("inspect", "--format", "{{.RestartCount}}", learner))
     assert restarts == 1, restarts
-    docker.environment["WAN_DELAY"] = "200ms"
-    with steps.step("compose.wan.yaml: build, and lines of 200 and 250 ms"):
-        lines = ("-f", "compose.yaml", "-f", "compose.wan.yaml")
-        wan = ("wan-coordinator", "wan-sampler-1", "wan-sampler-2")
-        compose(docker, *lines, "build", *wan)
-        compose(docker, *lines, "up", "--detach", "--no-build", *RUN, *wan)
-        slow = docker.tell("ps", "--quiet", "--filter", "label=com.docker.compose.service=wan-coordinator").strip()
-        until(lambda: "delay 200" in docker.ask("exec", slow, "tc", "qdisc").stdout)
-    with steps.step(f"until {VERSIONS} versions more over them"):
-        more()
+    lines = slow_lines(docker, steps) if wan else ()
+    if lines:
+        with steps.step(f"until {VERSIONS} versions more over them"):
+            more()
     found = status(docker, sources)
     assert found is not None
     with steps.step("compose.sh stop: all in order"):
@@ -225,27 +178,13 @@ def live(docker: Docker, sources: Path, steps: Steps) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def index_of(wheels: Path, directory: Path) -> Iterator[str]:
-    """A package index with the wheels of a directory, all of torch's."""
-    pages = directory / "simple" / "torch"
-    pages.mkdir(parents=True)
-    for wheel in wheels.glob("torch-*.whl"):
-        (pages / wheel.name).symlink_to(wheel)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(directory))
-    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/simple"
-        server.shutdown()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="a Debian by debootstrap; made when it is not there")
     parser.add_argument("--mirror", default="http://deb.debian.org/debian")
     parser.add_argument("--wheels", type=Path, help="a directory with torch for the CPU")
     parser.add_argument("--index", default="https://download.pytorch.org/whl/cpu", help="else an index with it")
+    parser.add_argument("--wan", action="store_true", help="slow lines too; the kernel needs sch_netem")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console(markup=False)
@@ -260,7 +199,7 @@ def main() -> None:
             run(["git", "clone", "-q", f"file://{ROOT}", str(sources)], environment=docker.environment)
             lay_out(docker, sources)
             make_images(docker, options.base, directory / "python")
-            with index_of(options.wheels, directory / "index") if options.wheels else _given(options.index) as index:
+            with index_of(options.wheels, directory / "index", options.index) as index:
                 (sources / "deploy" / "compose.index.yaml").write_text(
                     json.dumps({"services": {role: {"build": {"network": "host"}} for role in RUN}})
                 )
@@ -269,7 +208,7 @@ def main() -> None:
                     with steps.step(f"compose.sh build {role}"):
                         compose(docker, *words, "--build-arg", f"PIP_EXTRA_INDEX_URL={index}", role)
             sizes = docker.tell("images", "--format", "{{.Repository}} {{.Size}}")
-            found = live(docker, sources, steps)
+            found = live(docker, sources, steps, wan=options.wan)
         except (RuntimeError, TimeoutError, AssertionError):
             for role in RUN:
                 console.print(role, docker.ask("compose", "-p", "heterorl", "logs", "--tail", "20", role).stdout)
@@ -281,11 +220,6 @@ def main() -> None:
     results = {"rows": steps.rows, "images": images, "versions": found["head_version"], "ledger": found["ledger"]}
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="ascii")
-
-
-@contextmanager
-def _given(index: str) -> Iterator[str]:
-    yield index
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 PROGRAMS = Path(__file__).parents[2] / ".cache" / "heterorl" / "programs"
 """Where `make programs` lays what is newer than the machine's own."""
 
+
 def tool(name: str) -> str:
     """Path of a program; the test is skipped where there is none."""
     places = (Path(sys.executable).parent, PROGRAMS)

@@ -37,6 +37,12 @@ def by_length() -> Iterator[Claim]:
             "lengths", side("gepo-1s"), side("gepo"), direction="above",
             task=task, source="project", suggested_by=(*PILOT, *_SEEN.get(task, ())),
         )  # fmt: skip
+    for task, tokens in _LENGTHS.items():
+        yield declare(
+            BETTER, f"64 versions behind, gepo-product ends above GEPO with completions of {tokens}",
+            "lengths", side("gepo-product"), side("gepo"), direction="above",
+            task=task, source="project", suggested_by=("long",) if task.startswith("t101") else (),
+        )  # fmt: skip
     for algorithm in ("gepo", "gspo"):
         name = algorithm.upper()
         yield declare(
@@ -48,6 +54,6 @@ def by_length() -> Iterator[Claim]:
             side(algorithm, ONLINE), direction="below", task="t101", source="project",
         )  # fmt: skip
     yield declare(
-        LENGTH, "64 versions behind, weights that are products over the tokens end above GEPO's mean over them", "long",
-        side("gepo-product"), side("gepo"), direction="above", task="t101", source="project",
+        LENGTH, "64 versions behind, gepo-product (bad rollouts by products over their tokens) ends above GEPO",
+        "long", side("gepo-product"), side("gepo"), direction="above", task="t101", source="project",
     )  # fmt: skip

@@ -18,6 +18,9 @@ _ENDS = (0.0, 256.0)
 _LADDER = (0.0, 8.0, 64.0, 256.0)
 _PLANE = (0.0, 8.0, 64.0, 192.0)
 _LENGTHS = {"t5": "5 tokens", "t21": "21 tokens", "t101": "101 tokens", "t101-slow": "101 tokens, 3e-5"}
+_LARGE_TOKENS = 101
+# Results hold each series as the means of ten stretches, here of 20 steps.
+_LARGE_STRETCHES = {4: "KL a token, steps 81 to 100", 6: "121 to 140", 9: "181 to 200"}
 _ARMS = {"fixed": "64 versions", "uniform_lag": "every lag of 0 to 64"}
 _CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
 _COLUMNS = {
@@ -215,6 +218,21 @@ def _plane() -> str:
     )
 
 
+def _large() -> str:
+    """A row for each algorithm of one seed: accuracies, and how far it moves from its samplers for each token."""
+    rows = []
+    for run in sorted(_lab("large").finished, key=lambda run: (run.algorithm != "gepo", run.algorithm)):
+        nats = [value or 0.0 for value in run.series["kl"]]
+        rows.append(
+            [
+                run.algorithm,
+                *("-" if value is None else f"{value:.3f}" for value in (run.warm_start_accuracy, run.best, run.last)),
+                *(f"{nats[stretch] / _LARGE_TOKENS:.3f}" for stretch in _LARGE_STRETCHES),
+            ]
+        )
+    return table(["algorithm", "warm start", "best", "last", *_LARGE_STRETCHES.values()], rows)
+
+
 def _law_ages() -> str:
     runs = _lab("s6_latency").runs
     rows = []
@@ -245,6 +263,9 @@ LAB: dict[str, Callable[[], str]] = {
     "ladder-beside-gepo": lambda: _beside("ladder", "gepo", _LADDER),
     "lengths": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _own, less=""),
     "lengths-beside-gepo": lambda: _by("lengths", _LENGTHS, lambda run: run.task, _minus_gepo, less="gepo"),
+    "long": lambda: accuracies(_lab("long"), (0.0, 64.0)),
+    "long-beside-gepo": lambda: _beside("long", "gepo", (0.0, 64.0)),
+    "large": _large,
     "arms": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _own, less=""),
     "arms-beside-gepo": lambda: _by("arms", _ARMS, lambda run: run.delay_kind, _minus_gepo, less="gepo"),
     "plane": _plane,

@@ -303,8 +303,8 @@ def _nodes_account() -> str:
     )  # fmt: skip
 
 
-def _machine() -> str:
-    rows = _benchmark("machine")["rows"]
+def _steps(name: str) -> str:
+    rows = _benchmark(name)["rows"]
     total = sum(row["seconds"] for row in rows)
     return table(["step", "seconds"], [*([r["step"], f"{r['seconds']:.1f}"] for r in rows), ["all", f"{total:.0f}"]])
 
@@ -332,7 +332,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": lambda: table(*plans.plans()),
     "plan-assumptions": lambda: table(*plans.assumptions()),
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
-    "machine": _machine,
+    "machine": lambda: _steps("machine"),
+    "compose": lambda: _steps("compose"),
     "nodes": _nodes,
     "nodes-account": _nodes_account,
 }

@@ -209,17 +209,19 @@ def main() -> None:
                         compose(docker, *words, "--build-arg", f"PIP_EXTRA_INDEX_URL={index}", role)
             sizes = docker.tell("images", "--format", "{{.Repository}} {{.Size}}")
             found = live(docker, sources, steps, wan=options.wan)
+            steps.show()
+            images = dict(line.split(" ", 1) for line in sizes.splitlines() if line.startswith("heterorl-"))
+            results = {
+                "rows": steps.rows, "images": images, "versions": found["head_version"], "ledger": found["ledger"],
+            }  # fmt: skip
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="ascii")
         except (RuntimeError, TimeoutError, AssertionError):
             for role in RUN:
                 console.print(role, docker.ask("compose", "-p", "heterorl", "logs", "--tail", "20", role).stdout)
             raise
         finally:
             docker.stop()
-    steps.show()
-    images = dict(line.split(" ", 1) for line in sizes.splitlines() if line.startswith("heterorl-"))
-    results = {"rows": steps.rows, "images": images, "versions": found["head_version"], "ledger": found["ledger"]}
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="ascii")
 
 
 if __name__ == "__main__":

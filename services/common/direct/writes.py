@@ -1,7 +1,8 @@
 """Putting a payload straight into a store of objects, at an address that the coordinator gives for a while.
 
 Guarantees: an address is asked only where this node allows its scheme, without redirects, and is never written down;
-one request brings all bytes or nothing. What was put is nothing yet: the coordinator compares it with its name.
+one request brings all bytes or nothing; of its answer nothing is read but the head. What was put is nothing yet: the
+coordinator compares it with its name.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ class DirectWrites:
         headers = {"Content-Length": str(num_bytes)}
         timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S, read=ANSWER_S)
         try:
-            answer = await client.put(url, content=_exactly(num_bytes, frames), headers=headers, timeout=timeout)
+            content = _exactly(num_bytes, frames)
+            async with client.stream("PUT", url, content=content, headers=headers, timeout=timeout) as answer:
+                # An answer that has words is left unread and costs the connection: they may have no end.
+                if answer.headers.get("Content-Length") == "0":
+                    await answer.aread()
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             self._not_before = self._clock.monotonic() + PAUSE_S
             # Its words may have the address.

@@ -84,3 +84,55 @@ async def test_other_bytes_than_announced_are_no_put(announced):
             await writes.put(url, frames(), num_bytes=announced)
         # The store is not to blame.
         assert writes.is_worth_asking
+
+
+async def test_answer_of_a_store_is_not_read():
+    # Else a hostile one fills the memory of whoever puts, a hundredfold where it says that its words are compressed.
+    sent, ended = 0, asyncio.Event()
+
+    async def serve(reader, writer):
+        nonlocal sent
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(len(BODY))
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while sent < 1 << 30:
+                writer.write(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
+                await writer.drain()
+                sent += 1 << 16
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, put_by() as (writes, _):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/incoming/place"
+        assert await writes.put(url, frames(), num_bytes=len(BODY))
+        await ended.wait()
+    assert sent < 1 << 25
+
+
+async def test_empty_answer_keeps_the_connection():
+    connections, ended = 0, asyncio.Event()
+
+    async def serve(reader, writer):
+        nonlocal connections
+        connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(len(BODY))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        async with put_by() as (writes, _):
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/incoming/place"
+            for _ in range(3):
+                assert await writes.put(url, frames(), num_bytes=len(BODY))
+        await ended.wait()
+    assert connections == 1

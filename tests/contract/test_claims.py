@@ -38,6 +38,19 @@ def test_what_the_committed_results_test_has_numbers_and_what_they_do_not_has_no
     assert all(row["p"] is row["difference"] is None and row["seeds"] == 0 for row in rows if row not in tested)
 
 
+def test_evidence_that_keeps_every_rule_is_of_experiments_that_do():
+    rows = json.loads((RESULTS / "claims.json").read_text())
+    decided = [row for row in rows if row["evidence"] in {"protocol", "confirmation"}]
+
+    assert {row["experiment"] for row in decided if not row["relaxed"]} == {
+        "horizon", "sawtooth", "horizon+sawtooth", "candidates", "confirm",
+    }  # fmt: skip
+    assert all("8 seeds" in row["relaxed"] for row in decided if row["experiment"] in {"ladder", "arms", "lengths"})
+    ends = [row for row in decided if row["experiment"] in {"ladder", "candidates_ends"}]
+    assert {row["claim"][:3] for row in ends if "2 x delay" in row["relaxed"]} == {"256"}
+    assert not any(row["relaxed"] for row in rows if row["verdict"] == "not tested")
+
+
 # What is joined for a claim is one experiment to it.
 @pytest.mark.parametrize(
     "names", ["horizon+sawtooth", "stale256+gspo64", *sorted(path.stem for path in RESULTS.glob("*.json"))]

@@ -14,17 +14,14 @@ from heterorl.common.process.files import replacing
 from heterorl.lab.claims.claim import ONLINE, Claim, Evidence, Finding, Observed, Side, judge
 from heterorl.lab.claims.declared import CLAIMS
 from heterorl.lab.protocol.flat import is_flat, rise
+from heterorl.lab.protocol.relaxed import relaxed
 from heterorl.lab.protocol.rules import CONFIRMATION
 from heterorl.lab.report.data import Results, Run
 from heterorl.lab.report.reading import load_table
 
 _LOG = logging.getLogger(__name__)
 _DIGITS = 4
-_HEAD = (
-    "| claim | source | experiment | steps | test | seeds | failed | difference | p | p, Holm | power | online flat |"
-    " evidence | verdict |\n"
-    "|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|---|---|"
-)
+_HEAD = "| claim | experiment | seeds | difference | p, Holm | evidence | verdict |\n|---|---|---:|---:|---:|---|---|"
 _MARKED = {"shown", "contradicted"}
 
 
@@ -57,6 +54,15 @@ class Source:
         if any(len(seeds) < (table.protocol or {}).get("least_seeds", 0) for table in self.tables):
             return "exploratory"
         return "confirmation" if seeds and seeds <= set(CONFIRMATION) else "protocol"
+
+    @property
+    def relaxed(self) -> list[str]:
+        """Rules of the house that the runs of both sides keep in a weaker form; empty without a protocol."""
+        protocols = [table.protocol for table in self.tables]
+        kept = [one for one in protocols if one is not None]
+        if len(kept) < len(protocols) or not self.own:
+            return []
+        return list(dict.fromkeys(text for one in kept for text in relaxed(one, self.own)))
 
     @property
     def num_failed(self) -> int:
@@ -161,6 +167,7 @@ def as_row(finding: Finding, source: Source) -> dict[str, Any]:
         "is_flat_online": source.is_flat_online,
         "is_rate_at_edge": source.is_at_edge,
         "evidence": finding.evidence if finding.num else None,
+        "relaxed": source.relaxed if finding.num else [],
         "verdict": finding.verdict,
         "reason": None if finding.verdict != "not tested" else source.problem or "fewer than two pairs of seeds",
     }
@@ -178,16 +185,22 @@ def _line(row: Mapping[str, Any]) -> str:
     difference = "-"
     if row["difference"] is not None:
         difference = f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
-    flat = {True: "yes", False: "no", None: "-"}[row["is_flat_online"]]
-    evidence = "-" if row["evidence"] is None else row["evidence"]
     cells = (
-        row["claim"], row["source"], f"`{row['experiment']}`", str(row["steps"] or "-"), row["test"],
-        str(row["seeds"] or "-"), str(row["failed"] or "-"), difference, _p_text(row["p"]), _p_text(row["p_holm"]),
-        "-" if row["power"] is None else f"{row['power']:.2f}", flat,
-        f"{evidence}, rate at an end of the grid" if row["is_rate_at_edge"] else evidence,
+        row["claim"], f"`{row['experiment']}`" + (f", {row['steps']} steps" if row["steps"] else ""),
+        str(row["seeds"] or "-") + (f", {row['failed']} runs failed" if row["failed"] else ""), difference,
+        _p_text(row["p_holm"]), _evidence(row),
         f"**{row['verdict']}**" if row["verdict"] in _MARKED else _with_reason(row),
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
+
+
+def _evidence(row: Mapping[str, Any]) -> str:
+    """Its kind, and what weakens it: relaxed rules where there is a protocol to relax, and an edge of the grid."""
+    if row["evidence"] is None:
+        return "-"
+    relaxation = ", relaxed: " + ", ".join(row["relaxed"])
+    weaker = relaxation if row["relaxed"] and row["evidence"] != "exploratory" else ""
+    return f"{row['evidence']}{weaker}{'; rate at an end of the grid' if row['is_rate_at_edge'] else ''}"
 
 
 def _with_reason(row: Mapping[str, Any]) -> str:

@@ -244,7 +244,9 @@ def test_failed_runs_edges_of_the_grid_and_flat_curves_stand_in_the_row(tmp_path
     assert (both["seeds"], both["failed"], both["difference"]) == (2, 1, -0.25)
     assert (both["is_flat_online"], alone["is_flat_online"]) == (False, True)
     assert (both["is_rate_at_edge"], alone["is_rate_at_edge"]) == (True, False)
-    assert "| protocol, rate at an end of the grid |" in markdown([both])
+    assert both["relaxed"] == ["3 seeds", "one rate"]
+    assert "| 2, 1 runs failed | -0.250 (" in markdown([both])
+    assert "| protocol, relaxed: 3 seeds, one rate; rate at an end of the grid |" in markdown([both])
 
 
 def test_table_has_every_declared_claim_and_the_keys_that_programs_read(tmp_path):
@@ -278,9 +280,33 @@ def test_a_shown_claim_stands_in_the_table_with_its_numbers(tmp_path, monkeypatc
     # s = sqrt(0.001 / 5), s / sqrt(6) times 2.5706.
     assert row["high"] - 0.1 == pytest.approx(2.57058 * (0.0002 / 6) ** 0.5, abs=1e-4)
     assert row["p_sign_flip"] == pytest.approx(2 / 64, rel=1e-2)
-    assert "| 6 | - | +0.100 (+0.085 to +0.115) | < 0.001 | < 0.001 | 1.00 | - | protocol | **shown** |" in markdown(
-        [row]
-    )
+    label = "protocol, relaxed: 6 seeds, one rate"
+    assert f"| c | `e`, 3 steps | 6 | +0.100 (+0.085 to +0.115) | < 0.001 | {label} | **shown** |" in markdown([row])
+
+
+def test_the_evidence_says_which_rules_the_runs_of_a_claim_relax(tmp_path, monkeypatch):
+    far = {"a": Side(algorithm="gepo", delay="256 versions"), "b": Side(algorithm="gspo", delay="256 versions")}
+    runs = [
+        make_run(name, delay, 200 + seed, last=0.5 + shift, steps=512, lr=7e-4)
+        for seed, value in enumerate(UP) for delay in (8, 256) for name, shift in (("gepo", value), ("gspo", 0.0))
+    ]  # fmt: skip
+    kept_results(tmp_path, "e", runs, protocol={"tune": False, "steps_per_lag": 2.0, "least_seeds": 6})
+    kept_results(tmp_path, "few", runs, protocol={"tune": False, "least_seeds": 8})
+    results_of(tmp_path, "old", runs)
+    claims = (claim_of(), claim_of(**far), claim_of(experiment="few"), claim_of(experiment="e+old"))
+    monkeypatch.setattr(verdicts, "CLAIMS", claims)
+
+    write_claims(tmp_path, tmp_path / "claims.json")
+    rows = json.loads((tmp_path / "claims.json").read_text())
+
+    # 512 steps are short for 256 versions, not for 8; without a protocol there is nothing to relax.
+    assert [row["relaxed"] for row in rows] == [
+        ["6 seeds", "one rate"], ["6 seeds", "2 x delay", "one rate"], ["6 seeds", "one rate"], []
+    ]  # fmt: skip
+    assert [line.split(" | ")[-2] for line in markdown(rows).splitlines() if line.startswith("| c ")] == [
+        "protocol, relaxed: 6 seeds, one rate", "protocol, relaxed: 6 seeds, 2 x delay, one rate",
+        "exploratory", "exploratory",
+    ]  # fmt: skip
 
 
 def test_results_that_are_missing_or_damaged_leave_a_claim_untested_and_say_why(tmp_path, monkeypatch):
@@ -311,5 +337,7 @@ def test_results_that_are_missing_or_damaged_leave_a_claim_untested_and_say_why(
 def test_declared_claims_are_told_apart():
     assert len({(claim.claim, claim.experiment, claim.test, claim.source) for claim in CLAIMS}) == len(CLAIMS)
     assert all(claim.suggested_by or claim.source != "README" for claim in CLAIMS)
+    # Who reads the page sees neither source nor test: sentence and experiment tell rows apart.
+    assert len({(claim.claim, claim.experiment) for claim in CLAIMS}) == len(CLAIMS)
     assert versions(0) == "no delay"
     assert versions(1) == "1 version"

@@ -91,7 +91,7 @@ _CLAIMS_HEAD = f"""# Claims
 What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)), this project's README and its own proposals say
 about algorithms under delay, and what the lab's results say about it. `heterorl lab claims` computes
 [claims.json](../benchmarks/results/lab/claims.json) from the results beside it, `make docs` this page from that. The
-claims and their tests stand in `services/lab/claims/declared.py`; no verdict is written by hand.
+claims and their tests stand in `services/lab/claims/`; no verdict is written by hand.
 
 - *Difference*: a test compares two numbers on the same seeds. The difference is their mean with the 95 % t-interval. A
   claim about a share of the seeds has Wilson's interval instead.

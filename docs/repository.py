@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md", "deploy/README.md", "deploy/runbook.md")
 """Markdown outside docs/ that is read as a page."""
-WIDE = {"configuration.md", "losses.md", "map.md", "peers.md"}
+WIDE = {"claims.md", "configuration.md", "losses.md", "map.md", "peers.md"}
 """Pages whose tables need the room of the table of contents."""
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 """A link of Markdown: what stands before the target, the path, the fragment, the end."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import plans
+from docs.fast_tables import FAST
 from docs.lab_tables import LAB
 from docs.markdown import SOURCES, table
 
@@ -21,6 +22,8 @@ DOCUMENTS = (
     "README.md",
     "docs/results.md",
     "docs/delays.md",
+    "docs/lengths.md",
+    "docs/earlier.md",
     "docs/one-side.md",
     "docs/plan.md",
     "docs/machines.md",
@@ -319,6 +322,7 @@ def _percent(share: float) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     **LAB,
+    **FAST,
     "overlap": _overlap,
     "loop": _loop,
     "publish": _publish,

@@ -13,8 +13,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.files import replacing
 from heterorl.lab.claims.claim import ONLINE, Claim, Evidence, Finding, Observed, Side, judge
 from heterorl.lab.claims.declared import CLAIMS
+from heterorl.lab.claims.relaxed import relaxed
 from heterorl.lab.protocol.flat import is_flat, rise
-from heterorl.lab.protocol.relaxed import relaxed
 from heterorl.lab.protocol.rules import CONFIRMATION
 from heterorl.lab.report.data import Results, Run
 from heterorl.lab.report.reading import load_table

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.lab.protocol.relaxed import HOUSE, relaxed
+from heterorl.lab.claims.relaxed import HOUSE, relaxed
 from heterorl.lab.report.data import Run
 from tests.support.lab_results import make_run
 

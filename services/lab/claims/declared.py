@@ -32,6 +32,7 @@ from heterorl.lab.claims.terms import (
     read_off,
     side,
 )
+from heterorl.lab.claims.whole import of_whole
 from heterorl.lab.report.data import COLLAPSE_MARGIN
 
 _LONG = "stale256+gspo64"
@@ -258,5 +259,6 @@ CLAIMS: tuple[Claim, ...] = (
     *_clip_halves(),
     *_better(),
     *by_length(),
+    *of_whole(),
 )
 """The table, in the order in which it is shown."""

@@ -29,6 +29,7 @@ OTHERS = "GEPO or another method under delay?"
 WHY = "Why: divergence, variance, error"
 CLIP = "Which half of the clip acts?"
 BETTER = "Is there a better rule than GEPO?"
+ONE_RULE = "Is one rule with one setting good everywhere?"
 LENGTH = "What makes GEPO fall with 101 tokens?"
 
 

@@ -1,4 +1,4 @@
-"""Claims about `gepo_whole`: one rule with one setting, at every delay and length; stated before its experiments ran."""
+"""Claims about `gepo_whole`: one rule, one setting, at every delay and length; stated before any ran."""
 
 from __future__ import annotations
 

@@ -111,6 +111,11 @@ class Reference:
     def gepo_product(self, i: int, a: float) -> list[float]:
         return self.gepo_with_bad(i, a, min(1.0, self.product(i)))
 
+    def gepo_whole(self, i: int, a: float) -> list[float]:
+        """A bad rollout gets its gradient as long as all of it is at least .6 times as likely as it was."""
+        w = self.p(i) / self.group_mean(i, "")
+        return self.rows(i, 0.6 * a if a < 0 and self.product(i) < 0.6 else w * a)
+
     def gepo_quantile(self, i: int, a: float) -> list[float]:
         """Leave out the bad rollout of the smallest ratio, one at a time, while the share allows it."""
         bad = [j for j in range(len(self.lq)) if advantage(self.case, j, "mean") < 0]

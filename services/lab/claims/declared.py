@@ -15,6 +15,7 @@ from heterorl.lab.claims.length import by_length
 from heterorl.lab.claims.order import LONG, against_gspo, highest, made_for_stale, others, token_level, without_delay
 from heterorl.lab.claims.rules import better, clip_halves
 from heterorl.lab.claims.terms import COLLAPSE, DELAY, FAR, GAP, NEAR, SAW, SECONDS, WHEN, WHY, declare, side
+from heterorl.lab.claims.whole import of_whole
 from heterorl.lab.report.data import COLLAPSE_MARGIN
 
 
@@ -102,5 +103,6 @@ CLAIMS: tuple[Claim, ...] = (
     *clip_halves(),
     *better(),
     *by_length(),
+    *of_whole(),
 )
 """The table, in the order in which it is shown."""

@@ -43,6 +43,7 @@ STALE = "GEPO or a method made for stale data?"
 WHY = "Why: divergence, variance, error"
 CLIP = "Which half of the clip acts?"
 BETTER = "Is there a better rule than GEPO?"
+ONE_RULE = "Is one rule with one setting good everywhere?"
 LENGTH = "What makes GEPO fall with 101 tokens?"
 
 

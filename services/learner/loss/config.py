@@ -33,6 +33,7 @@ from heterorl.learner.loss.kinds_sequence import (
     GepoProductConfig,
     GepoQuantileConfig,
     GepoTemperedConfig,
+    GepoWholeConfig,
     GmpoConfig,
     GspoConfig,
     GspoTokenConfig,
@@ -69,6 +70,7 @@ __all__ = [
     "GepoProductConfig",
     "GepoQuantileConfig",
     "GepoTemperedConfig",
+    "GepoWholeConfig",
     "GmpoConfig",
     "GrpoConfig",
     "GspoConfig",
@@ -93,6 +95,7 @@ LossConfig = Annotated[
     | GepoProductConfig
     | GepoQuantileConfig
     | GepoTemperedConfig
+    | GepoWholeConfig
     | GepoPlusConfig
     | DsGepoConfig
     | EqpConfig

@@ -41,6 +41,16 @@ class GepoProductConfig(GroupDenominatorConfig):
     negative_weight: Literal["own", "one", "product", "tempered"] = "product"
 
 
+class GepoWholeConfig(GroupDenominatorConfig):
+    """GEPO without upper clip for good rollouts; bad ones keep its weight until their whole completion is 1 - eps_low
+    times as likely as when it was drawn."""
+
+    kind: Literal["gepo_whole"] = "gepo_whole"
+    eps_low: float = Field(default=0.67, ge=0.0, le=1.0)
+    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
+    clip_on: Literal["own", "gepo", "gspo", "whole"] = "whole"
+
+
 class GepoQuantileConfig(GroupDenominatorConfig):
     """GEPO without upper clip for good rollouts; of the step's bad ones, those of the largest ratios count 1."""
 

@@ -70,8 +70,9 @@ class SequenceLossConfig(RatioLossConfig):
 
     clip: Literal["zero", "preserve", "none"] = "zero"
     """Beyond the clip range: no gradient, the gradient of the bound (c-GEPO and c-GSPO), or no clipping at all."""
-    clip_on: Literal["own", "gepo", "gspo"] = "own"
-    """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's."""
+    clip_on: Literal["own", "gepo", "gspo", "whole"] = "own"
+    """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's; whole: the ratio prod_t p / q of the
+    completion for rollouts worse than their group, the loss's own for better ones."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
     """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
     the upper clip or with it."""

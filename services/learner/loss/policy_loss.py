@@ -195,7 +195,9 @@ def _sequence_objective(
     is_spread = rule.level == "spread" or rule.m2_budget > 0.0
     log_weights = importance.spread(log_weights_B, learner_BT) if is_spread else log_weights_B[:, None]
     decision = None
-    if rule.clip_on != "own":
+    if rule.clip_on == "whole":
+        decision = torch.where(advantages_B1 < 0, (learner_BT - sampler_BT).sum(1, keepdim=True), log_weights)
+    elif rule.clip_on != "own":
         bases_B = inputs.log_expectations_B if rule.clip_on == "gepo" else masked_mean(sampler_BT, mask_BT)
         decision = (masked_mean(learner_BT, mask_BT) - bases_B)[:, None]
     objective = _objective(rule, log_weights, learner_BT, advantages_B1, decision=decision)

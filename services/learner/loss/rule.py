@@ -48,8 +48,9 @@ class Rule:
     """Lower end of the range: a ratio; under token_log a log ratio, nats."""
     high: float = float("inf")
     """Upper end of the range, in the unit of `low`."""
-    clip_on: Literal["own", "gepo", "gspo"] = "own"
-    """Weight that decides whether a rollout is clipped: the rule's own, or that of another algorithm."""
+    clip_on: Literal["own", "gepo", "gspo", "whole"] = "own"
+    """Weight that decides whether a rollout is clipped: the rule's own, that of another algorithm, or, where A < 0,
+    prod_t p / q."""
     dual_clip: float = 0.0
     """Largest weight for A < 0; 0 turns it off."""
     trace_cap: float = 0.0
@@ -116,6 +117,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gepo": {"level": "sequence"},
     "gepo_1s": {"level": "sequence"},
     "gepo_product": {"level": "sequence"},
+    "gepo_whole": {"level": "sequence"},
     "gepo_quantile": {"level": "sequence"},
     "gepo_tempered": {"level": "sequence"},
     "gepo_plus": {"level": "sequence"},

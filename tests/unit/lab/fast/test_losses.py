@@ -73,5 +73,5 @@ def test_runs_of_several_rules_keep_their_places():
 def test_what_is_called_together_and_what_apart():
     together = {config.kind for config in CONFIGS if fast.is_separable(rule_of(config))}
     assert {"gepo", "gspo", "grpo", "topr", "cispo", "bnpo", "delta_l", "gmpo"} <= together
-    assert {"reinforce", "impala", "mois", "gepo_1s", "gepo_product"} <= together
+    assert {"reinforce", "impala", "mois", "gepo_1s", "gepo_product", "gepo_whole"} <= together
     assert not {"eqp", "m2po", "vcpo", "gepo_quantile", "gepo_tempered"} & together

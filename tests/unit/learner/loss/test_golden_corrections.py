@@ -9,6 +9,7 @@ from heterorl.learner.loss.config import (
     GepoProductConfig,
     GepoQuantileConfig,
     GepoTemperedConfig,
+    GepoWholeConfig,
     GrpoConfig,
     ImpalaConfig,
     MoisConfig,
@@ -44,6 +45,12 @@ def _reinforce():
 def _one_sided():
     # The last, bad, has w = .432 < .8.
     return -np.where(W < 0.8, 0.8 * A, W * A).mean(), np.where(W < 0.8, 0, -A * W) / 4
+
+
+def _whole(low):
+    # The bad ones have e^z of .670 and .607; the last one, of two tokens, keeps the gradient that gepo_1s takes from it.
+    is_outside = ~IS_GOOD & (np.exp(Z) < low)
+    return -np.where(is_outside, low * A, W * A).mean(), np.where(is_outside, 0, -A * W) / 4
 
 
 def _product():
@@ -124,6 +131,14 @@ CASES = {
     "gepo_product": (
         GepoProductConfig(), GOLDEN_REWARDS, _product,
         -0.454000775827732, [-0.157151422536395, 0.083790005754455, -0.133848667573934, 0.075816332464079],
+    ),
+    "gepo_whole": (
+        GepoWholeConfig(), GOLDEN_REWARDS, lambda: _whole(0.33),
+        -0.114761323749157, [-0.157151422536395, 0.122226573473352, -0.133848667573934, 0.054012192887820],
+    ),
+    "gepo_whole from .65": (
+        GepoWholeConfig(eps_low=0.35), GOLDEN_REWARDS, lambda: _whole(0.65),
+        -0.087523516636977, [-0.157151422536395, 0.122226573473352, -0.133848667573934, 0],
     ),
     "gepo_quantile": (
         GepoQuantileConfig(), GOLDEN_REWARDS, _quantile,

@@ -13,8 +13,8 @@ ADAPTER = TypeAdapter(LossConfig)
 
 KINDS = {
     "bnpo", "cispo", "dapo", "decoupled_ppo", "delta_l", "dr_grpo", "ds_gepo", "ds_gspo", "eqp", "gepo", "gepo_1s",
-    "gepo_plus", "gepo_product", "gepo_quantile", "gepo_tempered", "gmpo", "grpo", "gspo", "gspo_token", "impala", "m2po",
-    "mis", "mois", "opsm", "reinforce", "tba", "tis", "topr", "vcpo",
+    "gepo_plus", "gepo_product", "gepo_quantile", "gepo_tempered", "gepo_whole", "gmpo", "grpo", "gspo", "gspo_token",
+    "impala", "m2po", "mis", "mois", "opsm", "reinforce", "tba", "tis", "topr", "vcpo",
 }  # fmt: skip
 
 
@@ -54,6 +54,10 @@ def test_clip_range_is_the_reference_implementation_s(kind):
         ({"kind": "mis", "level": "geometric"}, {"level": "sequence", "normalisation": "length", "high": 3.0}),
         ({"kind": "gepo_1s"}, {"low": 0.8, "high": 101.0, "denominator": "contraharmonic", "negative_weight": "own"}),
         ({"kind": "gepo_product"}, {"high": 101.0, "negative_weight": "product", "needs_first_pass": False}),
+        (
+            {"kind": "gepo_whole", "eps_low": 0.5},
+            {"low": 0.5, "high": 101.0, "clip_on": "whole", "negative_weight": "own"},
+        ),
         ({"kind": "gepo_quantile"}, {"negative_keep": 0.3, "negative_weight": "one", "needs_first_pass": True}),
         ({"kind": "gepo_tempered"}, {"negative_weight": "tempered", "tempering_ess": 0.5, "needs_first_pass": True}),
         ({"kind": "gspo", "negative_weight": "product"}, {"negative_weight": "product", "denominator": "own"}),

@@ -23,6 +23,7 @@ REFERENCES = {
     "gepo with dual clip": (Reference.gepo_dual, "mean", "sequence_mean"),
     "gepo_1s": (Reference.gepo_1s, "mean", "sequence_mean"),
     "gepo_product": (Reference.gepo_product, "mean", "sequence_mean"),
+    "gepo_whole": (Reference.gepo_whole, "mean", "sequence_mean"),
     "gepo_quantile": (Reference.gepo_quantile, "mean", "sequence_mean"),
     "gepo_tempered": (Reference.gepo_tempered, "mean", "sequence_mean"),
     "gepo_plus": (Reference.gepo_plus, "mean", "sequence_mean"),

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.evaluation.intervals import interval
-from heterorl.lab.report.canvas import Picture, say_empty, scale, whole_steps
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
-from heterorl.lab.report.palette import Look
+from heterorl.lab.report.drawing.canvas import Picture, say_empty, scale, whole_steps
+from heterorl.lab.report.drawing.palette import Look
 
 _BINS = 60
 _DELAYS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C8C8C")

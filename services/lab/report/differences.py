@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.evaluation.intervals import Interval, interval
-from heterorl.lab.report.canvas import Picture, whole_steps
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell
+from heterorl.lab.report.drawing.canvas import Picture, whole_steps
+from heterorl.lab.report.drawing.palette import Look
 from heterorl.lab.report.paired import BASELINE
-from heterorl.lab.report.palette import Look
 
 ONLINE = "online"
 

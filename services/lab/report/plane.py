@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.evaluation.intervals import Interval, interval
-from heterorl.lab.report.canvas import Picture
 from heterorl.lab.report.data import Delay, Results, Run
+from heterorl.lab.report.drawing.canvas import Picture
 from heterorl.lab.report.sweeps import settings
 
 _LEAST_LAGS = 2

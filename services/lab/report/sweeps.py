@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from heterorl.common.evaluation.intervals import interval
-from heterorl.lab.report.canvas import Picture, say_empty
 from heterorl.lab.report.data import Arm, Delay, Results, Run, numbers
-from heterorl.lab.report.palette import Look, looks
+from heterorl.lab.report.drawing.canvas import Picture, say_empty
+from heterorl.lab.report.drawing.palette import Look, looks
 
 
 def settings(variant: str) -> dict[str, str]:

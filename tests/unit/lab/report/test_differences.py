@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from heterorl.lab.report.differences import as_json, difference_curves, pictures
-from heterorl.lab.report.palette import looks
+from heterorl.lab.report.drawing.palette import looks
 from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 

@@ -5,9 +5,10 @@ import base64
 import pytest
 from matplotlib.figure import Figure
 
-from heterorl.lab.report import canvas, curves, figures
-from heterorl.lab.report.canvas import scale
-from heterorl.lab.report.palette import looks
+from heterorl.lab.report import curves, figures, ladders
+from heterorl.lab.report.drawing import canvas
+from heterorl.lab.report.drawing.canvas import scale
+from heterorl.lab.report.drawing.palette import looks
 from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 
@@ -101,7 +102,7 @@ def test_ladder_has_a_rung_of_paired_differences_for_each_delay_and_each_task(tm
     ]
     results = load(write_results(tmp_path, runs))
 
-    (picture,) = figures.ladders(results, looks(results.arms))
+    (picture,) = ladders.ladders(results, looks(results.arms))
     (axes,) = drawn(picture)
 
     (bars,) = axes.containers

@@ -1,7 +1,7 @@
 """Each algorithm has one look, whatever else is in the report."""
 
 from heterorl.lab.report.data import Arm
-from heterorl.lab.report.palette import looks
+from heterorl.lab.report.drawing.palette import looks
 
 
 def test_thirty_algorithms_look_different():

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.lab.report.canvas import save
+from heterorl.lab.report.drawing.canvas import save
 from heterorl.lab.report.paired import comparisons
 from heterorl.lab.report.reading import load, load_table
 from heterorl.lab.report.report import pictures_of, render, write_report

@@ -11,7 +11,7 @@ from typing import Any
 
 from heterorl.common.errors import DependencyMissing
 from heterorl.lab.report.data import Arm
-from heterorl.lab.report.palette import Look
+from heterorl.lab.report.drawing.palette import Look
 
 _DPI = 160
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def power(difference: float, *, sd: float, num: int, level: float = 0.05) -> flo
     critical = t_quantile(1.0 - level, df=df)
     spread = 12.0 / math.sqrt(2.0 * df)
     low, high = max(0.0, 1.0 - spread), 1.0 + spread
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    nodes, weights = _legendre()
     s = low + (high - low) * (nodes + 1.0) / 2.0
     log_density = (
         math.log(2.0) + df / 2.0 * math.log(df / 2.0) - math.lgamma(df / 2.0) + (df - 1) * np.log(s) - df / 2.0 * s * s
@@ -72,6 +73,12 @@ def _bisect(is_enough: Callable[[float], bool], low: float, high: float) -> floa
         middle = (low + high) / 2.0
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
+
+
+@lru_cache(maxsize=1)
+def _legendre() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights, which take longer than the integral."""
+    return np.polynomial.legendre.leggauss(_NODES)
 
 
 def _normal(z: float) -> float:

@@ -96,6 +96,7 @@ def pictures_of(results: Results) -> list[Picture]:
         *curves.training(results, look),
         *plane.pictures(results),
         *sweeps.sweeps(results),
+        *sweeps.differences(results),
     ]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from heterorl.common.evaluation.intervals import t_quantile
 
 _NODES = 200
-_MOST_PAIRS = 100_000
 
 
 def power(difference: float, *, sd: float, num: int, level: float = 0.05) -> float:
@@ -53,19 +52,6 @@ def detectable_difference(*, sd: float, num: int, target: float = 0.8, level: fl
     while power(high, sd=sd, num=num, level=level) < target:
         high *= 2.0
     return _bisect(lambda value: power(value, sd=sd, num=num, level=level) >= target, 0.0, high)
-
-
-def needed_pairs(difference: float, *, sd: float, target: float = 0.8, level: float = 0.05) -> int | None:
-    """The fewest pairs that show a true mean difference with power `target`; None where 100,000 do not."""
-    low, high = 1, 2
-    while power(difference, sd=sd, num=high, level=level) < target:
-        if high > _MOST_PAIRS:
-            return None
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(difference, sd=sd, num=middle, level=level) >= target else (middle, high)
-    return high
 
 
 def _bisect(is_enough: Callable[[float], bool], low: float, high: float) -> float:

@@ -58,9 +58,10 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 _MAP_HEAD = """# Map of the code
 
-The package `heterorl` is the folder `services`. Imports go down only: `cli`, `doctor`, `lab` and `demo` stand above
-coordinator, learner, sampler and relay; `common` lies below them. A folder is one subject, a file one noun. The
-docstring of each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
+The package `heterorl` is the folder `services`. Imports go down only. `cli` stands above `doctor`, `evaluation`, `lab`,
+`plan`, `report`, `track` and `view`; below these stand `demo`, then `certs`, then coordinator, launch, learner, relay and
+sampler; `common` lies below all of them. A folder is one subject, a file one noun. The docstring of each folder says
+what the folder guarantees; `make docs` makes this page from those docstrings.
 
 ## Start here
 
@@ -342,7 +343,7 @@ def render_map() -> str:
     """The whole page about the code: six files, then each package by its own docstring."""
     start = "".join(f"| `{file}` | {meaning} |\n" for file, meaning in _START.items())
     folders = "".join(
-        f"| `{folder}/` | {' '.join(summary.split())} | {first} |\n" for folder, summary, first in _packages()
+        f"| `{folder}/` | {' '.join(summary.split())} | {first} |\n" for folder, summary, first in packages()
     )
     return _MAP_HEAD + start + _FOLDERS_HEAD + folders + _BESIDE
 
@@ -355,7 +356,7 @@ def render_claims() -> str:
     return f"{_CLAIMS_HEAD}\n{len(rows)} claims: {summary}.\n\n{markdown(rows)}"
 
 
-def _packages() -> Iterator[tuple[str, str, str]]:
+def packages() -> Iterator[tuple[str, str, str]]:
     """Each package's folder, the first paragraph of its docstring, and the file that it says to open first."""
     for source in sorted(PACKAGE.rglob("__init__.py"), key=lambda path: path.parent.parts):
         folder = source.parent.relative_to(PACKAGE.parent).as_posix()

@@ -1,1 +1,4 @@
-"""A run as it is now, for people and programs: `status`, `top`, and the one look that both take."""
+"""A run as it is now, for people and programs: `status`, `top`, and the one look that both take.
+
+Open `watch` first.
+"""

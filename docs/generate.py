@@ -59,9 +59,9 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _MAP_HEAD = """# Map of the code
 
 The package `heterorl` is the folder `services`. Imports go down only. `cli` stands above `doctor`, `evaluation`, `lab`,
-`plan`, `report`, `track` and `view`; below these stand `demo`, then `certs`, then coordinator, launch, learner, relay and
-sampler; `common` lies below all of them. A folder is one subject, a file one noun. The docstring of each folder says
-what the folder guarantees; `make docs` makes this page from those docstrings.
+`plan`, `report`, `track` and `view`; below these stand `demo`, then `certs`, then coordinator, launch, learner, relay
+and sampler; `common` lies below all of them. A folder is one subject, a file one noun. The docstring of each folder
+says what the folder guarantees; `make docs` makes this page from those docstrings.
 
 ## Start here
 

@@ -357,7 +357,7 @@ def render_map() -> str:
     """The whole page about the code: six files, then each package by its own docstring."""
     start = "".join(f"| `{file}` | {meaning} |\n" for file, meaning in _START.items())
     folders = "".join(
-        f"| `{folder}/` | {' '.join(summary.split())} | {first} |\n" for folder, summary, first in _packages()
+        f"| `{folder}/` | {' '.join(summary.split())} | {first} |\n" for folder, summary, first in packages()
     )
     return _MAP_HEAD + start + _FOLDERS_HEAD + folders + _BESIDE
 
@@ -377,7 +377,7 @@ def render_claims() -> str:
     )
 
 
-def _packages() -> Iterator[tuple[str, str, str]]:
+def packages() -> Iterator[tuple[str, str, str]]:
     """Each package's folder, the first paragraph of its docstring, and the file that it says to open first."""
     for source in sorted(PACKAGE.rglob("__init__.py"), key=lambda path: path.parent.parts):
         folder = source.parent.relative_to(PACKAGE.parent).as_posix()

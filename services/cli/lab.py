@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from heterorl.lab.fast.orders import Means
 
 
 class Engine(enum.Enum):
@@ -49,16 +52,8 @@ def run(
     """Run an experiment, or what is missing of it, and write results.json and report.html."""
     from heterorl.lab.run import run_experiment
 
-    code = run_experiment(
-        experiment,
-        out=out,
-        overrides=set_ or (),
-        jobs=jobs,
-        reuse=reuse or (),
-        engine=engine.value,
-        device=device,
-    )
-    raise typer.Exit(code)
+    means = _means(jobs, reuse, engine, device)
+    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), means=means))
 
 
 @app.command("tune")
@@ -77,16 +72,14 @@ def tune(
     """Choose each arm's learning rate on the tuning seeds and write learning_rates.json, which `run` reads."""
     from heterorl.lab.tune import tune_experiment
 
-    code = tune_experiment(
-        experiment,
-        out=out,
-        overrides=set_ or (),
-        jobs=jobs,
-        reuse=reuse or (),
-        engine=engine.value,
-        device=device,
-    )
-    raise typer.Exit(code)
+    means = _means(jobs, reuse, engine, device)
+    raise typer.Exit(tune_experiment(experiment, out=out, overrides=set_ or (), means=means))
+
+
+def _means(jobs: int, reuse: list[Path] | None, engine: Engine, device: str) -> Means:
+    from heterorl.lab.fast.orders import Means
+
+    return Means(jobs=jobs, reuse=reuse or (), engine=engine.value, device=device)
 
 
 @app.command("claims")

@@ -27,7 +27,7 @@ from heterorl.common.process.config import load
 from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
-from heterorl.lab.fast.orders import FAST, MOST_RUNS, MOST_RUNS_ON_GPU, SERVICES, Order, split
+from heterorl.lab.fast.orders import FAST, MOST_RUNS, MOST_RUNS_ON_GPU, SERVICES, Means, Order, split
 from heterorl.lab.protocol.rates import statement, with_chosen
 from heterorl.lab.protocol.rules import check
 from heterorl.lab.results import cell_digest, failure, kept, mixed_warm_starts, one_run_a_line, restored, rows_of
@@ -53,16 +53,7 @@ def find_experiment(name: str) -> Path:
     raise ConfigError("EXPERIMENT", f"{name} is neither a file nor one of {', '.join(names)}")
 
 
-def run_experiment(
-    name: str,
-    *,
-    out: Path | None,
-    overrides: Sequence[str],
-    jobs: int,
-    reuse: Sequence[Path] = (),
-    engine: str = SERVICES,
-    device: str = "cpu",
-) -> int:
+def run_experiment(name: str, *, out: Path | None = None, overrides: Sequence[str] = (), means: Means) -> int:
     """Run what is missing of an experiment and write its report; returns the exit code.
 
     Runs of the other engine count as missing: their numbers differ by rounding, and so does what follows from it.
@@ -76,17 +67,14 @@ def run_experiment(
     confirms = experiment.protocol.confirms if experiment.protocol is not None else ()
     suggested_on = {one: load(ExperimentConfig, find_experiment(one)).seeds for one in confirms}
     check(experiment, list_cells(experiment), suggested_on=suggested_on)
-    return carry_out(experiment, directory=directory, jobs=jobs, reuse=reuse, engine=engine, device=device)
+    return carry_out(experiment, directory=directory, means=means)
 
 
 def carry_out(
     experiment: ExperimentConfig,
     *,
     directory: Path,
-    jobs: int,
-    reuse: Sequence[Path] = (),
-    engine: str = SERVICES,
-    device: str = "cpu",
+    means: Means,
     only: Collection[str] | None = None,
     is_reported: bool = True,
 ) -> int:
@@ -95,6 +83,7 @@ def carry_out(
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     cells = list_cells(experiment)
+    engine, jobs = means.engine, means.jobs or os.cpu_count() or 1
     if engine == FAST:
         from heterorl.lab.fast.scope import check_scope
 
@@ -103,18 +92,17 @@ def carry_out(
             check_scope(cell)
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     (directory / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    for other in reuse:
+    for other in means.reuse:
         _take_over(cells, other, directory, engine)
     asked = [number for number, cell in enumerate(cells) if only is None or cell.run_id in only]
     missing = [number for number in asked if not _is_done(directory, cells[number], engine)]
     console.print(f"{experiment.name}: {len(cells)} runs, {len(missing)} to do; in {directory}")
-    jobs = jobs or os.cpu_count() or 1
     orders = [Order(kind="run", numbers=(number,)) for number in missing]
     if engine == FAST:
         # A GPU is one, and is filled by many runs.
-        jobs, most = (jobs, MOST_RUNS) if device == "cpu" else (1, MOST_RUNS_ON_GPU)
+        jobs, most = (jobs, MOST_RUNS) if means.device == "cpu" else (1, MOST_RUNS_ON_GPU)
         parts = split(cells, missing, jobs=jobs, most=most)
-        orders = [Order(kind="batch", numbers=tuple(numbers), device=device) for numbers in parts]
+        orders = [Order(kind="batch", numbers=tuple(numbers), device=means.device) for numbers in parts]
     is_whole = asyncio.run(_run_all(cells, missing, orders=orders, directory=directory, jobs=jobs))
     results = _collect(experiment, cells, directory, engine)
     problems = [f"failed: {row['run_id']}: {row['failed']}" for row in results["runs"] if row["failed"]]

@@ -12,21 +12,12 @@ from rich.console import Console
 from heterorl.common.process.config import load
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
-from heterorl.lab.fast.orders import SERVICES
+from heterorl.lab.fast.orders import Means
 from heterorl.lab.protocol.rates import choose, standings, trials, write
 from heterorl.lab.run import INTERRUPTED, carry_out, find_experiment
 
 
-def tune_experiment(
-    name: str,
-    *,
-    out: Path | None,
-    overrides: Sequence[str],
-    jobs: int,
-    reuse: Sequence[Path] = (),
-    engine: str = SERVICES,
-    device: str = "cpu",
-) -> int:
+def tune_experiment(name: str, *, out: Path | None = None, overrides: Sequence[str] = (), means: Means) -> int:
     """Run what is missing of the trials, round by round, write the chosen rates and print them; returns the exit code.
 
     An arm with a trial that failed, on a second attempt too, gets no rate: the same command tries it again.
@@ -44,9 +35,7 @@ def tune_experiment(
     found = standings(cells, rows, tried=attempted)
     while wanted := {cell.run_id for one in found.values() for cell in one.missing}:
         attempted |= wanted
-        code = carry_out(
-            tried, directory=where, jobs=jobs, reuse=reuse, engine=engine, device=device, only=wanted, is_reported=False
-        )
+        code = carry_out(tried, directory=where, means=means, only=wanted, is_reported=False)
         if code == INTERRUPTED:
             return INTERRUPTED
         rows = json.loads((where / "results.json").read_bytes())["runs"]
@@ -55,7 +44,7 @@ def tune_experiment(
     for rate in chosen:
         edge = "; the grid ends here" if rate.is_at_edge else ""
         console.print(f"{rate.arm}: lr {rate.lr:g}, last {rate.scores[rate.lr].last:.3f}{edge}")
-    console.print(f"learning rates: {write(chosen, directory, engine=engine, device=device)}")
+    console.print(f"learning rates: {write(chosen, directory, engine=means.engine, device=means.device)}")
     without = [arm for arm, one in found.items() if one.lr is None]
     for arm in without:
         failed = ", ".join(cell.run_id for cell in found[arm].failed)

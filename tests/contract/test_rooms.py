@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import generate
 from tests.support.import_graph import NAME, SERVICES, between_rooms, circles, edges, modules
 
 MODULES = modules()
@@ -80,6 +81,10 @@ def test_a_wing_says_which_file_to_open(package):
     first = MODULES[package].read_text().partition('"""')[2].partition('"""')[0]
 
     assert named_files(package, first)
+
+
+def test_the_map_names_a_file_to_open_first_for_every_folder():
+    assert [folder for folder, _, first in generate.packages() if not first] == []
 
 
 def test_a_file_that_is_not_there_is_no_way_in():

@@ -74,7 +74,7 @@ def test_adapters_are_drawn_with_as_merged_and_never_those_of_another_version(ma
         state = adapters(base, seed=version)
         assert truth.difference(state, groups, SAMPLING) > 1e-2
     assert engine.canary_difference < 1e-5
-    assert engine.source.swap_bytes < 200_000
+    assert engine.layout.full_bytes < 200_000
 
 
 def _swapped_during_a_batch(engine, old, new):

@@ -111,7 +111,7 @@ class TwoSites:
                     await asyncio.wait([pushing])
             summary |= await asyncio.to_thread(wan_evidence.collect, server, self.times, SAMPLERS)
             if images is not None:
-                await asyncio.to_thread(wan_evidence.draw, server.address, self.times, images)
+                await asyncio.to_thread(wan_evidence.draw, server, self.times, images)
             summary["ended"] = {
                 name: self.cluster.children[name].exit_code
                 for name in PROCESSES

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 from deploy.grafana import preview
-from deploy.grafana.panels import BOARDS, Dashboard, Panel, Query
+from deploy.grafana.panels import BOARDS, Query
 from deploy.grafana.preview import filled
+from tests.faults import wan_picture
 from tests.support.prometheus import Prometheus
 
 WINDOW = "30s"
 
 
-def _panel(title: str, board: str) -> Panel:
-    return next(
-        panel for each in BOARDS if each.uid == f"heterorl-{board}" for panel in each.panels if panel.title == title
-    )
-
-
-OUTAGE_BOARD = Dashboard(
-    uid="heterorl-wan",
-    title="Two sites, 150 ms and 1 % loss apart; shaded: nothing gets through",
-    panels=(
-        _panel("Groups per minute", "sites"),
-        _panel("Silence", "sites"),
-        _panel("Versions behind the head", "sites"),
-        _panel("Policy age at the lease", "latency"),
-        _panel("Staleness when trained", "latency"),
-        _panel("Round trip by site", "latency"),
-        _panel("Outbox", "sites"),
-        Panel(title="Answers to Prometheus", unit="none", minimum=0, maximum=1,
-              queries=(Query(expr='up{service="sampler"}', legend="{{site}}"),
-                       Query(expr='up{service!="sampler"}', legend="{{service}}"))),
-        Panel(title="Alerts that fire, by number of processes", unit="none", minimum=0,
-              queries=(Query(expr='count by (alertname) (ALERTS{alertstate="firing"})', legend="{{alertname}}"),)),
-    ),
-)  # fmt: skip
-"""The dashboards' panels that show an outage, in one picture."""
+ACCEPTED = '60 * sum by (site) (rate(heterorl_coordinator_pushed_groups_total{status="accepted"}[$window]))'
 
 
 def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> dict[str, Any]:
@@ -70,16 +48,24 @@ def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> di
     }  # fmt: skip
 
 
-def draw(address: str, times: dict[str, float], directory: Path) -> None:
-    """Write every dashboard over the run, and one picture of the outage, as PNG."""
+def draw(server: Prometheus, times: dict[str, float], directory: Path) -> None:
+    """Write every dashboard over the run as PNG, and one picture of the outage with the numbers that it shows."""
     directory.mkdir(parents=True, exist_ok=True)
     minutes = (times["end"] - times["begin"] + 10) / 60
-    server = f"http://{address}"
-    for board in (*BOARDS, OUTAGE_BOARD):
+    for board in BOARDS:
         preview.save(
-            board, directory=directory, server=server, end=times["end"], minutes=minutes, window=WINDOW,
-            marked=(times["cut"], times["heal"]),
+            board, directory=directory, server=f"http://{server.address}", end=times["end"], minutes=minutes,
+            window=WINDOW, marked=(times["cut"], times["heal"]),
         )  # fmt: skip
+    span = (times["begin"], times["end"])
+    rows = {
+        "groups": _range(server, filled(Query(expr=ACCEPTED, legend=""), WINDOW), span),
+        "silence": _range(server, _of("Silence"), span),
+        "behind": _range(server, _of("Versions behind the head"), span),
+    }
+    found = wan_picture.since(times, rows)
+    (directory / "outage.json").write_text(json.dumps(found) + "\n", encoding="ascii")
+    wan_picture.draw(found, directory / "wan.png")
 
 
 def _of(title: str, part: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -48,43 +49,38 @@ class ErrorsAndTimes(grpc.aio.ServerInterceptor):
 
 def _unary(inner: Any, method: str) -> Callable[[Any, _Context], Awaitable[Any]]:
     async def call(request: Any, context: _Context) -> Any:
-        started = time.perf_counter()
-        try:
-            answer = await inner(request, context)
-        except HeterorlError as error:
-            await _refuse(context, error, method, started)
-        except Exception:
-            # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
-            _observe(method, "internal", started)
-            raise
-        _observe(method, "OK", started)
-        return answer
+        async with _answered(method, context):
+            return await inner(request, context)
 
     return call
 
 
 def _stream(inner: Any, method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
-        started = time.perf_counter()
-        try:
+        async with _answered(method, context):
             async for answer in inner(request, context):
                 yield answer
-        except HeterorlError as error:
-            await _refuse(context, error, method, started)
-        except Exception:
-            # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
-            _observe(method, "internal", started)
-            raise
-        _observe(method, "OK", started)
 
     return call
 
 
-async def _refuse(context: _Context, error: HeterorlError, method: str, started: float) -> None:
-    code, message, trailers = to_status(error)
-    _observe(method, reason_of(error), started)
-    _LOG.debug("%s refused: %s", method, error)
-    await context.abort(code, message, trailers)
+@contextlib.asynccontextmanager
+async def _answered(method: str, context: _Context) -> AsyncIterator[None]:
+    """Time a call; one that a typed error ends is aborted with its status. A call that goes away is no answer."""
+    started = time.perf_counter()
+    try:
+        yield
+    except HeterorlError as error:
+        code, message, trailers = to_status(error)
+        _observe(method, reason_of(error), started)
+        _LOG.debug("%s refused: %s", method, error)
+        await context.abort(code, message, trailers)
+    except Exception:
+        # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
+        _observe(method, "internal", started)
+        raise
+    else:
+        _observe(method, "OK", started)
 
 
 def _observe(method: str, code: str, started: float) -> None:

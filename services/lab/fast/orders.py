@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from heterorl.lab.cell import Cell
 
@@ -16,6 +17,19 @@ MOST_RUNS_ON_GPU = 256
 """Runs of a batch on a GPU, which many runs fill."""
 OWN = frozenset({"lr", "warmup_steps"})
 """Keys of the regime in which the runs of a batch may differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """How an experiment is carried out."""
+
+    jobs: int = 0
+    """Processes; 0 takes all cores."""
+    reuse: Sequence[Path] = ()
+    """Results of other experiments, directories or files, whose equal runs are taken over."""
+    engine: str = SERVICES
+    device: str = "cpu"
+    """Where the engine `fast` computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from heterorl.common.evaluation.intervals import interval
-from heterorl.lab.report.canvas import Picture, say_empty, scale, whole_steps
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
-from heterorl.lab.report.palette import Look
+from heterorl.lab.report.drawing.canvas import BAND, MEAN, WORST, Picture, say_empty, scale, whole_steps
+from heterorl.lab.report.drawing.palette import Look
 
 _BINS = 60
 _DELAYS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C8C8C")
@@ -41,29 +41,47 @@ def accuracy(results: Results, looks: dict[Arm, Look]) -> list[Picture]:
     return pictures
 
 
+def across_tasks(results: Results, looks: dict[Arm, Look], titles: Mapping[str, str]) -> Picture:
+    """Held-out accuracy against step, one panel per task in `titles`, whose values are the panels' titles."""
+    runs = [run for run in results.finished if run.evaluations]
+    panels = {title: [run for run in runs if run.task == task] for task, title in titles.items()}
+    return _lines_of("accuracy_tasks", "Accuracy during training by task", panels, results, looks)
+
+
 def _accuracy_of(task: str, number: int, runs: list[Run], results: Results, looks: dict[Arm, Look]) -> Picture:
     delays = [delay for delay in results.delays if any(run.place == delay for run in runs)]
-    cells = by_cell(runs)
+    panels = {delay.label: [run for run in runs if run.place == delay] for delay in delays}
+    title = f"Accuracy during training; {task}" if task else "Accuracy during training"
+    return _lines_of(_name("accuracy", number, task, results), title, panels, results, looks)
 
+
+def _lines_of(
+    name: str, title: str, panels: Mapping[str, Sequence[Run]], results: Results, looks: dict[Arm, Look]
+) -> Picture:
     def draw(grid: Sequence[Any]) -> None:
-        top = max((point[1] for run in runs for point in _points(run)), default=1.0)
-        for axes, delay in zip(grid, delays, strict=True):
+        for axes, runs in zip(grid, panels.values(), strict=True):
             for arm in reversed(results.arms):
                 shade = 0.1 if len(results.arms) <= 8 else 0.05
-                _accuracy_lines(axes, cells.get((task, delay, arm), []), looks[arm], shade=shade)
+                _accuracy_lines(axes, [run for run in runs if run.arm == arm], looks[arm], shade=shade)
             whole_steps(axes)
             axes.set_ylabel("held-out accuracy")
-            axes.set_ylim(0, min(1.02, top * 1.08) if top > 0 else 1)
+        # No band is cut off, but that an accuracy is 1 at most.
+        top = max((axes.dataLim.y1 for axes in grid), default=1.0)
+        for axes in grid:
+            axes.set_ylim(0, min(1.02, top * 1.04) if top > 0 else 1)
 
+    several = any(len(cell) > 1 for runs in panels.values() for cell in by_cell(runs).values())
     return Picture(
-        name=_name("accuracy", number, task, results),
-        title=f"Accuracy during training; {task}" if task else "Accuracy during training",
+        name=name,
+        title=title,
         caption="Thick: mean over seeds; shade: 95 % t-interval (none for one seed); thin: the seed that ends worst. "
         "The value at step 0 is the warm start.",
-        panels=[delay.label for delay in delays],
+        panels=list(panels),
         draw=draw,
         panel_height=4.6,
         legend=looks,
+        has_markers=False,
+        signs=(MEAN, WORST, BAND) if several else (),
     )
 
 
@@ -167,6 +185,7 @@ def _training_of(
         panels=[_SERIES[name] for name in names],
         draw=draw,
         legend=looks,
+        has_markers=False,
     )
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.evaluation.intervals import Interval, interval
-from heterorl.lab.report.canvas import Picture, whole_steps
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell
+from heterorl.lab.report.drawing.canvas import BAND, MEAN, Picture, same_range, whole_steps
+from heterorl.lab.report.drawing.palette import Look
 from heterorl.lab.report.paired import BASELINE
-from heterorl.lab.report.palette import Look
 
 ONLINE = "online"
 
@@ -94,8 +94,10 @@ def _picture(
             for curve in (curve for curve in curves if curve.delay == delay):
                 _line(axes, curve, shown[curve.arm], shade=0.12 if len(shown) <= 8 else 0.05)
             whole_steps(axes)
-            axes.set_ylabel("difference of accuracy")
+            axes.set_ylabel(f"held-out accuracy minus {of}, equal seeds")
+        same_range(grid)
 
+    of = "GEPO's" if reference == BASELINE else "that without delay"
     against = f"minus {BASELINE} at the same delay" if reference == BASELINE else "minus the same arm without delay"
     several = len(results.tasks) > 1
     return Picture(
@@ -106,6 +108,8 @@ def _picture(
         draw=draw,
         panel_height=4.6,
         legend=shown,
+        has_markers=False,
+        signs=(MEAN, BAND) if any(point.half is not None for curve in curves for point in curve.points) else (),
     )
 
 

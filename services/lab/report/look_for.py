@@ -20,6 +20,7 @@ _SENTENCES = {
     "correlations": "Look for r near 1 or -1: such a pair moves together.",
     "training": "Look for a line that leaves the others for good: accuracy follows it.",
     "plane": "Look for the size of the blue field: a method that bears delay learns at every rate, not at a lucky one.",
+    "sweep_difference": "Look for bars that leave zero: there a setting, or a rule at it, does better or worse.",
     "sweep": "Look for a broad top: a setting whose neighbours are as good needs no tuning.",
 }
 

@@ -1,8 +1,7 @@
 """Phase diagram: where in the plane of learning rate and delay an algorithm ends above the warm start it began from.
 
 Drawn for experiments that sweep `lr` at several delays. A cell counts as learning where the whole 95 % t-interval of
-last minus warm start, over seeds, is above zero, and as falling where it is below; the area is the share of the cells
-that learn.
+last minus warm start, over seeds, is above zero, and as falling where it is below.
 """
 
 from __future__ import annotations
@@ -12,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.evaluation.intervals import Interval, interval
-from heterorl.lab.report.canvas import Picture
 from heterorl.lab.report.data import Delay, Results, Run
+from heterorl.lab.report.drawing.canvas import Picture, Sign, short
 from heterorl.lab.report.sweeps import settings
 
 _LEAST_LAGS = 2
+_MOST, _SHADES = 0.505, 101
+"""A shade for each number of two digits, so that equal numbers have equal colours."""
+_DARK = 0.33
+"""From here on white is read better than black."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,6 @@ def planes(results: Results, task: str) -> dict[str, list[Cell]]:
     }
 
 
-def area(cells: Sequence[Cell]) -> float | None:
-    """Share of the cells that learn, of those that were run."""
-    known = [cell for cell in cells if cell.gain is not None]
-    return sum(cell.learns for cell in known) / len(known) if known else None
-
-
 def pictures(results: Results) -> list[Picture]:
     """A picture per task with such a sweep, a panel per algorithm."""
     found = []
@@ -88,41 +85,51 @@ def pictures(results: Results) -> list[Picture]:
 def _picture(name: str, task: str, planes_of: dict[str, list[Cell]]) -> Picture:
     def draw(grid: Sequence[Any]) -> None:
         for axes, cells in zip(grid, planes_of.values(), strict=True):
-            _panel(axes, cells)
+            image = _panel(axes, cells)
+        bar = grid[0].figure.colorbar(image, ax=list(grid), shrink=0.6, aspect=30, pad=0.02)
+        bar.set_label("last accuracy minus warm start, mean over seeds")
 
-    titles = []
-    for algorithm, cells in planes_of.items():
-        share = area(cells)
-        titles.append(algorithm if share is None else f"{algorithm}: learns in {share:.0%}")
     return Picture(
         name=name,
         title=f"Learning rate and delay; {task}" if task else "Learning rate and delay",
         caption="Last accuracy minus warm start, mean over seeds; blue is above, red below. A sign stands where the "
-        "whole 95 % t-interval is on one side; the title has the share of cells with a plus.",
-        panels=titles,
+        "whole 95 % t-interval is on one side.",
+        panels=list(planes_of),
         draw=draw,
         columns=3 if len(planes_of) in (5, 6) else 4,
-        panel_width=3.6,
-        panel_height=3.0,
+        panel_width=3.3,
+        panel_height=2.9,
+        signs=(
+            Sign(mark="plus", text="the whole 95 % t-interval is above the warm start"),
+            Sign(mark="minus", text="the whole interval is below it"),
+        ),
     )
 
 
-def _panel(axes: Any, cells: Sequence[Cell]) -> None:
+def _panel(axes: Any, cells: Sequence[Cell]) -> Any:
+    from matplotlib import colormaps
+
     rates = sorted({cell.lr for cell in cells})
     delays = sorted({cell.delay for cell in cells}, key=lambda delay: delay.rank)
     at = {(cell.delay, cell.lr): cell for cell in cells}
     values = [[_mean(at[delay, rate]) for rate in rates] for delay in delays]
-    axes.imshow(values, origin="lower", aspect="auto", cmap="RdBu", vmin=-0.5, vmax=0.5)
+    shades = colormaps["RdBu"].resampled(_SHADES)
+    image = axes.imshow(values, origin="lower", aspect="auto", cmap=shades, vmin=-_MOST, vmax=_MOST)
     for row, delay in enumerate(delays):
         for column, rate in enumerate(rates):
             cell = at[delay, rate]
-            sign = "+" if cell.learns else "-" if cell.falls else ""
+            sign = "+" if cell.learns else "\u2212" if cell.falls else ""
             number = "" if cell.gain is None else f"{cell.gain.mean:+.2f}"
-            axes.text(column, row, f"{sign}\n{number}", ha="center", va="center", fontsize=7)
-    axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates], fontsize=7)
-    axes.set_yticks(range(len(delays)), [delay.label for delay in delays], fontsize=7)
+            is_dark = cell.gain is not None and abs(cell.gain.mean) > _DARK
+            axes.text(
+                column, row, f"{sign}\n{number}", ha="center", va="center", fontsize=9,
+                color="white" if is_dark else "black",
+            )  # fmt: skip
+    axes.set_xticks(range(len(rates)), [short(rate) for rate in rates])
+    axes.set_yticks(range(len(delays)), [delay.label for delay in delays])
     axes.set_xlabel("learning rate")
     axes.grid(visible=False)
+    return image
 
 
 def _mean(cell: Cell) -> float:

@@ -12,13 +12,13 @@ from typing import Any
 
 from heterorl.common.errors import DependencyMissing
 from heterorl.lab.protocol.flat import TOLERANCE
-from heterorl.lab.report import curves, differences, figures, plane, sweeps
-from heterorl.lab.report.canvas import Picture, save
+from heterorl.lab.report import curves, differences, figures, ladders, plane, sweeps
 from heterorl.lab.report.data import COLLAPSE_MARGIN, Results
+from heterorl.lab.report.drawing.canvas import Picture, save
+from heterorl.lab.report.drawing.palette import looks
 from heterorl.lab.report.look_for import look_for
 from heterorl.lab.report.page import PAGE
 from heterorl.lab.report.paired import BASELINE, MEASURES, Comparison, comparisons
-from heterorl.lab.report.palette import looks
 from heterorl.lab.report.reading import load
 from heterorl.lab.report.tables import Row, p_text, plus_minus, rows, write_comparisons, write_runs
 
@@ -90,12 +90,13 @@ def pictures_of(results: Results) -> list[Picture]:
     return [
         *curves.accuracy(results, look),
         *differences.pictures(results, look),
-        *figures.ladders(results, look),
+        *ladders.ladders(results, look),
         *figures.against_delay(results, look),
         *figures.correlations(results, look),
         *curves.training(results, look),
         *plane.pictures(results),
         *sweeps.sweeps(results),
+        *sweeps.differences(results),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The tables of the report: best, last and gap; comparisons; runs. As rows, as CSV and as markdown."""
+"""The tables of the report: best, last and gap; comparisons; runs. As rows and as CSV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from heterorl.common.evaluation.intervals import Interval, interval, wilson
 from heterorl.lab.protocol.flat import is_flat, rise
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl.lab.report.paired import Comparison
-from heterorl.lab.report.reading import load
 
 _NOT_IN_CSV = {"series", "evaluations"}
 
@@ -123,47 +122,6 @@ def write_comparisons(found: Iterable[Comparison], path: Path) -> None:
         for c in found
     ]  # fmt: skip
     _write(path, header, lines)
-
-
-def markdown_table(directory: Path) -> str:
-    """Last accuracy as a markdown table, a row per algorithm and a column per delay: mean +- half, worst seed.
-
-    Raises:
-        ConfigError: `directory` holds no results.
-    """
-    results = load(directory)
-    cells = {(row.task, row.delay, row.arm): row for row in rows(results)}
-    parts = []
-    for task in results.tasks:
-        delays = [delay for delay in results.delays if any(at == (task, delay) for at in ((k[0], k[1]) for k in cells))]
-        lines = [f"**{_markdown(task)}**", ""] if len(results.tasks) > 1 else []
-        lines += [
-            "| algorithm | " + " | ".join(_markdown(delay.label) for delay in delays) + " |",
-            "|---|" + "---:|" * len(delays),
-        ]
-        arms = [arm for arm in results.arms if any((task, delay, arm) in cells for delay in delays)]
-        lines += [
-            f"| {_markdown(arm.label)} | "
-            + " | ".join(_markdown_cell(cells.get((task, delay, arm))) for delay in delays)
-            + " |"
-            for arm in arms
-        ]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_cell(row: Row | None) -> str:
-    if row is None or row.last is None:
-        return "failed" if row is not None and row.num_failed else "-"
-    text = plus_minus(row.last)
-    if row.last.half is not None:
-        text += f", worst {row.last.lowest:.3f}"
-    return text + (f" ({row.num_failed} failed)" if row.num_failed else "")
-
-
-def _markdown(text: str) -> str:
-    safe = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return safe.replace("|", "\\|")
 
 
 def _write(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:

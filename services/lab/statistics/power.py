@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
 from heterorl.common.evaluation.intervals import t_quantile
 
 _NODES = 200
-_MOST_PAIRS = 100_000
 
 
 def power(difference: float, *, sd: float, num: int, level: float = 0.05) -> float:
@@ -29,7 +29,7 @@ def power(difference: float, *, sd: float, num: int, level: float = 0.05) -> flo
     critical = t_quantile(1.0 - level, df=df)
     spread = 12.0 / math.sqrt(2.0 * df)
     low, high = max(0.0, 1.0 - spread), 1.0 + spread
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    nodes, weights = _legendre()
     s = low + (high - low) * (nodes + 1.0) / 2.0
     log_density = (
         math.log(2.0) + df / 2.0 * math.log(df / 2.0) - math.lgamma(df / 2.0) + (df - 1) * np.log(s) - df / 2.0 * s * s
@@ -54,24 +54,17 @@ def detectable_difference(*, sd: float, num: int, target: float = 0.8, level: fl
     return _bisect(lambda value: power(value, sd=sd, num=num, level=level) >= target, 0.0, high)
 
 
-def needed_pairs(difference: float, *, sd: float, target: float = 0.8, level: float = 0.05) -> int | None:
-    """The fewest pairs that show a true mean difference with power `target`; None where 100,000 do not."""
-    low, high = 1, 2
-    while power(difference, sd=sd, num=high, level=level) < target:
-        if high > _MOST_PAIRS:
-            return None
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(difference, sd=sd, num=middle, level=level) >= target else (middle, high)
-    return high
-
-
 def _bisect(is_enough: Callable[[float], bool], low: float, high: float) -> float:
     for _ in range(40):
         middle = (low + high) / 2.0
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
+
+
+@lru_cache(maxsize=1)
+def _legendre() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights, which take longer than the integral."""
+    return np.polynomial.legendre.leggauss(_NODES)
 
 
 def _normal(z: float) -> float:

@@ -1,5 +1,5 @@
 """A step becomes a version: encoded against what samplers hold, written, uploaded, committed, signed.
 
-The order survives a crash between any two lines of it; its six steps stand at the head of `publish`, the file to open
-first. `journal` is for people and plots only.
+Open `publish` first: at its head stand the six steps, whose order survives a crash between any two lines of it.
+`journal` is for people and plots only.
 """

@@ -260,7 +260,6 @@ class UniformLagDelay(_LagDelay):
 RandomDelay = UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay
 DrawnDelay = FixedDelay | RandomDelay
 LagDelay = SawtoothDelay | UniformLagDelay
-SomeDelay = DrawnDelay | LagDelay
 DelayConfig = Annotated[
     NoDelay
     | FixedDelay

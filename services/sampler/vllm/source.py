@@ -59,7 +59,6 @@ class VllmSource:
         self.weights = WeightsOnTheWay(
             self.model, model_dir=model_dir, layout=self.layout, lora=self.lora, parent=weights_dir
         )
-        self.swap_bytes = 0
         self._reference: Reference | None = None
         # Of the file and the number of engines that read it.
         self._writing = threading.Lock()
@@ -84,7 +83,7 @@ class VllmSource:
                 self._reference = self._reference or Reference(self.model, self.layout, device=self._canary_device)
                 self._known = {}
                 try:
-                    self.swap_bytes = self.weights.write(arena)
+                    self.weights.write(arena)
                 except BaseException:
                     self.weights.clear()
                     raise

@@ -8,6 +8,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.lab import run as lab_run
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import AlgorithmConfig, ExperimentConfig, RegimeConfig
+from heterorl.lab.fast.orders import Means
 from heterorl.lab.results import failure, identity
 
 SMALL = ExperimentConfig(algorithms=(AlgorithmConfig(name="gepo"), AlgorithmConfig(name="other")), seeds=(0, 1))
@@ -40,7 +41,7 @@ def _run(tmp_path, experiment, reuse=("old", "missing")):
         f"[regime]\nmax_steps = {experiment.regime.max_steps}\n"
     )
     return lab_run.run_experiment(
-        str(path), out=tmp_path / "new", overrides=(), jobs=1, reuse=[tmp_path / name for name in reuse]
+        str(path), out=tmp_path / "new", means=Means(jobs=1, reuse=[tmp_path / name for name in reuse])
     )
 
 

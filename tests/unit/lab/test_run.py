@@ -11,7 +11,7 @@ from heterorl.lab import run as lab_run
 from heterorl.lab import worker
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
-from heterorl.lab.fast.orders import Order
+from heterorl.lab.fast.orders import Means, Order
 from heterorl.lab.results import failure
 from heterorl.lab.world import Outcome
 
@@ -55,7 +55,7 @@ def computed(engine):
 
 
 def run(small, tmp_path, engine):
-    return lab_run.run_experiment(small, out=tmp_path / "out", overrides=(), jobs=1, engine=engine)
+    return lab_run.run_experiment(small, out=tmp_path / "out", means=Means(jobs=1, engine=engine))
 
 
 def results(tmp_path):

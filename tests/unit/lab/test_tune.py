@@ -8,6 +8,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.lab import run as lab_run
 from heterorl.lab import tune as lab_tune
 from heterorl.lab.cell import list_cells
+from heterorl.lab.fast.orders import Means
 from heterorl.lab.protocol.rates import FILE
 from heterorl.lab.results import failure, identity
 
@@ -64,7 +65,7 @@ def ran(monkeypatch, failing):
 
 
 def arguments(tmp_path):
-    return {"out": tmp_path / "out", "overrides": (), "jobs": 1}
+    return {"out": tmp_path / "out", "means": Means(jobs=1)}
 
 
 def test_rates_are_chosen_and_used(tmp_path, small, ran):

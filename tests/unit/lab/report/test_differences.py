@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from heterorl.lab.report.differences import as_json, difference_curves, pictures
-from heterorl.lab.report.palette import looks
+from heterorl.lab.report.drawing.palette import looks
 from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 
@@ -89,3 +89,16 @@ def test_picture_has_the_line_its_band_and_zero(tmp_path):
     assert (gepo.name, online.name, list(gepo.panels)) == ("difference_gepo", "difference_online", ["8 versions"])
     assert [list(line.get_ydata()) for line in axes.lines] == [[0.0, 0.0], pytest.approx([0.0, 0.15, -0.05])]
     assert len(axes.collections) == 1
+
+
+def test_panels_have_one_range(tmp_path):
+    runs = [run_of("gepo", delay, 0, [0.3, 0.3]) for delay in (0, 8)]
+    runs += [run_of("gspo", 0, 0, [0.3, 0.4]), run_of("gspo", 8, 0, [0.3, 0.9])]
+    results = load(write_results(tmp_path, runs))
+    gepo, _ = pictures(results, looks(results.arms))
+
+    first, second = Figure().subplots(1, 2)
+    gepo.draw([first, second])
+
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_ylim()[1] > 0.6

@@ -5,9 +5,10 @@ import base64
 import pytest
 from matplotlib.figure import Figure
 
-from heterorl.lab.report import canvas, curves, figures
-from heterorl.lab.report.canvas import scale
-from heterorl.lab.report.palette import looks
+from heterorl.lab.report import curves, figures
+from heterorl.lab.report.drawing import canvas
+from heterorl.lab.report.drawing.canvas import scale
+from heterorl.lab.report.drawing.palette import looks
 from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 
@@ -52,6 +53,7 @@ def test_accuracy_starts_at_the_warm_start_and_shows_mean_and_worst_seed(tmp_pat
 
     (axes,) = drawn(picture_of(curves.accuracy, results, "accuracy"))
 
+    assert [sign.mark for sign in picture_of(curves.accuracy, results, "accuracy").signs] == ["thick", "thin", "band"]
     average, worst = axes.lines
     assert list(average.get_xdata()) == [0, 1, 2, 3]
     assert list(average.get_ydata()) == pytest.approx([0.3, 0.35, 0.6, 0.6])
@@ -89,27 +91,6 @@ def test_bars_are_the_interval_over_seeds(tmp_path):
     assert segment[:, 1] == pytest.approx([0.55 - 0.63531, 0.55 + 0.63531], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("axis", "rungs"), [("delay", [("t5", 0), ("t5", 8), ("t5", 64)]), ("task", [("t5", 8), ("t21", 8), ("t101", 8)])]
-)
-def test_ladder_has_a_rung_of_paired_differences_for_each_delay_and_each_task(tmp_path, axis, rungs):
-    runs = [
-        make_run(name, delay, seed, last=base + gain, task=task, run_id=f"{task}-{name}-{delay}-{seed}")
-        for number, (task, delay) in enumerate(rungs)
-        for seed, base in enumerate((0.3, 0.5))
-        for name, gain in (("gepo", 0.0), ("topr", 0.01 * number))
-    ]
-    results = load(write_results(tmp_path, runs))
-
-    (picture,) = figures.ladders(results, looks(results.arms))
-    (axes,) = drawn(picture)
-
-    (bars,) = axes.containers
-    assert picture.name == f"ladder_{axis}"
-    # 101 tokens are more than 21, and 21 more than 5.
-    assert list(bars.lines[0].get_ydata()) == pytest.approx([0.01 * number for number in range(len(rungs))])
-
-
 def test_correlation_is_of_runs_that_have_both_numbers(tmp_path):
     # KL 1, 2, 3 against variance 1, 3, 2: r = 1 / 2.
     runs = [
@@ -130,3 +111,18 @@ def test_saved_picture_is_the_embedded_one(tmp_path):
     data = canvas.save(picture_of(figures.against_delay, results, "kl"), tmp_path)
 
     assert base64.b64decode(data) == (tmp_path / "kl.png").read_bytes()
+
+
+def test_bands_of_accuracy_are_cut_off_nowhere_and_panels_are_of_one_height(tmp_path):
+    runs = [make_run("gepo", 8, seed, last=last, task=task, run_id=f"{task}-{seed}")
+            for task, ends in (("t5", (0.4, 0.45)), ("t21", (0.2, 0.21))) for seed, last in enumerate(ends)]  # fmt: skip
+    results = load(write_results(tmp_path, runs))
+
+    picture = curves.across_tasks(results, looks(results.arms), {"t21": "21 tokens", "t5": "5 tokens"})
+    first, second = drawn(picture)
+
+    assert list(picture.panels) == ["21 tokens", "5 tokens"]
+    assert first.get_ylim() == second.get_ylim()
+    # The interval of the second panel: 0.425 +- 12.7062 * 0.025.
+    assert 0.743 < first.get_ylim()[1] < 0.8
+    assert list(first.lines[0].get_ydata())[-1] == pytest.approx(0.205)

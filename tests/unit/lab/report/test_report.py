@@ -6,12 +6,12 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.lab.report.canvas import save
+from heterorl.lab.report.drawing.canvas import save
 from heterorl.lab.report.paired import comparisons
 from heterorl.lab.report.reading import load, load_table
 from heterorl.lab.report.report import pictures_of, render, write_report
 from heterorl.lab.report.sweeps import settings, swept_keys
-from heterorl.lab.report.tables import markdown_table, rows, write_comparisons, write_runs
+from heterorl.lab.report.tables import rows, write_comparisons, write_runs
 from tests.support.lab_results import make_run, write_results
 
 
@@ -107,7 +107,6 @@ def test_foreign_text_is_escaped_everywhere(tmp_path):
     draw(tmp_path, "last", "accuracy_each_0_script_alert_1_script_frac")
     assert "<script" not in page
     assert "&lt;script&gt;" in page
-    assert "<script" not in markdown_table(tmp_path)
 
 
 def test_report_is_the_same_bytes_each_time_and_in_any_order_of_runs(tmp_path):
@@ -227,21 +226,6 @@ def test_delays_are_sorted_by_size_and_none_and_zero_are_one(tmp_path):
     labels = [delay.label for delay in load(write_results(tmp_path, kinds)).delays]
 
     assert labels == ["no delay", "1 version", "8 versions", "64 versions", "lognormal <= 1800 s"]
-
-
-def test_markdown_table_has_a_row_per_algorithm_and_a_column_per_delay(tmp_path):
-    runs = [run for run in plain_runs() if not (run["algorithm"] == "gspo" and run["delay"] == 64)]
-    runs += [make_run("gspo", 64, 0, failed="x")]
-
-    lines = markdown_table(write_results(tmp_path, runs)).splitlines()
-
-    # Two seeds, 0.1 apart: half = 12.7062 * 0.05.
-    assert lines == [
-        "| algorithm | no delay | 64 versions |",
-        "|---|---:|---:|",
-        "| gepo | 0.550 ± 0.635, worst 0.500 | 0.390 ± 0.635, worst 0.340 |",
-        "| gspo | 0.550 ± 0.635, worst 0.500 | failed |",
-    ]
 
 
 def test_sweeps_get_a_panel_per_swept_key(tmp_path):

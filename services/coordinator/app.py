@@ -147,9 +147,10 @@ async def _serve(
             keeper = tasks.create_task(core.keeper.run())
             relief = tasks.create_task(core.relief.run())
             incoming = tasks.create_task(core.parts.incoming.run())
+            copies = tasks.create_task(core.parts.copies.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
-            for loop in (gauges, composer, keeper, relief, incoming):
+            for loop in (gauges, composer, keeper, relief, incoming, copies):
                 loop.cancel()
     finally:
         _LOG.info("stopping")

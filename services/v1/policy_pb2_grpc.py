@@ -130,7 +130,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def QueryUpload(self, request, context):
-        """QueryUpload tells how many bytes of a payload are durable, and where all of it may be put instead.
+        """QueryUpload tells how many bytes of a payload are durable, and where its next piece may be put instead.
 
         INVALID_ARGUMENT: correct the digest. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
         """

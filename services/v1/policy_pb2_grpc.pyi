@@ -344,7 +344,7 @@ class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicySe
     """
 
     QueryUpload: _PolicyServiceQueryUploadType
-    """QueryUpload tells how many bytes of a payload are durable, and where all of it may be put instead.
+    """QueryUpload tells how many bytes of a payload are durable, and where its next piece may be put instead.
 
     INVALID_ARGUMENT: correct the digest. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
     """
@@ -497,7 +497,7 @@ class PolicyServiceServicer(metaclass=abc.ABCMeta):
         request: heterorl.v1.policy_pb2.QueryUploadRequest,
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.policy_pb2.QueryUploadResponse, collections.abc.Awaitable[heterorl.v1.policy_pb2.QueryUploadResponse]]:
-        """QueryUpload tells how many bytes of a payload are durable, and where all of it may be put instead.
+        """QueryUpload tells how many bytes of a payload are durable, and where its next piece may be put instead.
 
         INVALID_ARGUMENT: correct the digest. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
         """

@@ -194,12 +194,12 @@ class Trainer:
     async def _put(self, data: bytes, digest: Digest) -> bool:
         """Bring a payload by way of the bucket, as a learner does first; False where it is to be streamed."""
 
-        async def frames() -> AsyncIterator[bytes]:
-            yield data
+        async def frames(offset: int, stop: int) -> AsyncGenerator[bytes, None]:
+            yield data[offset:stop]
 
         how: dict[str, Any] = {"epoch": self._run.epoch, "digest": digest, "num_bytes": len(data)}
         try:
-            if not await self._client.put_payload(**how, frames=frames()):
+            if not await self._client.put_payload(**how, frames=frames):
                 return False
             is_whole = await self._client.take_payload(**how) == len(data)
         except HeterorlError as error:

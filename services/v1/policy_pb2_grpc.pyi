@@ -350,7 +350,7 @@ class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicySe
     """
 
     UploadPayload: _PolicyServiceUploadPayloadType
-    """UploadPayload appends frames to a payload; the first message carries the header, or says that all was put.
+    """UploadPayload appends frames to a payload; the first message carries the header, or says that pieces were put.
 
     ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. FAILED_PRECONDITION
     PAYLOAD_MISSING: nothing was put, or no longer is there; send frames. RESOURCE_EXHAUSTED STORE_FULL
@@ -508,7 +508,7 @@ class PolicyServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[heterorl.v1.policy_pb2.UploadPayloadRequest],
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.policy_pb2.UploadPayloadResponse, collections.abc.Awaitable[heterorl.v1.policy_pb2.UploadPayloadResponse]]:
-        """UploadPayload appends frames to a payload; the first message carries the header, or says that all was put.
+        """UploadPayload appends frames to a payload; the first message carries the header, or says that pieces were put.
 
         ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. FAILED_PRECONDITION
         PAYLOAD_MISSING: nothing was put, or no longer is there; send frames. RESOURCE_EXHAUSTED STORE_FULL

@@ -222,6 +222,21 @@ async def test_backup_of_more_than_there_is_room_for_goes_payload_by_payload(ope
         assert run.head == backup.head_version
 
 
+async def test_backup_outlasts_a_moment_without_the_bucket(server, opened, tmp_path):
+    line = Narrow(f"127.0.0.1:{server.port}")
+
+    class Clock(SystemClock):
+        async def sleep(self, seconds):
+            line.mend()
+
+    async with line.open():
+        endpoint = f"http://127.0.0.1:{line.port}"
+        async with opened(endpoint=endpoint, clock=Clock(), cache_bytes=16 * MIB) as core:
+            await begun(core, tmp_path, versions=4)
+            line.cut()
+            assert (await core.backups.make("one")).num_payloads == 4
+
+
 async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
     server, prefix, opened, tmp_path, monkeypatch
 ):

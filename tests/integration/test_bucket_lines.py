@@ -19,6 +19,7 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.bucket import client as requests
 from heterorl.coordinator.store.bucket import incoming
+from heterorl.coordinator.store.bucket.objects import Piece
 from heterorl.learner.publish.upload import MAX_TAKES, upload
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import copies, incoming_of, received, run_at
@@ -193,6 +194,22 @@ async def test_learner_that_starts_again_sends_the_pieces_that_are_missing(run, 
     assert asked == [0, MIB, 2 * MIB, 3 * MIB, 3 * MIB, 4 * MIB]
     async with learner(run) as client:
         assert await client.take_payload(**how) == SIZE
+
+
+def test_pieces_count_as_far_as_they_are_whole_and_without_a_gap(monkeypatch):
+    monkeypatch.setattr(incoming, "PIECE_BYTES", 10)
+
+    def whole(*found, num_bytes):
+        pieces = [Piece(digest="d", offset=offset, num_bytes=size, put_at=0.0) for offset, size in found]
+        return [piece.offset for piece in incoming.whole_pieces(pieces, num_bytes)]
+
+    assert whole(num_bytes=25) == []
+    assert whole((0, 10), (10, 10), (20, 5), num_bytes=25) == [0, 10, 20]
+    assert whole((0, 10), (20, 5), num_bytes=25) == [0]
+    assert whole((0, 10), (10, 9), (20, 5), num_bytes=25) == [0]
+    assert whole((0, 10), (10, 10), (20, 6), num_bytes=25) == [0, 10]
+    assert whole((5, 10), (10, 10), num_bytes=25) == []
+    assert whole((0, 10), (10, 10), num_bytes=10) == [0]
 
 
 class _Refusing(http.server.BaseHTTPRequestHandler):

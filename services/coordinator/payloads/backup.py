@@ -45,6 +45,8 @@ NOTE = "backup.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARTIAL = ".partial"
 _BUSY_S = 5.0
+_TRIES = 20
+"""Of one payload that cannot be had now."""
 
 
 class Backups:
@@ -119,8 +121,7 @@ class Backups:
                     num_bytes = await asyncio.to_thread(_take_store, copy)
                     for digest in digests:
                         # One after another: together they may be more than there is room for here.
-                        async with self._copies.at_hand([digest]):
-                            num_bytes += await asyncio.to_thread(self._take, digest, partial)
+                        num_bytes += await self._bring(digest, partial)
                     await asyncio.to_thread(_sync_folders, partial)
                 except FileNotFoundError as error:
                     # The next attempt is without it.
@@ -140,6 +141,18 @@ class Backups:
             raise
         _LOG.info("backup %s: version %d, %d payloads", backup.path, backup.head_version, len(digests))
         return backup
+
+    async def _bring(self, digest: Digest, target: Path) -> int:
+        """Have a payload at hand and take it; what was taken before is not lost by a moment without it."""
+        for left in reversed(range(_TRIES)):
+            try:
+                async with self._copies.at_hand([digest]):
+                    return await asyncio.to_thread(self._take, digest, target)
+            except Busy as error:
+                if not left:
+                    raise
+                await self._clock.sleep(error.retry_after_s)
+        raise AssertionError("the last try returns or raises")
 
     def _take(self, digest: Digest, target: Path) -> int:
         """Link or copy a payload; returns its bytes."""

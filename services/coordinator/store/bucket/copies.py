@@ -59,7 +59,7 @@ class BucketCopies(Copies):
         self._order: OrderedDict[Digest, None] = OrderedDict()
         self._promised: dict[Digest, int] = {}
         """Bytes that are counted for copies which are not there yet."""
-        self._begun: OrderedDict[Digest, int] = OrderedDict()
+        self._begun: dict[Digest, int] = {}
         """Bytes of fetches that nobody waits for any more."""
         self._fetches: dict[Digest, _Fetch] = {}
         self._going: set[Digest] = set()
@@ -137,23 +137,21 @@ class BucketCopies(Copies):
             return False
 
     async def make_room(self, missing_bytes: int) -> None:
-        """Delete what was begun and copies that nobody reads, the longest unused first."""
-        for digest in [*self._begun]:
+        """Delete copies that nobody reads, whole ones and begun ones, the longest unused first."""
+        for digest in [*self._order]:
             if missing_bytes <= 0:
                 return
+            if self._in_use[digest]:
+                continue
             if (num_bytes := self._begun.pop(digest, None)) is not None:
                 self._files.count(-num_bytes)
                 missing_bytes -= num_bytes
                 await asyncio.to_thread(self._files.scratch(digest).unlink, missing_ok=True)
-        for digest in [*self._order]:
-            if missing_bytes <= 0:
-                return
-            if self._in_use[digest] or self._home.size(digest) is None:
-                continue
-            missing_bytes -= await self._drop(digest)
-            if not self._files.has(digest):
-                # Else it was looked at, and is the next one's.
-                self._order.pop(digest, None)
+            elif self._home.size(digest) is not None:
+                missing_bytes -= await self._drop(digest)
+                if not self._files.has(digest):
+                    # Else it was looked at, and is the next one's.
+                    self._order.pop(digest, None)
 
     async def _drop(self, digest: Digest) -> int:
         """Delete a copy; returns its bytes. Who comes meanwhile takes it for gone, and who leaves changes nothing."""

@@ -7,6 +7,7 @@ there. Otherwise, and for the rest when that fails, it is streamed to the coordi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -58,13 +59,15 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             await patience.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
         before = durable
         try:
-            await api.upload_payload(
-                epoch=epoch,
-                digest=payload.digest,
-                num_bytes=payload.num_bytes,
-                offset=durable,
-                frames=_frames(path, payload, durable, payload.num_bytes),
-            )
+            # Closed also where the call ends in the middle: a file stays open for as long as its generator does.
+            async with contextlib.aclosing(_frames(path, payload, durable, payload.num_bytes)) as frames:
+                await api.upload_payload(
+                    epoch=epoch,
+                    digest=payload.digest,
+                    num_bytes=payload.num_bytes,
+                    offset=durable,
+                    frames=frames,
+                )
         except DigestMismatch:
             num_mismatches += 1
             if num_mismatches == MAX_MISMATCHES:

@@ -19,6 +19,7 @@
       EngineError             the engine generates nothing until a version is loaded anew
         StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
+      StoreLost               the coordinator's database is away: it starts again, and nothing acknowledged is lost
 
 `ValueError` and `assert` are for our own mistakes. The file is over 300 lines because it is one tree.
 """
@@ -29,9 +30,13 @@ from typing import ClassVar
 
 
 class HeterorlError(Exception):
-    """Base of all errors of this project; `action` tells the reader's next move."""
+    """Base of all errors of this project; `action` tells the reader's next move.
+
+    `exit_code` is that of a process that ends by it: 2 where only a person can help, 1 where another try may.
+    """
 
     action: str = ""
+    exit_code: ClassVar[int] = 2
 
     def __init__(self, message: str, *, action: str | None = None) -> None:
         super().__init__(message)
@@ -313,6 +318,13 @@ class CorruptStore(CorruptData):
     """The durable store fails its integrity check."""
 
     action = "restore the data directory from a backup"
+
+
+class StoreLost(HeterorlError):
+    """The coordinator cannot reach its database, or has lost it; what it acknowledged is there."""
+
+    action = "nothing acknowledged is lost: the coordinator starts again and waits for it; if it stays, see PostgreSQL"
+    exit_code = 1
 
 
 class UntrustedVersion(HeterorlError):

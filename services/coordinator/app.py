@@ -22,7 +22,6 @@ import signal
 import sys
 from pathlib import Path
 
-from heterorl.common.errors import CorruptStore, Draining
 from heterorl.common.process import descriptors, metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import replacing
@@ -41,6 +40,7 @@ from heterorl.coordinator.servicers.sample import SampleServicer
 from heterorl.coordinator.sites.presence import Presence
 from heterorl.coordinator.sites.reported import Reported
 from heterorl.coordinator.store.choice import claimed, standby_at
+from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.engine import Engine
 from heterorl.coordinator.store.steady import Steady
 from heterorl.v1 import (
@@ -65,7 +65,8 @@ SWITCH_INTERVAL_S = 0.0005
 async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
     """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error).
 
-    A standby serves once no other coordinator has the store, and listens on no port before.
+    A database that is away is waited for. A standby serves once no other coordinator has the store, too, and listens on
+    no port before.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = asyncio.Event()
@@ -74,18 +75,22 @@ async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
     notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
     async with notify.supervised(notifier, clock):
         engine = None
-        if is_standby:
-            engine = await _stand_by(config, stop, notifier)
+        if is_standby or config.store.url:
+            engine = await _take_store(config, stop, notifier, is_standby=is_standby)
             if engine is None:
                 return 0
         return await _serve(config, clock, stop, notifier, engine)
 
 
-async def _stand_by(config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier) -> Engine | None:
-    """Wait for the store; None when a signal came first."""
-    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket))
-    _LOG.info("run %s: standing by", config.run_id)
-    notifier.ready(f"run {config.run_id}, standing by")
+async def _take_store(
+    config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, *, is_standby: bool
+) -> Engine | None:
+    """Wait for the store in a database; None when a signal came first."""
+    is_elsewhere = bool(config.payloads.bucket)
+    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=is_standby)
+    if is_standby:
+        _LOG.info("run %s: standing by", config.run_id)
+        notifier.ready(f"run {config.run_id}, standing by")
     waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -98,8 +103,9 @@ async def _stand_by(config: CoordinatorConfig, stop: asyncio.Event, notifier: no
         if engine is not None:
             engine.close()
         return None
-    _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
-    return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=bool(config.payloads.bucket))
+    if is_standby:
+        _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
+    return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=is_elsewhere)
 
 
 async def _serve(
@@ -205,7 +211,7 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
 
     steady = Steady("gauges", clock)
     # The store's end is main's to notice.
-    with contextlib.suppress(CorruptStore, Draining):
+    with contextlib.suppress(*ENDED):
         while True:
             await steady.attempt(look)
             await clock.sleep(GAUGE_INTERVAL_S)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 
-from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, Draining, PayloadMissing
+from heterorl.common.errors import Busy, DigestMismatch, PayloadMissing
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.store.bucket.objects import Objects
+from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.home import Incoming
 from heterorl.coordinator.store.steady import Steady
 
@@ -98,5 +99,5 @@ class BucketIncoming(Incoming):
             while True:
                 await self._clock.sleep(SWEEP_S)
                 await steady.attempt(self.sweep)
-        except (CorruptStore, Draining):
+        except ENDED:
             return

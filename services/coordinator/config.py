@@ -88,7 +88,7 @@ class CoordinatorConfig(Config):
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     metrics_nodes: int = Field(default=256, ge=0, le=4096)
-    """Learners and samplers whose pushed metrics are kept, and served at /nodes of the same port; 0 is none."""
+    """Learners, samplers and relays whose pushed metrics are kept, and served at /nodes of the same port; 0 is none."""
     tracing: TracingConfig = TracingConfig()
     """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
     seed: int = Field(default=0, ge=0)

@@ -1,8 +1,9 @@
 """Every metric of every service, declared once; names follow heterorl_<service>_<thing>_<unit>, labels are bounded.
 
 Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
-labels `run`, `service`, and at samplers `site`, come from the scrape configuration: no metric has the first two, and no
-metric of a sampler the third. The file is over 300 lines because it is one table.
+labels `run`, `service`, and at samplers and relays `site`, come from the scrape configuration or the coordinator: no
+metric has the first two, and no metric of a sampler or a relay the third. The file is over 300 lines because it is one
+table.
 
     policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
                  publish -> lease             heterorl_coordinator_policy_age_seconds
@@ -51,16 +52,24 @@ _AGES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400,
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
 
 
+_labels: dict[str, tuple[str, ...]] = {}
+
+
+def _declared(name: str, labels: tuple[str, ...]) -> str:
+    _labels[f"heterorl_{name}".removesuffix("_total")] = labels
+    return f"heterorl_{name}"
+
+
 def _counter(name: str, text: str, *labels: str) -> Counter:
-    return Counter(f"heterorl_{name}", text, labels, registry=REGISTRY)
+    return Counter(_declared(name, labels), text, labels, registry=REGISTRY)
 
 
 def _gauge(name: str, text: str, *labels: str) -> Gauge:
-    return Gauge(f"heterorl_{name}", text, labels, registry=REGISTRY)
+    return Gauge(_declared(name, labels), text, labels, registry=REGISTRY)
 
 
 def _histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-    return Histogram(f"heterorl_{name}", text, labels, registry=REGISTRY, buckets=buckets)
+    return Histogram(_declared(name, labels), text, labels, registry=REGISTRY, buckets=buckets)
 
 
 # every service
@@ -282,6 +291,11 @@ def watch_disk(path: Path) -> None:
     """Show the free space of the disk that holds an existing directory, as it is when asked."""
     DISK_FREE_BYTES.set_function(lambda: shutil.disk_usage(path).free)
     DISK_SIZE_BYTES.set_function(lambda: shutil.disk_usage(path).total)
+
+
+def labels_of(metric: Metric) -> tuple[str, ...]:
+    """The names of a metric's own labels; none of a process's."""
+    return _labels.get(metric.name, ())
 
 
 def is_of(metric: Metric, service: Service) -> bool:

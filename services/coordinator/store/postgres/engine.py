@@ -21,14 +21,17 @@ from heterorl.common.errors import CorruptStore, HeterorlError, OperatorError
 from heterorl.coordinator.store.engine import Fault
 from heterorl.coordinator.store.postgres import faults, tallies
 from heterorl.coordinator.store.postgres.connection import PostgresConnection
-from heterorl.coordinator.store.postgres.schema import WRITER, migrated_from
-from heterorl.coordinator.store.schema import SCHEMA_VERSION
+from heterorl.coordinator.store.postgres.schema import MIGRATIONS, WRITER
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM
 
 _LOG = logging.getLogger(__name__)
 MIN_SERVER = 150000
 CONNECT_S = 5
 ENDING_S = 1.0
 """A server notices within milliseconds that a session was closed, on a busy machine somewhat later."""
+LOCK_S = 3
+"""How long a start waits for somebody else's lock before it asks anew, and says so: nothing that it does needs one that
+readers hold, but for a migration."""
 _DEAD_S = 5
 _LINK: dict[str, Any] = {
     "autocommit": True,
@@ -222,23 +225,24 @@ def _check_server(raw: psycopg.Connection[Any]) -> None:
 
 def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
     with raw.transaction():
-        raw.execute("SET LOCAL client_min_messages = warning")
+        raw.execute(f"SET LOCAL client_min_messages = warning; SET LOCAL lock_timeout = '{LOCK_S}s'")
         raw.execute(WRITER)
         row = raw.execute("SELECT schema_version FROM store FOR UPDATE").fetchone()
         version = 0 if row is None else int(row[0])
         try:
-            script = migrated_from(version)
+            script = MIGRATIONS.statements(version)
         except KeyError as error:
-            raise CorruptStore(f"the store has schema {version}, this program needs {SCHEMA_VERSION}") from error
-        if version not in (0, SCHEMA_VERSION):
-            _LOG.info("the store is brought from schema %d to %d", version, SCHEMA_VERSION)
-        raw.execute(script.encode())
+            raise CorruptStore(
+                f"the store has schema {version}, this program needs {MIGRATIONS.version}", action=ANOTHER_PROGRAM
+            ) from error
+        if version not in (0, MIGRATIONS.version):
+            _LOG.info("the store is brought from schema %d to %d", version, MIGRATIONS.version)
+        raw.execute((script + tallies.BEGIN).encode())
         if row is None:
             name_store(raw)
-        raw.execute(tallies.BEGIN)
         row = raw.execute(
             "UPDATE store SET schema_version = %s, epoch = epoch + 1, taken = now() RETURNING id, epoch",
-            (SCHEMA_VERSION,),
+            (MIGRATIONS.version,),
         ).fetchone()
     assert row is not None
     return str(row[0]), int(row[1])
@@ -247,5 +251,5 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
 def name_store(raw: psycopg.Connection[Any]) -> str:
     """Give a store that has just been made its name; returns it."""
     name = uuid.uuid4().hex
-    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, SCHEMA_VERSION))
+    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, MIGRATIONS.version))
     return name

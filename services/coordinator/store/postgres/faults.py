@@ -46,6 +46,11 @@ def of_opening(error: psycopg.Error, *, is_broken: bool) -> HeterorlError:
     """Why a session could not take the store."""
     if isinstance(error, errors.DiskFull):
         return DiskFull("PostgreSQL's data directory")
+    if isinstance(error, errors.LockNotAvailable):
+        return StoreLost(
+            "another session keeps the store's tables locked",
+            action="asked again; pg_locks names the session: end it, or let it end",
+        )
     if is_broken or (isinstance(error, psycopg.OperationalError) and not isinstance(error, _DAMAGE)):
         return StoreLost(f"PostgreSQL gave the store up: {brief(error)}")
     if isinstance(error, _OPERATION_ERRORS):

@@ -28,6 +28,7 @@ from heterorl.common.process.files import replacing
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.page import MetricsPage
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
@@ -56,8 +57,6 @@ from heterorl.v1 import (
 
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
-NODES_PAGE = "/nodes"
-"""Where the metrics of learners and samplers are, beside the coordinator's own at /metrics."""
 SWITCH_INTERVAL_S = 0.0005
 """How long the store's thread waits for the interpreter after each statement, at worst; ten times as long if unset."""
 
@@ -65,8 +64,8 @@ SWITCH_INTERVAL_S = 0.0005
 async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
     """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error).
 
-    A database that is away is waited for. A standby serves once no other coordinator has the store, too, and listens on
-    no port before.
+    A database that is away is waited for. A standby serves once no other coordinator has the store, too, and shows only
+    its metrics before.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = asyncio.Event()
@@ -74,22 +73,24 @@ async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
     notifier = notify.from_environment()
     notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
     async with notify.supervised(notifier, clock):
+        reported = Reported(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock)
+        page = MetricsPage(config, reported)
         engine = None
         if is_standby or config.store.url:
-            engine = await _take_store(config, stop, notifier, is_standby=is_standby)
+            engine = await _take_store(config, stop, notifier, page if is_standby else None)
             if engine is None:
                 return 0
-        return await _serve(config, clock, stop, notifier, engine)
+        return await _serve(config, clock, stop, notifier, engine, reported, page)
 
 
 async def _take_store(
-    config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, *, is_standby: bool
+    config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, page: MetricsPage | None
 ) -> Engine | None:
-    """Wait for the store in a database; None when a signal came first."""
+    """Wait for the store in a database; None when a signal came first. A standby has a page meanwhile."""
     is_elsewhere = bool(config.payloads.bucket)
-    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=is_standby)
-    if is_standby:
-        _LOG.info("run %s: standing by", config.run_id)
+    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=page is not None)
+    if page is not None:
+        _LOG.info("run %s: standing by, metrics on port %d", config.run_id, page.stand_by())
         notifier.ready(f"run {config.run_id}, standing by")
     waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
     stopping = asyncio.create_task(stop.wait())
@@ -103,13 +104,19 @@ async def _take_store(
         if engine is not None:
             engine.close()
         return None
-    if is_standby:
+    if page is not None:
         _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
     return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=is_elsewhere)
 
 
 async def _serve(
-    config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier, engine: Engine | None
+    config: CoordinatorConfig,
+    clock: Clock,
+    stop: asyncio.Event,
+    notifier: notify.Notifier,
+    engine: Engine | None,
+    reported: Reported,
+    page: MetricsPage,
 ) -> int:
     calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, clock, engine=engine)
@@ -129,7 +136,6 @@ async def _serve(
     sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
-    reported = Reported(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock)
     metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(reported), server.grpc)
     try:
         port = await server.start(config.listen)
@@ -137,13 +143,7 @@ async def _serve(
         # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
         await observe.observe_run(core)
         tracing.start(config.tracing, service="coordinator", name=config.run_id)
-        metrics_port = metrics.serve(
-            config.metrics_port,
-            service="coordinator",
-            address=config.metrics_host,
-            may_move="metrics_port" not in config.model_fields_set,
-            pages={NODES_PAGE: reported.page},
-        )
+        metrics_port = page.serve()
         await asyncio.to_thread(_announce, config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")

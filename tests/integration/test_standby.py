@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+import urllib.request
 
 import pytest
 
@@ -27,6 +28,7 @@ from heterorl.coordinator.store.postgres import engine as engines  # noqa: E402 
 from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402
 from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
+from tests.support.prometheus import metrics_port  # noqa: E402
 
 pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
 TAKEOVER_S = 10.0
@@ -216,6 +218,37 @@ async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, serv
     engine = await asyncio.wait_for(waiting, 30)
     assert engine.epoch == 1
     engine.close()
+
+
+def shown_by(port, path="/metrics"):
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_standby_shows_that_it_stands_by_and_all_else_once_it_serves(url, tmp_path):
+    children = [started(tmp_path, url, "--standby", name="a")]
+    try:
+        await shown(lambda: "listening on port" in children[0].log.read_text())
+        children.append(started(tmp_path, url, "--standby", name="b"))
+        await shown(lambda: metrics_port(children[1].log) is not None)
+        port = metrics_port(children[1].log)
+        page = shown_by(port)
+        assert "heterorl_coordinator_standing_by 1.0" in page
+        assert "process_start_time_seconds" in page
+        # What reads 0 before the store is known would be an alert.
+        assert {line.split()[0] for line in page.splitlines() if line.startswith("heterorl_")} == {
+            "heterorl_coordinator_standing_by",
+            "heterorl_certificate_expiry_seconds",
+        }
+        assert shown_by(port, "/nodes") == ""
+        assert "heterorl_coordinator_standing_by 0.0" in shown_by(metrics_port(children[0].log))
+
+        os.kill(children[0].process.pid, signal.SIGKILL)
+        await shown(lambda: "heterorl_coordinator_standing_by 0.0" in shown_by(port))
+        assert "heterorl_coordinator_ledger_balanced 1.0" in shown_by(port)
+    finally:
+        stop(children)
 
 
 async def test_payloads_of_another_store_are_refused(url, tmp_path):

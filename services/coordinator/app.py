@@ -4,7 +4,7 @@
     rpcs        messages of learners and samplers             the peers; the end of the grace period
     gauges      one second                                    the stop event
     composer    versions to merge, its thread                 a publication; a plan; the stop event
-    watchdog    half the service manager's interval           the clock
+    watchdog    half the service manager's interval           the clock; not fed while the store's thread hangs
     keeper      payloads to verify, a snapshot to write       a publication; the stop event
     relief      a disk that refuses                           the disk; time; the stop event
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
@@ -72,15 +72,14 @@ async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
     clock = SystemClock()
     notifier = notify.from_environment()
     notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
-    async with notify.supervised(notifier, clock):
-        reported = Reported(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock)
-        page = MetricsPage(config, reported)
+    async with notify.supervised(notifier, clock) as watch:
+        page = MetricsPage(config, Reported(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock))
         engine = None
         if is_standby or config.store.url:
             engine = await _take_store(config, stop, notifier, page if is_standby else None)
             if engine is None:
                 return 0
-        return await _serve(config, clock, stop, notifier, engine, reported, page)
+        return await _serve(config, clock, stop, notifier, engine, page, watch)
 
 
 async def _take_store(
@@ -115,11 +114,13 @@ async def _serve(
     stop: asyncio.Event,
     notifier: notify.Notifier,
     engine: Engine | None,
-    reported: Reported,
     page: MetricsPage,
+    watch: notify.Watch,
 ) -> int:
     calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, clock, engine=engine)
+    # A session or a disk that hangs keeps the store from whoever could take over.
+    watch.silent_s = core.database.silent_s
     server = Server(
         max_message_bytes=config.max_message_bytes,
         max_concurrent_rpcs=calls,
@@ -136,7 +137,7 @@ async def _serve(
     sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
-    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(reported), server.grpc)
+    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(page.reported), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)

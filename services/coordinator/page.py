@@ -23,7 +23,7 @@ class MetricsPage:
 
     def __init__(self, config: CoordinatorConfig, reported: Reported) -> None:
         self._config = config
-        self._reported = reported
+        self.reported = reported
         self._files: MaterialFiles | None = None
         self._port = 0
         self._is_whole = False
@@ -56,7 +56,7 @@ class MetricsPage:
             service="coordinator",
             address=config.metrics_host,
             may_move="metrics_port" not in config.model_fields_set,
-            pages={NODES_PAGE: self._reported.page},
+            pages={NODES_PAGE: self.reported.page},
             shown=self._shown,
         )
         return self._port

@@ -69,6 +69,7 @@ class Database:
         self._on_full = on_full
         self._end: type[CorruptStore | StoreLost] | None = None
         self._is_closed = False
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="database", daemon=True)
         self._start()
 
@@ -125,6 +126,11 @@ class Database:
         _LOG.critical("the store %s: %s", "has gone" if end is StoreLost else "failed", problem)
         self._tell(self.on_fatal, None, None)
 
+    def silent_s(self) -> float:
+        """How long the store has owed an answer; a copy of all of it, which takes its time, does not count."""
+        since = self._busy_since
+        return 0.0 if since is None else time.perf_counter() - since
+
     async def close(self) -> None:
         """Finish what is queued, close the engine."""
         if not self._is_closed:
@@ -146,7 +152,9 @@ class Database:
                     batch.append(entry)
             for is_alone, entries in itertools.groupby(batch, key=lambda entry: isinstance(entry[0], _Alone)):
                 for part in ([entry] for entry in entries) if is_alone else [list(entries)]:
+                    self._busy_since = None if is_alone else time.perf_counter()
                     self._commit(part)
+                    self._busy_since = None
         self._engine.close()
 
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:

@@ -118,6 +118,9 @@ def test_check_and_the_whole_run_leave_nothing_out():
     assert [words for words in tools if f".venv/bin/{words}" not in checks] == []
     assert made == ["check", "environments", "test", "test-postgres", "test-bucket", "test-engines", "test-trackers"]
     assert not [line for line in run if "TESTS=" in line], "a part of the coordinator's tests is not all of them"
+    promise = run.index('export HETERORL_TEST_REQUIRES="postgresql moto prometheus"')
+    assert promise < min(run.index(line) for line in ("make test", "make test-postgres", "make test-bucket"))
+    assert run.index("unset HETERORL_TEST_REQUIRES") > run.index("make test-bucket")
 
 
 def test_the_workflow_runs_what_must_hold():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from heterorl.common.process.config import Config
+from heterorl.common.process.secretless import split
 
 
 class BucketConfig(Config):
@@ -37,7 +37,7 @@ class BucketConfig(Config):
     @field_validator("endpoint")
     @classmethod
     def _check_endpoint(cls, endpoint: str) -> str:
-        parts = urlsplit(endpoint)
+        parts = split(endpoint)
         if not endpoint:
             return endpoint
         if parts.scheme not in ("https", "http") or not parts.hostname:

@@ -28,7 +28,6 @@ from heterorl.common.process.files import replacing
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.page import MetricsPage
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
@@ -38,6 +37,7 @@ from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.coordinator.servicers.sample import SampleServicer
+from heterorl.coordinator.sites.page import MetricsPage
 from heterorl.coordinator.sites.presence import Presence
 from heterorl.coordinator.sites.reported import Reported
 from heterorl.coordinator.store.choice import claimed, standby_at

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from heterorl.common.evaluation.config import PlannedSetConfig, refuse_twice
 from heterorl.common.identity.tls import ServerTlsConfig
+from heterorl.common.process.address import check_database
 from heterorl.common.process.config import Config
-from heterorl.common.process.secretless import check_database
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.coordinator.store.bucket.config import BucketConfig
 

@@ -80,7 +80,7 @@ async def test_no_push_of_one_site_takes_the_page_from_the_others(tmp_path):
         assert server.query('process_start_time_seconds{job="heterorl-nodes",site="good"}')
         assert {
             row["metric"]["site"]
-            for row in server.query(f'{{__name__="{RPCS}",code!="OK"}}')
+            for row in server.query(f'{{__name__="{RPCS}",code!="OK",site!="good"}}')
             if "site" in row["metric"]
         } == {
             "last",

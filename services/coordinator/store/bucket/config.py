@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from heterorl.common.process.address import split_url
 from heterorl.common.process.config import Config
-from heterorl.common.process.secretless import split
 
 
 class BucketConfig(Config):
@@ -37,7 +37,7 @@ class BucketConfig(Config):
     @field_validator("endpoint")
     @classmethod
     def _check_endpoint(cls, endpoint: str) -> str:
-        parts = split(endpoint)
+        parts = split_url(endpoint)
         if not endpoint:
             return endpoint
         if parts.scheme not in ("https", "http") or not parts.hostname:

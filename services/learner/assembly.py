@@ -169,7 +169,7 @@ def build_backend(
     local: LocalRanks | None = None
     if company is None:
         local = LocalRanks(num_ranks)
-        company = _join(config, Company(local.place))
+        company = _join(config, Company(local.place, timeout_s=options.rank_timeout_s))
     backend = build_divided(config, company.ranks, passes)
 
     joined = company
@@ -185,13 +185,14 @@ def build_backend(
 
 
 def _join_launched(config: LearnerConfig, place: Place) -> Company | None:
-    if isinstance(config.backend, TorchBackendConfig):
+    options = config.backend
+    if isinstance(options, TorchBackendConfig):
         if place.world_size > 1:
             problem = f"backend torch is one process, and the launcher started {place.world_size}"
             raise ConfigError("backend.kind", problem, action="set backend.kind to fsdp2 or deepspeed")
         return None
     _check_divided(config)
-    return _join(config, Company(place))
+    return _join(config, Company(place, timeout_s=options.rank_timeout_s))
 
 
 def _join(config: LearnerConfig, company: Company) -> Company:

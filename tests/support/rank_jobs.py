@@ -1,7 +1,7 @@
 """A learner's rank 0 in a process of its own, with its other ranks: does what it reads, a line of JSON a job.
 
 A job is a configuration and a list of operations; the answer is a list of what each gave. `python -m
-tests.support.rank_jobs NUM_RANKS [COMPILER]` trains by DeepSpeed or FSDP2; `run_job` does the same with any backend.
+tests.support.rank_jobs NUM_RANKS TIMEOUT_S [COMPILER]` trains by DeepSpeed or FSDP2; `run_job` does the same with any backend.
 COMPILER is what rank 0 compiles by, if not by torch's own.
 """
 
@@ -202,12 +202,14 @@ _OPERATIONS = {
 class Ranks:
     """The process, from the test's side."""
 
-    def __init__(self, num_ranks: int, *, compiler: str = "", first_on_path: Path | None = None) -> None:
+    def __init__(
+        self, num_ranks: int, *, compiler: str = "", first_on_path: Path | None = None, timeout_s: float = 600.0
+    ) -> None:
         """Start them; `first_on_path` may have a `sitecustomize` for all of these processes."""
         self.num_ranks = num_ranks
         path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks), *([compiler] if compiler else [])],
+            [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks), str(timeout_s), *filter(None, [compiler])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -242,12 +244,12 @@ def main() -> None:
     from heterorl.learner.backends.ranks.local import LocalRanks
 
     logs.configure(level="WARNING")
-    if compilers := sys.argv[2:]:
+    if compilers := sys.argv[3:]:
         import torch
 
         torch.compile = functools.partial(torch.compile, backend=compilers[0])
     local = LocalRanks(int(sys.argv[1]))
-    company = Company(local.place)
+    company = Company(local.place, timeout_s=float(sys.argv[2]))
     for line in sys.stdin:
         table, operations = json.loads(line)
         config = LearnerConfig.model_validate(table)

@@ -14,6 +14,7 @@ from heterorl.common.identity.signing import Signer, load_signer
 from heterorl.common.model.canary import canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.statement import statement_of
@@ -207,6 +208,8 @@ def _check_divided(config: LearnerConfig) -> None:
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
         # Before the other ranks begin, which would all miss it.
         import_deepspeed(config.backend.device)
+    for name in LIBRARIES:
+        check_engine(name)
 
 
 def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DividedBackend:

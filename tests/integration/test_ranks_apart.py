@@ -1,6 +1,6 @@
 """An error of one rank alone, while ranks meet, build or train, ends all of them within a stated time.
 
-The ranks are processes. What goes wrong on one is put into it by a `sitecustomize` before anything is imported.
+The ranks are processes. What goes wrong on one is put into it when a module is imported.
 """
 
 import os
@@ -12,34 +12,20 @@ import pytest
 
 from heterorl.learner.config import LearnerConfig
 from tests.support.cluster import free_port
-from tests.support.rank_jobs import Ranks
+from tests.support.patched import patched_path
+from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 TIMEOUT_S = 4.0
 
-# {module} is changed by {change} when it has been imported, on all ranks but rank 0.
-PATCH = """
-import importlib.abc, importlib.machinery, sys
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "{module}" or "--rank" not in sys.argv:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        own = spec.loader.exec_module
-        def exec_module(module):
-            own(module)
-            change(module)
-        spec.loader.exec_module = exec_module
-        return spec
-sys.meta_path.insert(0, Finder())
+FAIL = """
 def fail(*_, **__):
     from heterorl.common.errors import CorruptStore
     raise CorruptStore("a file is lost here alone")
-{change}
 """
-READ = "def change(module): module._fill = fail"
-STEP = "def change(module): module.DividedBackend._train = fail"
+READ = "module._fill = fail"
+STEP = "module.DividedBackend._train = fail"
 
 
 @pytest.mark.parametrize(
@@ -49,8 +35,7 @@ STEP = "def change(module): module.DividedBackend._train = fail"
 )
 def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path, module, change):
     tiny_model().save_pretrained(tmp_path / "model")
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path" / "sitecustomize.py").write_text(PATCH.format(module=module, change=change))
+    path = patched_path(tmp_path / "path", module, f"if '--rank' in sys.argv: {change}", FAIL)
     config = LearnerConfig.model_validate(
         {
             "model_dir": str(tmp_path / "model"),
@@ -58,7 +43,7 @@ def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path
             "backend": {"kind": "fsdp2", "threads": 1, "micro_batch_tokens": 64},
         }
     )
-    ranks = Ranks(2, first_on_path=tmp_path / "path", timeout_s=TIMEOUT_S)
+    ranks = Ranks(2, first_on_path=path, timeout_s=TIMEOUT_S)
     started = time.monotonic()
 
     with pytest.raises(AssertionError, match="ended with code 1"):

@@ -309,6 +309,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             done = subprocess.run(
                 [*command, *own], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=3600
             )
+            for process in others:
+                process.wait(60)
         finally:
             for process in others:
                 process.kill()

@@ -70,7 +70,7 @@ def _publish() -> str:
     return table(
         [
             "backend",
-            "ranks",
+            "ranks, nodes",
             "parameters",
             "step",
             "to the ack",
@@ -82,7 +82,7 @@ def _publish() -> str:
         [
             [
                 r["backend"],
-                str(r["ranks"]),
+                f"{r['ranks']}, {r['nodes']}",
                 f"{r['parameters'] / 1e6:.0f} M",
                 f"{r['step_s']:.1f} s",
                 f"{r['publish_s']:.2f} s",
@@ -108,11 +108,11 @@ def _loss_difference(row: dict[str, Any]) -> str:
 def _publish_memory() -> str:
     phases = ("load", "step", "publish", "checkpoint")
     return table(
-        ["backend", "ranks", "parameters", *phases],
+        ["backend", "ranks, nodes", "parameters", *phases],
         [
             [
                 r["backend"],
-                str(r["ranks"]),
+                f"{r['ranks']}, {r['nodes']}",
                 f"{r['parameters'] / 1e6:.0f} M",
                 *(
                     ", ".join(
@@ -303,6 +303,23 @@ def _nodes_account() -> str:
     )  # fmt: skip
 
 
+def _parity() -> str:
+    return table(
+        ["backend", "ranks", "nodes", "loss", "weights", "published bits", "comes back"],
+        [
+            [
+                r["backend"] if r["stage"] is None else f"ZeRO {r['stage']}",
+                str(r["ranks"]),
+                str(r["nodes"]),
+                *(f"{r[name]:.0e}" if r[name] else "0" for name in ("loss", "weights")),
+                f"{round(r['bf16_differing'] * r['elements'])} of {r['elements']:,}",
+                _yes(r["comes_back"]),
+            ]
+            for r in _benchmark("parity")["rows"]
+        ],
+    )
+
+
 def _steps(name: str) -> str:
     rows = _benchmark(name)["rows"]
     total = sum(row["seconds"] for row in rows)
@@ -320,6 +337,7 @@ def _percent(share: float) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **LAB,
     "overlap": _overlap,
+    "parity": _parity,
     "loop": _loop,
     "publish": _publish,
     "publish-memory": _publish_memory,
@@ -331,7 +349,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pull-ways": _pull_ways,
     "plan": lambda: table(*plans.plans()),
     "plan-assumptions": lambda: table(*plans.assumptions()),
-    "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
+    "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"), _benchmark("publish"))),
     "machine": lambda: _steps("machine"),
     "compose": lambda: _steps("compose"),
     "nodes": _nodes,

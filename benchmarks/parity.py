@@ -1,10 +1,11 @@
 """How far a divided learner is from the torch backend after the same steps: backends, stages of ZeRO, ranks, nodes.
 
-Each row trains a random Qwen3 of 394 thousand parameters on the same groups from the same weights as the torch backend does, in fp32 on CPUs
-over gloo; ranks are real processes, and nodes are agents of torchrun on loopback. `loss` is the largest difference in a
-step, and `weights` that of any published element after the last one (fp32). `bf16_differing` is the share of elements
-that differ where versions are published in bf16 and passes see them so: a master near the middle of two bf16 values is
-rounded up by one and down by the other. `comes_back`: a checkpoint read by the same ranks gives the next step bit for bit.
+Each row trains a random Qwen3 of 394 thousand parameters on the same groups from the same weights as the torch backend
+does, in fp32 on CPUs over gloo; ranks are real processes, nodes agents of torchrun on loopback. `loss` is the largest
+difference in a step, and `weights` that of any published element after the last one (fp32). `bf16_differing` is the
+share of elements that differ where versions are published in bf16 and passes see them so: a master near the middle of
+two bf16 values is rounded up by one and down by the other. `comes_back`: a checkpoint read by the same ranks gives the
+next step bit for bit.
 
     python -m benchmarks.parity --out benchmarks/results/parity.json
 """

@@ -117,9 +117,7 @@ def _run(entry: dict[str, Any]) -> list[Sequence[str]]:
         ("publication", found.publication_s, entry["publish_s"]),
         ("checkpoint", found.checkpoint_s, entry["checkpoint_s"]),
     )
-    held = max(
-        peak - base for peak, base in zip(entry["phases_rss_mb"]["step"], entry["base_rss_mb"], strict=True)
-    )
+    held = max(peak - base for peak, base in zip(entry["phases_rss_mb"]["step"], entry["base_rss_mb"], strict=True))
     return [
         *([f"{what}, {where}", time_words(one), time_words(other), f"{one / other:.2f}"] for what, one, other in times),
         [

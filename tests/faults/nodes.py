@@ -121,9 +121,7 @@ class Campaign:
         self._config.parent.mkdir(exist_ok=True)
         self._config.write_text(tomli_w.dumps(tables))
 
-    async def run(
-        self, operator: CoordinatorClient, faults: Sequence[Fault], *, versions: int, limit_s: float
-    ) -> None:
+    async def run(self, operator: CoordinatorClient, faults: Sequence[Fault], *, versions: int, limit_s: float) -> None:
         """Damage so many times, or so long; then train on until the versions are there, and end in order."""
         machines = [0, 1]
         began = started = time.monotonic()

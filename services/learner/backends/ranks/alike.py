@@ -22,7 +22,7 @@ from heterorl.learner.backends.ranks.collectives import Collectives, missing_dev
 from heterorl.learner.train.config import BackendConfig
 
 
-def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str] = ("transformers",)) -> None:
+def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str]) -> None:
     """See that every rank has its device and the same releases, and every machine the same bytes of the model.
 
     A rank reads its own pieces from the directory of its machine: with other bytes there, the trained model would be a

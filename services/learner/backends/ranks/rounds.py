@@ -6,8 +6,8 @@
     ROUND/here/R/WORD       rank R has seen that, and names its machine
     ROUND/whole             every rank's newest process is here: their machines, and how long one may be silent
 
-A launcher may start the ranks again one by one. Rank 0 looks at all words until the last rank is here, so a process that
-was started again takes the place of the one before; a rank goes into every round that it is welcomed to.
+A launcher may start the ranks again one by one. Rank 0 looks at all words until the last rank is here, so a process
+that was started again takes the place of the one before; a rank goes into every round that it is welcomed to.
 """
 
 from __future__ import annotations

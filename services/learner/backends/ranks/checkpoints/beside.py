@@ -10,8 +10,8 @@ GPU). On one machine each run of it is given back as soon as it is written; what
 for the next checkpoint.
 
 Guarantees: the files are those of `write`, byte for byte, of the moment at which the copies were taken. `wait` returns
-on rank 0 when the pieces of all ranks are durable, so whoever names the checkpoint afterwards names a whole one. Whatever
-goes wrong in a thread, `wait` raises it, and no other rank's thread waits for its word.
+on rank 0 when the pieces of all ranks are durable, so whoever names the checkpoint afterwards names a whole one.
+Whatever goes wrong in a thread, `wait` raises it, and no other rank's thread waits for its word.
 """
 
 from __future__ import annotations

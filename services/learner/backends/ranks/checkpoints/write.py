@@ -111,8 +111,8 @@ def words_of(problem: BaseException | None) -> bytes:
     """An error for the other ranks; nothing where there is none."""
     if problem is None:
         return b""
-    is_of_disk = isinstance(problem, OSError)
-    return json.dumps([problem.errno if is_of_disk else None, str(problem) or repr(problem)]).encode()
+    code = problem.errno if isinstance(problem, OSError) else None
+    return json.dumps([code, str(problem) or repr(problem)]).encode()
 
 
 def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> None:
@@ -129,9 +129,9 @@ def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> 
             code, text = json.loads(word)
             if own is not None and number == rank:
                 raise own
-            raise HeterorlError(f"no checkpoint: rank {number}: {text}") if code is None else OSError(
-                code, f"rank {number}: {text}"
-            )
+            if code is None:
+                raise HeterorlError(f"no checkpoint: rank {number}: {text}")
+            raise OSError(code, f"rank {number}: {text}")
 
 
 def write_gathered(layout: CheckpointLayout, state: DividedState, ranks: Collectives) -> None:

@@ -21,7 +21,7 @@ def _checked(monkeypatch, releases, *, models=("", "")):
         HERE.rank = ranks.rank
         ranks.are_on_one_machine = False
         ranks.place = Place(rank=ranks.rank, local_rank=0, world_size=2, local_world_size=1)
-        return check_alike(ranks, model_dir=str(models[ranks.rank]), device="cpu")
+        return check_alike(ranks, model_dir=str(models[ranks.rank]), device="cpu", packages=[])
 
     return on_all_ranks(2, work)
 
@@ -45,8 +45,14 @@ def test_model_that_one_machine_has_otherwise_is_named_on_all(monkeypatch, model
 
 def test_packages_are_those_that_the_backend_computes_with():
     assert packages_of(Fsdp2BackendConfig()) == ["transformers"]
-    assert packages_of(DeepSpeedBackendConfig(liger=True, device="cuda")) == ["transformers", "deepspeed", "liger-kernel"]
-    assert "flash-attn" in packages_of(Fsdp2BackendConfig(attn_implementation="flash_attention_2", device="cuda", compute_dtype="bf16"))
+    assert packages_of(DeepSpeedBackendConfig(liger=True, device="cuda")) == [
+        "transformers",
+        "deepspeed",
+        "liger-kernel",
+    ]
+    assert "flash-attn" in packages_of(
+        Fsdp2BackendConfig(attn_implementation="flash_attention_2", device="cuda", compute_dtype="bf16")
+    )
     found = releases_of(["transformers", "no-such-package"])
     assert found["no-such-package"] == "none"
     assert found["transformers"][0].isdigit()

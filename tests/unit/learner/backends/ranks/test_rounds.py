@@ -17,6 +17,12 @@ def _place(rank, world_size=3):
     return Place(rank=rank, local_rank=0, world_size=world_size, local_world_size=0, host="127.0.0.1", port=1)
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """What waits for ever by mistake gives up before the test's own time is over."""
+    monkeypatch.setattr(rounds, "CONNECT", rounds.datetime.timedelta(seconds=25))
+
+
 @pytest.fixture
 def connect():
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -53,10 +53,9 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
     for rank, (others, *_) in enumerate(rows):
         differing = [name for name, release in rows[0][0].items() if others[name] != release]
         if differing:
-            problem = " and ".join(f"{name} {rows[0][0][name]} at rank 0, {others[name]}" for name in differing)
-            raise ConfigError(
-                "backend.kind", f"{problem} at rank {rank}", action="install the same releases on every machine"
-            )
+            first = rows[0][0]
+            problem = "; ".join(f"{name} {first[name]} at rank 0, {others[name]} at rank {rank}" for name in differing)
+            raise ConfigError("backend.kind", problem, action="install the same releases on every machine")
     others = [rank for rank, row in enumerate(rows) if row[1] and row[1] != rows[0][1]]
     if others:
         problem = f"{model_dir} of rank {others[0]} is not that of rank 0: {rows[others[0]][1]}, not {rows[0][1]}"

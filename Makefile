@@ -148,6 +148,7 @@ bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for 
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
 bench-publish: $(ENGINES_SETUP)  ## Seconds from a step to its durable version, and what each rank holds: torch, ZeRO, FSDP2, 1 to 4 ranks; 60 minutes
 bench-overlap: $(SETUP)  ## What a learner's trainer waits while versions are published, beside one that waits for each commit; 3 minutes
+bench-parity: $(ENGINES_SETUP)  ## How far FSDP2 and ZeRO are from the torch backend after equal steps, at 1 to 4 ranks on 1 and 2 nodes; 5 minutes
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
 bench-relay: $(SETUP)  ## Bytes on a long line when 8 samplers pull a version, with a relay and without; needs `unshare -rn`; 2 minutes
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
@@ -174,7 +175,7 @@ bench-forward: OPTIONS = --model $(MODEL) --resume
 bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
 bench-load: MODULE = load_memory
 bench-load: OPTIONS = $(if $(BEFORE),--before $(BEFORE))
-bench-load bench-loop bench-publish bench-routing bench-sampler: BIN = $(ENGINES)
+bench-load bench-loop bench-parity bench-publish bench-routing bench-sampler: BIN = $(ENGINES)
 bench-loop bench-routing bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
 $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json

@@ -7,6 +7,13 @@ process; what the process held before the first step is subtracted in `step_memo
 `tokens_per_wall_s` is what the clock said. The step is the fastest of those measured after a warm-up.
 
     python -m benchmarks.learner --out benchmarks/results/learner.json
+
+With `--device cuda` both compute in bf16 (TRL by autocast), memory is the GPU's, and every rate is by the clock;
+`fsdp2` is backend fsdp2 with one rank, which `--compile` and `--liger` change. Half a billion random weights, a pass of
+8,192 tokens at most:
+
+    python -m benchmarks.learner --device cuda --systems heterorl fsdp2 trl --hidden-size 1280 --layers 24 --groups 4 \\
+      --max-tokens 1024 --out learner-gpu.json
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from typing import Any
 import numpy as np
 
 VOCAB_SIZE = 32_000
-SYSTEMS = ("heterorl", "trl")
+SYSTEMS = ("heterorl", "fsdp2", "trl")
 
 
 def write_model(directory: Path, *, hidden_size: int, layers: int) -> int:
@@ -74,15 +81,12 @@ def rollouts(options: dict[str, Any]) -> list[list[tuple[np.ndarray, np.ndarray,
 PROMPT = np.arange(2, 18, dtype=np.int32)
 
 
-def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
-    """A step of the torch backend."""
-    from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
+def queued_groups(options: dict[str, Any]) -> list[Any]:
+    """The rollouts as a learner gets them."""
+    from heterorl.common.types.common import Digest, SiteId
     from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, VersionSpan
-    from heterorl.learner.backends.torch import TorchBackend
-    from heterorl.learner.loss.config import GrpoConfig
-    from heterorl.learner.train.config import TorchBackendConfig
 
-    groups = [
+    return [
         QueuedGroup(
             group=Group(
                 id=GroupId(site=SiteId("a"), incarnation="a", sequence=number + 1),
@@ -109,18 +113,54 @@ def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], obje
         )
         for number, members in enumerate(rollouts(options))
     ]
-    backend = TorchBackend(
-        model_dir=model_dir,
-        config=TorchBackendConfig(lr=1e-5, micro_batch_tokens=1 << 30, gradient_checkpointing=options["checkpointing"]),
-        loss=GrpoConfig(),
-        sampling=SamplingSemantics(
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            max_new_tokens=options["max_tokens"],
-            logprob_mode=LogprobMode.PROCESSED,
-        ),
+
+
+def learner_config(kind: str, model_dir: Path, options: dict[str, Any]) -> Any:
+    """Of a learner with one process."""
+    from heterorl.learner.config import LearnerConfig
+
+    is_gpu = options["device"] == "cuda"
+    return LearnerConfig.model_validate(
+        {
+            "model_dir": str(model_dir),
+            "sampling": {"max_new_tokens": options["max_tokens"]},
+            "loss": {"kind": "grpo"},
+            "backend": {
+                "kind": kind,
+                "lr": 1e-5,
+                "device": options["device"],
+                "compute_dtype": "bf16" if is_gpu else "fp32",
+                "threads": 0 if is_gpu else 1,
+                # On the CPU one pass, as TRL takes.
+                "micro_batch_tokens": 8192 if is_gpu else 1 << 30,
+                "gradient_checkpointing": options["checkpointing"],
+                "compile": options["compile"] and kind == "fsdp2",
+                "liger": options["liger"] and kind == "fsdp2",
+            },
+        }
     )
+
+
+def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
+    """A step of the torch backend."""
+    from heterorl.learner.backends.torch import TorchBackend
+
+    config, groups = learner_config("torch", model_dir, options), queued_groups(options)
+    sampling = config.sampling.semantics()
+    backend = TorchBackend(model_dir=model_dir, config=config.backend, loss=config.loss, sampling=sampling)
+    return lambda: backend.train_step(groups, head_version=0, step=1)
+
+
+def fsdp2_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
+    """A step of backend fsdp2 with one rank."""
+    from heterorl.learner.assembly import build_divided
+    from heterorl.learner.backends.ranks.company import Company
+    from heterorl.learner.backends.ranks.place import local_place
+
+    config, groups = learner_config("fsdp2", model_dir, options), queued_groups(options)
+    with tempfile.TemporaryDirectory() as directory:
+        company = Company(local_place(0, num_ranks=1, file=Path(directory) / "rendezvous"))
+        backend = build_divided(config, company.join(config))
     return lambda: backend.train_step(groups, head_version=0, step=1)
 
 
@@ -137,9 +177,9 @@ def trl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=GRPOConfig(
             output_dir=str(model_dir / "trl"),
-            use_cpu=True,
+            use_cpu=options["device"] == "cpu",
             report_to=[],
-            bf16=False,
+            bf16=options["device"] == "cuda",
             per_device_train_batch_size=count,
             num_generations=options["group_size"],
             max_completion_length=options["max_tokens"],
@@ -152,7 +192,7 @@ def trl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     )
     trainer.current_gradient_accumulation_steps = 1
     model: Any = trainer.model
-    model.train()
+    model.to(options["device"]).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     members = [entry for group in rollouts(options) for entry in group]
     longest = max(tokens.size for tokens, _, _ in members)
@@ -174,8 +214,11 @@ def trl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
         "num_items_in_batch": mask.sum(),
     }
 
+    inputs = {name: value.to(options["device"]) for name, value in inputs.items()}
+
     def step() -> object:
-        loss = trainer.compute_loss(model, inputs)
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -189,10 +232,18 @@ def measure(system: str, model_dir: Path, options: dict[str, Any]) -> dict[str, 
     """Take the steps, in this process."""
     import torch
 
-    torch.set_num_threads(1)
-    step = {"heterorl": heterorl_step, "trl": trl_step}[system](model_dir, options)
+    is_gpu = options["device"] == "cuda"
+    if not is_gpu:
+        torch.set_num_threads(1)
+    take = {"heterorl": heterorl_step, "fsdp2": fsdp2_step, "trl": trl_step}[system](model_dir, options)
+
+    def step() -> None:
+        take()
+        if is_gpu:
+            torch.cuda.synchronize()
+
     tokens = sum(entry[0].size for group in rollouts(options) for entry in group)
-    before_mb = _resident_mb()
+    before_mb = torch.cuda.memory_allocated() / (1 << 20) if is_gpu else _resident_mb()
     step()
     seconds, wall = [], []
     for _ in range(options["steps"]):
@@ -200,13 +251,19 @@ def measure(system: str, model_dir: Path, options: dict[str, Any]) -> dict[str, 
         step()
         seconds.append(time.process_time() - started)
         wall.append(time.perf_counter() - started_wall)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if is_gpu:
+        peak_mb = torch.cuda.max_memory_allocated() / (1 << 20)
+    else:
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
         "system": system,
+        "device": torch.cuda.get_device_name() if is_gpu else "cpu",
         "vocab": VOCAB_SIZE,
         "tokens": tokens,
         "gradient_checkpointing": options["checkpointing"],
-        "tokens_per_s": round(tokens / min(seconds), 1),
+        "compile": options["compile"] and system == "fsdp2",
+        "liger": options["liger"] and system == "fsdp2",
+        "tokens_per_s": round(tokens / min(wall if is_gpu else seconds), 1),
         "tokens_per_wall_s": round(tokens / min(wall), 1),
         "peak_memory_mb": round(peak_mb),
         "step_memory_mb": round(peak_mb - before_mb),
@@ -229,17 +286,21 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compile", action="store_true", help="of fsdp2")
+    parser.add_argument("--liger", action="store_true", help="of fsdp2")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["heterorl", "trl"])
     parser.add_argument("--system", choices=SYSTEMS, help="measure one system in this process, of --model-dir")
     parser.add_argument("--model-dir", type=Path)
     arguments = parser.parse_args()
-    options = {key: value for key, value in vars(arguments).items() if isinstance(value, int)}
+    options = {key: value for key, value in vars(arguments).items() if isinstance(value, int) or key == "device"}
     if arguments.system:
         sys.stdout.write("ROW " + json.dumps(measure(arguments.system, arguments.model_dir, options)) + "\n")
         return
     with tempfile.TemporaryDirectory() as name:
         num_parameters = write_model(Path(name), hidden_size=arguments.hidden_size, layers=arguments.layers)
         rows = []
-        for system in SYSTEMS:
+        for system in arguments.systems:
             command = [
                 sys.executable,
                 "-m",

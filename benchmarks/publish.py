@@ -1,6 +1,6 @@
 """Seconds from the end of a learner's step to the durable ack of its version, and what each rank holds meanwhile.
 
-For the torch backend, ZeRO and FSDP2 with 1, 2 and 4 ranks over gloo on one machine, each rank a real process, and a
+For the torch backend, ZeRO and FSDP2 with 1, 2 and 4 ranks over gloo, each rank a real process, and a
 coordinator in a process of its own over gRPC. `before` is the same backend with versions and checkpoints gathered by
 rank 0, which codes and writes them alone; in `between` ranks write checkpoints between two steps (`overlap_checkpoint =
 false`). `stall_s` is the part of a checkpoint for which the next step waits, and `state_s` what of it masters and
@@ -13,7 +13,9 @@ manifest and digests are the same bytes.
 
 `losses` are those of the steps, on the same groups from the same weights in every row.
 
-    python -m benchmarks.publish --rows fsdp2:2 torch:1 --out benchmarks/results/publish.json
+`nodes` is how many machines the ranks count at their meeting: as many agents of torchrun start them, on loopback here.
+
+    python -m benchmarks.publish --rows fsdp2:2 fsdp2:2:2 torch:1 --out benchmarks/results/publish.json
 
 Rows that the file has already and that are not asked for stay as they are.
 """
@@ -40,6 +42,7 @@ from unittest import mock
 
 from benchmarks.load_memory import forget_peak, resident_bytes, write_model
 from tests.support.cluster import free_port
+from tests.support.rank_processes import torchrun
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1e6
@@ -51,7 +54,13 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "fsdp2 between": {"kind": "fsdp2", "overlap_checkpoint": False},
     "fsdp2": {"kind": "fsdp2"},
 }
-ROWS = [("torch", 1), *((name, ranks) for ranks in (1, 2, 4) for name in BACKENDS if name != "torch")]
+ROWS = [
+    ("torch", 1, 1),
+    *((name, ranks, 1) for ranks in (1, 2, 4) for name in BACKENDS if name != "torch"),
+    ("zero", 2, 2),
+    ("fsdp2", 2, 2),
+]
+"""Backend, ranks, and on how many nodes."""
 PHASES = ("load", "step", "publish", "checkpoint")
 
 
@@ -102,7 +111,9 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     from heterorl.learner.backends.ranks.checkpoints import write
     from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.backends.ranks.local import LocalRanks
+    from heterorl.learner.backends.ranks.place import place_of
     from heterorl.learner.backends.torch import TorchBackend
+    from heterorl.learner.rank import follow
     from tests.support.training import random_groups
 
     # As a learner's own process does.
@@ -115,8 +126,13 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
         import_deepspeed("cpu")
     torch.set_num_threads(1)
-    local = LocalRanks(job["ranks"]) if name != "torch" else None
-    company = None if local is None else Company(local.place)
+    place = place_of(os.environ)
+    if place is not None and place.rank:
+        (directory / f"pid-{place.rank}").write_text(str(os.getpid()), encoding="utf-8")
+        sys.exit(follow(place))
+    local = LocalRanks(job["ranks"]) if name != "torch" and place is None else None
+    met = place if local is None else local.place
+    company = None if met is None else Company(met)
 
     def build(config: Any) -> Any:
         if company is None:
@@ -133,7 +149,10 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     warm.train_step(random_groups(4, seed=0), head_version=2, step=1)
     if company is not None:
         warm.stop()
-    children = [] if local is None else local._children
+    if place is None:
+        others = [] if local is None else [process.pid for process in local._children]
+    else:
+        others = [int((directory / f"pid-{rank}").read_text()) for rank in range(1, place.world_size)]
     tables = {
         "run_id": "bench", "data_dir": str(directory / "coordinator"), "listen": address, "metrics_port": 0,
         "groups_per_version": 4, "max_outstanding_groups": 4096, "max_staleness_versions": 4096,
@@ -141,16 +160,19 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     child = start("coordinator", name="coordinator", tables=tables, directory=directory)
     try:
-        peaks = _Peaks([os.getpid(), *(process.pid for process in children)])
+        peaks = _Peaks([os.getpid(), *others])
         with peaks.phase("load"):
             backend = build(config)
         answer = asyncio.run(_versions(job, config, backend, peaks))
     finally:
         stop([child])
-    if company is not None and local is not None:
+    if company is not None:
+        counted = company.meeting.place
+        answer["nodes"] = counted.world_size // counted.local_world_size
         backend.stop()
         company.meeting.end()
         company.leave()
+    if local is not None:
         local.close()
     return answer
 
@@ -273,32 +295,44 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Run one row in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    nodes, command = job["nodes"], [sys.executable, "-P", str(Path(__file__).resolve())]
+    others: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="heterorl-publish-") as directory:
-        done = subprocess.run(
-            [sys.executable, "-P", str(Path(__file__).resolve()), "--job", json.dumps({**job, "directory": directory})],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            timeout=3600,
-        )
+        own = ["--job", json.dumps({**job, "directory": directory})]
+        if nodes > 1:
+            environment |= {"GLOO_SOCKET_IFNAME": "lo"}
+            port, num_processes = free_port(), job["ranks"] // nodes
+            agents = [torchrun(node, nodes, port=port, num_processes=num_processes) for node in range(nodes)]
+            command, *rest = [[*agent, "-m", "benchmarks.publish"] for agent in agents]
+            others = [subprocess.Popen([*words, *own], env=environment, cwd=ROOT) for words in rest]
+        try:
+            done = subprocess.run(
+                [*command, *own], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=3600
+            )
+            for process in others:
+                process.wait(60)
+        finally:
+            for process in others:
+                process.kill()
+                process.wait()
     line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
     answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
     return answer
 
 
-def _row(text: str) -> tuple[str, int]:
-    name, _, ranks = text.partition(":")
-    if name not in BACKENDS or ranks not in ("1", "2", "4") or (name == "torch" and ranks != "1"):
-        raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(f'{name}:{count}' for name, count in ROWS)}")
-    return name, int(ranks)
+def _row(text: str) -> tuple[str, int, int]:
+    known = {f"{name}:{ranks}:{nodes}": (name, ranks, nodes) for name, ranks, nodes in ROWS}
+    row = known.get(text if text.count(":") > 1 else f"{text}:1")
+    if row is None:
+        raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(known)}")
+    return row
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rows", nargs="+", type=_row, default=ROWS, metavar="BACKEND:RANKS")
+    parser.add_argument("--rows", nargs="+", type=_row, default=ROWS, metavar="BACKEND:RANKS[:NODES]")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--versions", type=int, default=2, help="without a checkpoint, and as many with one")
@@ -308,10 +342,10 @@ def main() -> None:
     if options.job:
         print("ANSWER " + json.dumps(_work(json.loads(options.job))), flush=True)
         return
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, int, int], dict[str, Any]] = {}
     if options.out is not None and options.out.exists():
         old = json.loads(options.out.read_text(encoding="utf-8"))
-        rows = {(row["backend"], row["ranks"]): row for row in old["rows"]}
+        rows = {(row["backend"], row["ranks"], row["nodes"]): row for row in old["rows"]}
     with tempfile.TemporaryDirectory(prefix="heterorl-publish-model-") as place:
         tiny, model_dir = Path(place) / "tiny", Path(place) / "model"
         write_model(tiny, hidden_size=32, num_layers=1, vocab_size=64)
@@ -321,12 +355,12 @@ def main() -> None:
             "tiny": str(tiny), "model_dir": str(model_dir), "parameters": size, "vocab_size": vocab_size,
             "versions": options.versions, "groups": options.groups,
         }  # fmt: skip
-        for name, ranks in options.rows:
+        for name, ranks, nodes in options.rows:
             if name.startswith("zero") and find_spec("deepspeed") is None:
-                print(f"{name}:{ranks} is left out: DeepSpeed is not installed", flush=True)
+                print(f"{name}:{ranks}:{nodes} is left out: DeepSpeed is not installed", flush=True)
                 continue
-            row = measure({**job, "backend": name, "ranks": ranks})
-            rows[name, ranks] = row
+            row = measure({**job, "backend": name, "ranks": ranks, "nodes": nodes})
+            rows[name, ranks, row["nodes"]] = row
             print(json.dumps(row), flush=True)
             if options.out is not None:
                 kept = [rows[key] for key in ROWS if key in rows]

@@ -73,7 +73,7 @@ def _publish() -> str:
     return table(
         [
             "backend",
-            "ranks",
+            "ranks, nodes",
             "parameters",
             "step",
             "to the ack",
@@ -85,7 +85,7 @@ def _publish() -> str:
         [
             [
                 r["backend"],
-                str(r["ranks"]),
+                f"{r['ranks']}, {r['nodes']}",
                 f"{r['parameters'] / 1e6:.0f} M",
                 f"{r['step_s']:.1f} s",
                 f"{r['publish_s']:.2f} s",
@@ -111,11 +111,11 @@ def _loss_difference(row: dict[str, Any]) -> str:
 def _publish_memory() -> str:
     phases = ("load", "step", "publish", "checkpoint")
     return table(
-        ["backend", "ranks", "parameters", *phases],
+        ["backend", "ranks, nodes", "parameters", *phases],
         [
             [
                 r["backend"],
-                str(r["ranks"]),
+                f"{r['ranks']}, {r['nodes']}",
                 f"{r['parameters'] / 1e6:.0f} M",
                 *(
                     ", ".join(
@@ -331,6 +331,23 @@ def _nodes_account() -> str:
     )  # fmt: skip
 
 
+def _parity() -> str:
+    return table(
+        ["backend", "ranks", "nodes", "loss", "weights", "published bits", "comes back"],
+        [
+            [
+                r["backend"] if r["stage"] is None else f"ZeRO {r['stage']}",
+                str(r["ranks"]),
+                str(r["nodes"]),
+                *(f"{r[name]:.0e}" if r[name] else "0" for name in ("loss", "weights")),
+                f"{round(r['bf16_differing'] * r['elements'])} of {r['elements']:,}",
+                _yes(r["comes_back"]),
+            ]
+            for r in _benchmark("parity")["rows"]
+        ],
+    )
+
+
 def _steps(name: str) -> str:
     rows = _benchmark(name)["rows"]
     total = sum(row["seconds"] for row in rows)
@@ -349,6 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **LAB,
     **FAST,
     "overlap": _overlap,
+    "parity": _parity,
     "loop": _loop,
     "publish": _publish,
     "publish-memory": _publish_memory,
@@ -361,7 +379,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pull-ways": _pull_ways,
     "plan": lambda: table(*plans.plans()),
     "plan-assumptions": lambda: table(*plans.assumptions()),
-    "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
+    "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"), _benchmark("publish"))),
     "machine": lambda: _steps("machine"),
     "compose": lambda: _steps("compose"),
     "nodes": _nodes,

@@ -14,6 +14,7 @@ from heterorl.common.identity.signing import Signer, load_signer
 from heterorl.common.model.canary import canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.statement import statement_of
@@ -169,7 +170,7 @@ def build_backend(
     local: LocalRanks | None = None
     if company is None:
         local = LocalRanks(num_ranks)
-        company = _join(config, Company(local.place))
+        company = _join(config, Company(local.place, timeout_s=options.rank_timeout_s))
     backend = build_divided(config, company.ranks, passes)
 
     joined = company
@@ -185,13 +186,14 @@ def build_backend(
 
 
 def _join_launched(config: LearnerConfig, place: Place) -> Company | None:
-    if isinstance(config.backend, TorchBackendConfig):
+    options = config.backend
+    if isinstance(options, TorchBackendConfig):
         if place.world_size > 1:
             problem = f"backend torch is one process, and the launcher started {place.world_size}"
             raise ConfigError("backend.kind", problem, action="set backend.kind to fsdp2 or deepspeed")
         return None
     _check_divided(config)
-    return _join(config, Company(place))
+    return _join(config, Company(place, timeout_s=options.rank_timeout_s))
 
 
 def _join(config: LearnerConfig, company: Company) -> Company:
@@ -206,6 +208,8 @@ def _check_divided(config: LearnerConfig) -> None:
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
         # Before the other ranks begin, which would all miss it.
         import_deepspeed(config.backend.device)
+    for name in LIBRARIES:
+        check_engine(name)
 
 
 def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DividedBackend:

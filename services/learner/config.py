@@ -173,6 +173,15 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_replays(self) -> LearnerConfig:
+        if self.backend.liger and self.verification.logprob_floor > 0 and self.verification.device == "cpu":
+            raise ValueError(
+                "verification.logprob_floor with backend.liger: its kernels, which every model of the kind has in this"
+                " process, run on a GPU only; set verification.device to cuda, or liger to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_flavours(self) -> LearnerConfig:
         if len(set(self.flavours)) != len(self.flavours):
             raise ValueError("flavours names one twice")

@@ -1,7 +1,8 @@
 """A rank of a learner other than rank 0, started by `ranks.local` (`python -m heterorl.learner.rank`) or by torchrun.
 
 Guarantees: it does what rank 0 says and nothing else, reads no configuration of its own, talks to no coordinator, and
-ends when rank 0 does. Signals that stop a service reach all processes of a terminal or a unit; here they are ignored,
+ends when rank 0 does. An error that rank 0 does not meet too ends it after `rank_timeout_s`, and by that the others.
+Signals that stop a service reach all processes of a terminal or a unit; here they are ignored,
 because rank 0 ends in order.
 """
 
@@ -20,6 +21,7 @@ from heterorl.common.process import logs
 from heterorl.common.rpc.allocator import keep_freed_frames
 from heterorl.learner.backends.ranks.place import Place, local_place
 
+_LOG = logging.getLogger(__name__)
 EXIT_CODE = 1
 """Of a rank that was left alone; a launcher starts all of them again."""
 
@@ -52,21 +54,25 @@ def _obey(place: Place) -> int:
     from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.config import LearnerConfig
 
-    log = logging.getLogger(__name__)
     company = Company(place)
-    while text := company.meeting.hear():
-        config = LearnerConfig.model_validate_json(text)
-        try:
-            build_divided(config, company.join(config)).follow()
-        except HeterorlError as error:
-            # Rank 0 meets the same and says so; this one is then told what is next, or ended.
-            log.warning("rank %d: %s", place.rank, error)
-        except RuntimeError as error:
-            # Of torch: a rank is gone, and the connection with it.
-            log.error("rank %d ends: %s", place.rank, (str(error).splitlines() or ["?"])[0])
-            logging.shutdown()
-            # The group cannot be left in order any more.
-            os._exit(EXIT_CODE)
+    patience_s: float | None = None
+    try:
+        while text := company.meeting.hear(within_s=patience_s):
+            config = LearnerConfig.model_validate_json(text)
+            patience_s = None
+            try:
+                build_divided(config, company.join(config)).follow()
+            except HeterorlError as error:
+                _LOG.warning("rank %d: %s", place.rank, error)
+                # Rank 0 meets the same, and ends or says what is next; otherwise it waits for this one.
+                patience_s = company.meeting.timeout_s
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+        # Of torch, mostly: a rank is gone, and the connection with it.
+        own = None if isinstance(error, HeterorlError | RuntimeError) else error
+        _LOG.error("rank %d ends: %s", place.rank, (str(error).splitlines() or [repr(error)])[0], exc_info=own)
+        logging.shutdown()
+        # The group cannot be left in order any more.
+        os._exit(EXIT_CODE)
     company.leave()
     return 0
 

@@ -34,6 +34,7 @@ class Assumptions:
     gather_gb_s: float = _number(1.0, "GB/s", "that a rank sends to the others over gloo", _ASSUMED)
     pcie_gb_s: float = _number(20.0, "GB/s", "from one GPU into its host's memory", _ASSUMED)
     disk_gb_s: float = _number(2.0, "GB/s", "written and synchronised", f"{_ASSUMED}: one NVMe disk")
+    read_gb_s: float = _number(2.0, "GB/s", "of a checkpoint that one process reads for its digests", _ASSUMED)
     micro_batch_tokens: float = _number(16384, "tokens", "of one pass", "default of `backend.micro_batch_tokens`")
     sequence_tokens: float = _number(4096, "tokens", "of a prompt and its completion", _ASSUMED)
     coding_threads: float = _number(8, "threads", "that code a version", _ASSUMED)

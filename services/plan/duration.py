@@ -6,7 +6,9 @@ sharding      fsdp2 and zero-3 gather the weights twice and divide the gradients
               the products, zero after them
 optimizer     28 bytes a parameter through the memory of the GPU
 publication   ranks round their masters and exchange them by chunk; all code, rank 0 writes and sends the delta
-checkpoint    each rank writes its masters and moments, 14 bytes a parameter with the version, to one `state_dir`
+checkpoint    each rank writes its masters and moments, 14 bytes a parameter with the version, to one `state_dir`; then
+              rank 0 reads all of it for the digests of the checkpoint, and on several machines masters and moments
+              once more, to compare them with what the ranks wrote
 """
 
 from __future__ import annotations
@@ -90,6 +92,12 @@ def encode_s(num_bytes: float, *, given: Assumptions, machines: int = 1) -> floa
 def write_s(num_bytes: float, *, given: Assumptions) -> float:
     """Seconds until bytes are on the disk of `state_dir`."""
     return num_bytes / given.disk_gb_s / _GIGA
+
+
+def read_s(parameters: float, *, cluster: Cluster, given: Assumptions) -> float:
+    """Seconds in which rank 0 reads a checkpoint for its digests."""
+    compared = (CHECKPOINT_BYTES - 2) * (cluster.nodes > 1)
+    return (CHECKPOINT_BYTES + compared) * parameters / given.read_gb_s / _GIGA
 
 
 def send_s(num_bytes: float, *, link_bits_per_s: float, rtt_s: float) -> float:

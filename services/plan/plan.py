@@ -142,7 +142,8 @@ def plan(asked: Question) -> Plan:
         write_s=duration.write_s(delta, given=given),
         send_s=send(delta),
         checkpoint_s=duration.gather_s((MASTER + MOMENTS) * parameters, cluster=cluster, given=given)
-        + duration.write_s(duration.CHECKPOINT_BYTES * parameters, given=given),
+        + duration.write_s(duration.CHECKPOINT_BYTES * parameters, given=given)
+        + duration.read_s(parameters, cluster=cluster, given=given),
         delta_bytes=delta,
         snapshot_bytes=snapshot,
         groups_bytes=asked.tokens_per_step * given.token_bytes,

@@ -43,6 +43,7 @@ MAY = {
     "common/tasks/rewards/remote/post.py": {"time.sleep"},
     # Of rank 0 before it has a group: a store can wait for a key, not for one that changes.
     "learner/backends/ranks/meeting.py": {"time.sleep"},
+    "learner/backends/ranks/rounds.py": {"time.sleep"},
     # Of a store that is opened on a thread, while the session before it ends: the server has nothing to wait on.
     "coordinator/store/postgres/engine.py": {"time.sleep"},
     # Inside the sandbox, which is made to run what a model wrote.

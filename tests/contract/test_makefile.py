@@ -19,7 +19,7 @@ BENCHES = {
     "merge": "weights_merge", "weights": "weights",
     "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites", "slices": "slices",
     "overlap": "overlap", "publish": "publish", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify",
-    "forward": "forward", "view": "view", "relay": "relay", "routing": "routing",
+    "forward": "forward", "view": "view", "relay": "relay", "routing": "routing", "parity": "parity",
 }  # fmt: skip
 """What is measured to the module that measures it."""
 RESULTS = {"lab": "lab/fast", "merge": "weights_merge", "hf-rows": "hf_rows", "group-rows": "group_rows"}
@@ -66,7 +66,8 @@ def test_benchmark_runs_its_module_and_writes_its_results(name):
     assert words[words.index("-m") + 1] == f"benchmarks.{BENCHES[name]}"
     assert words[-2:] == ["--out", f"benchmarks/results/{RESULTS.get(name, name)}.json"]
     assert ("OMP_NUM_THREADS=1" in words) is (name != "losses")
-    assert f".venv{'-engines' if name in ('sampler', 'loop', 'load', 'publish', 'routing') else ''}/bin/python" in words
+    has_engines = name in ("sampler", "loop", "load", "parity", "publish", "routing")
+    assert f".venv{'-engines' if has_engines else ''}/bin/python" in words
     assert ("VLLM_CPU_OMP_THREADS_BIND=nobind" in words) is (name in ("sampler", "loop", "routing"))
     assert (words[-5:-2] == ["--model", "/models/x", "--resume"]) is (name == "forward")
 

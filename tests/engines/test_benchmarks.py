@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["load_memory", "loop", "publish", "routing", "sampler"])
+@pytest.mark.parametrize("name", ["load_memory", "loop", "parity", "publish", "routing", "sampler"])
 def test_benchmark_starts(name):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],

@@ -4,7 +4,7 @@ import pytest
 
 from heterorl.learner.config import LearnerConfig
 from tests.support.foreign import foreign_project
-from tests.support.rank_jobs import Ranks
+from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.timeout(600)

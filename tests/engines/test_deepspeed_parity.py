@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
-from tests.support.rank_jobs import Ranks, run_job
+from tests.support.rank_jobs import run_job
+from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.timeout(600)

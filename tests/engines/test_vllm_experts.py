@@ -6,7 +6,7 @@ import pytest
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.config import LearnerConfig
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
-from tests.support.rank_jobs import Ranks
+from tests.support.rank_processes import Ranks
 from tests.support.training import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

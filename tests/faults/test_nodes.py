@@ -4,10 +4,11 @@ import sqlite3
 
 import pytest
 
-from tests.faults.nodes import is_kept
+from tests.faults.nodes import SMALL, campaign, is_kept
 from tests.faults.nodes_evidence import differences, repeated, rise
-from tests.faults.nodes_faults import ENDED_S, ON_ONE, ON_TWO, RANKS_ENDED_S, TRAINS_S, Row, plan
+from tests.faults.nodes_faults import ENDED_S, ON_ONE, ON_TWO, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
 from tests.support.cluster import Cluster
+from tests.support.nodes import can_make_namespaces
 
 KEPT = {
     "kills": 20, "lost": 0, "duplicated": 0, "late": [], "unasked_ends": 0, "ledger_balanced": True, "dense": True,
@@ -102,3 +103,18 @@ def test_rise_is_of_paired_prompts_with_an_interval():
     assert found == {
         "prompts": 4, "version": 9, "before": 0.5, "after": 0.75, "rise": 0.25, "rise_low": -0.2093, "rise_high": 0.7093
     }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_killed_agent_of_one_of_two_machines_costs_no_group_and_no_version(tmp_path):
+    """Two namespaces with addresses of their own, two agents of torchrun, two samplers as processes."""
+    if not can_make_namespaces():
+        pytest.skip("network namespaces need root and iproute2")
+
+    summary = await campaign(tmp_path, [Fault("agent", 1)], SMALL, versions=8, seed=0)
+
+    assert (summary["kills"], summary["lost"], summary["duplicated"]) == (1, 0, 0), summary
+    assert summary["ledger_balanced"] and summary["dense"] and summary["digests_equal"], summary  # noqa: PT018
+    assert (summary["unasked_ends"], summary["late"]) == (0, []), summary
+    assert summary["versions"] >= 8

@@ -10,7 +10,8 @@ import pytest
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.publish.checkpoint import CheckpointStore, read_checkpoint
-from tests.support.rank_jobs import Ranks, run_job
+from tests.support.rank_jobs import run_job
+from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 HOLDING = """

@@ -1,8 +1,9 @@
 """A learner's rank 0 in a process of its own, with its other ranks: does what it reads, a line of JSON a job.
 
 A job is a configuration and a list of operations; the answer is a list of what each gave. `python -m
-tests.support.rank_jobs NUM_RANKS [COMPILER]` trains by DeepSpeed or FSDP2; `run_job` does the same with any backend.
-COMPILER is what rank 0 compiles by, if not by torch's own.
+tests.support.rank_jobs NUM_RANKS TIMEOUT_S [COMPILER]` trains by DeepSpeed or FSDP2, on one machine or, where torchrun
+starts it, on several; `run_job` does the same with any backend. COMPILER is what rank 0 compiles by, if not by torch's
+own; `rank_processes` starts all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -199,55 +199,25 @@ _OPERATIONS = {
 }
 
 
-class Ranks:
-    """The process, from the test's side."""
-
-    def __init__(self, num_ranks: int, *, compiler: str = "", first_on_path: Path | None = None) -> None:
-        """Start them; `first_on_path` may have a `sitecustomize` for all of these processes."""
-        self.num_ranks = num_ranks
-        path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks), *([compiler] if compiler else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-
-    def ask(self, config: LearnerConfig, operations: list[list[Any]]) -> Any:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps([config.model_dump(mode="json"), operations]) + "\n")
-        self.process.stdin.flush()
-        while line := self.process.stdout.readline():
-            if line.startswith("ANSWER "):
-                return json.loads(line.removeprefix("ANSWER "))
-        raise AssertionError(f"the ranks ended with code {self.process.wait()}")
-
-    def close(self) -> int:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.close()
-        try:
-            return self.process.wait(120)
-        finally:
-            self.process.kill()
-            self.process.stdout.close()
-
-
 def main() -> None:
     from heterorl.common.process import logs
     from heterorl.learner.assembly import build_divided
     from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.backends.ranks.local import LocalRanks
+    from heterorl.learner.backends.ranks.place import place_of
 
     logs.configure(level="WARNING")
-    if compilers := sys.argv[2:]:
+    place = place_of(os.environ)
+    if place is not None and place.rank:
+        from heterorl.learner.rank import follow
+
+        sys.exit(follow(place))
+    if compilers := sys.argv[3:]:
         import torch
 
         torch.compile = functools.partial(torch.compile, backend=compilers[0])
-    local = LocalRanks(int(sys.argv[1]))
-    company = Company(local.place)
+    local = LocalRanks(int(sys.argv[1])) if place is None else None
+    company = Company(place or local.place, timeout_s=float(sys.argv[2]))
     for line in sys.stdin:
         table, operations = json.loads(line)
         config = LearnerConfig.model_validate(table)
@@ -263,7 +233,8 @@ def main() -> None:
         sys.stdout.flush()
     company.meeting.end()
     company.leave()
-    local.close()
+    if local is not None:
+        local.close()
 
 
 if __name__ == "__main__":

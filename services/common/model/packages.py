@@ -16,12 +16,14 @@ from heterorl.common.errors import DependencyMissing, DependencyUnsupported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A package, the extra of the same name that brings it, and the versions that this release works with."""
+    """A package, the extra that brings it, and the versions that this release works with."""
 
     name: str
     versions: str
     distributions: tuple[str, ...]
     """Names under which it is installed, the first that is there counts; one for another device has its own."""
+    extra: str = ""
+    """Empty where it has the package's name."""
 
 
 ENGINES = {
@@ -31,14 +33,24 @@ ENGINES = {
         Engine(name="deepspeed", versions=">=0.19,<0.20", distributions=("deepspeed",)),
     )
 }
+# Before torch 2.10 rows that do not divide by the ranks leave the storage that the optimizer has, at the first pass.
+# Before transformers 5 each expert is a module of its own, of which ranks have gradients for different ones.
+LIBRARIES = {
+    library.name: library
+    for library in (
+        Engine(name="torch", versions=">=2.10", distributions=("torch",), extra="learner"),
+        Engine(name="transformers", versions=">=5", distributions=("transformers",), extra="learner"),
+    )
+}
+_KNOWN = ENGINES | LIBRARIES
 
 
 def installed(name: str) -> str | None:
-    """The version of an engine's package; None where it cannot be imported."""
+    """The version of a package of these tables; None where it cannot be imported."""
     if find_spec(name) is None:
         return None
     # Naming what is known is quick; asking every installed package what it holds is not.
-    for known in (ENGINES[name].distributions, tuple(packages_distributions().get(name, ()))):
+    for known in (_KNOWN[name].distributions, tuple(packages_distributions().get(name, ()))):
         for distribution in known:
             try:
                 return version(distribution)
@@ -48,16 +60,17 @@ def installed(name: str) -> str | None:
 
 
 def check_engine(name: str) -> str:
-    """The version of an engine's package, if it is one that fits.
+    """The version of an engine's or a library's package, if it is one that fits.
 
     Raises:
         DependencyMissing: it is not installed.
         DependencyUnsupported: another version is.
     """
-    found = installed(name)
+    engine = _KNOWN[name]
+    found, extra = installed(name), engine.extra or name
     if found is None:
-        raise DependencyMissing(name, name)
+        raise DependencyMissing(name, extra)
     # Builds for one device are named behind a plus sign; a preview of a version is judged as that version.
-    if found == "unknown" or not SpecifierSet(ENGINES[name].versions).contains(found, prereleases=True):
-        raise DependencyUnsupported(name, name, found=found, supported=ENGINES[name].versions)
+    if found == "unknown" or not SpecifierSet(engine.versions).contains(found, prereleases=True):
+        raise DependencyUnsupported(name, extra, found=found, supported=engine.versions)
     return found

@@ -27,7 +27,7 @@ from heterorl.learner.backends.fsdp2.state import ShardedState
 from heterorl.learner.backends.loading.opened import OpenedModel, digest_of_opened
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
-from heterorl.learner.backends.ranks.division import check_divisible
+from heterorl.learner.backends.ranks.division import check_divisible, check_experts
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.slices.engine import slice_passes
@@ -96,7 +96,13 @@ class _ShardedDivision:
         reference_dir: str,
     ) -> None:
         self.model: nn.Module = opened.model
+        check_experts(self.model, ranks)
         choose_attention(self.model, config)
+        frozen: OpenedModel | None = None
+        if reference_dir:
+            # Before this model's own names are those of divided tensors; and before Liger, whose classes for GPUs alone
+            # models of the same kind would have that are opened later, and checked on the CPU.
+            frozen = open_reference(reference_dir, config, ranks, learner=self.model)
         apply_liger(self.model, config)
         self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
         named = dict(self.model.named_buffers())
@@ -109,10 +115,6 @@ class _ShardedDivision:
         is_low = config.compute_dtype == "bf16"
         published = tensors.TORCH_DTYPE[config.published_dtype]
         is_rounded = config.forward_weights == "published" and published != torch.float32
-        frozen: OpenedModel | None = None
-        if reference_dir:
-            # Before this model's own names are those of divided tensors.
-            frozen = open_reference(reference_dir, config, ranks, learner=self.model)
         sharded = shard(
             self.model,
             config=config,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.fsdp2.sharding import local_part, piece_of
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.state import Key, Pieces
@@ -46,20 +47,17 @@ class ShardedState:
         for name, piece in own.items():
             assert self._locals[name].numel() == piece.size, f"{name} is cut otherwise"
         self.pieces = Pieces(own, shapes=self.shapes, ranks=ranks)
+        self._is_checked = False
         self._optimizer = self._new_optimizer()
 
     def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
         """See DividedState."""
-        local = self._locals[name]
-        part = self._optimizer.state[local][key] if key else local.detach()
-        return part.reshape(-1)[start : start + size]
+        return self._part(name, key).reshape(-1)[start : start + size]
 
     def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
         """See DividedState."""
         for name in sorted(self._locals):
-            local = self._locals[name]
-            part = self._optimizer.state[local][key] if key else local.detach()
-            yield name, self.pieces.gather(name, part.to("cpu", torch.float32).reshape(-1))
+            yield name, self.pieces.gather(name, self._part(name, key).to("cpu", torch.float32).reshape(-1))
 
     @torch.no_grad()
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
@@ -67,6 +65,14 @@ class ShardedState:
         piece, local = self.pieces.own[name], self._locals[name]
         target = self._optimizer.state[local][key] if key else local
         target.copy_(whole[piece.start : piece.start + piece.size].view(target.shape))
+
+    def _part(self, name: str, key: Key) -> torch.Tensor:
+        """This rank's rows of a tensor, sharing its storage; zeros for moments of what has had no gradient yet."""
+        local = self._locals[name]
+        if not key:
+            return local.detach()
+        state = self._optimizer.state.get(local, {})
+        return state[key] if key in state else torch.zeros_like(local, requires_grad=False)
 
     def steps(self) -> int:
         """See DividedState."""
@@ -107,6 +113,9 @@ class ShardedState:
 
         Returns:
             Whether the step was taken, and the norm of the whole gradient before clipping.
+
+        Raises:
+            ConfigError: on all ranks: passes no longer see what the optimizer steps on.
         """
         gradients = {}
         for name, parameter in self._parameters.items():
@@ -114,9 +123,13 @@ class ShardedState:
                 gradients[name] = parameter.grad.to_local()
         # Summed by rank, so that all ranks get the same bits and decide alike.
         own = sum((float(gradient.double().square().sum()) for gradient in gradients.values()), start=0.0)
-        squares = self._ranks.all_gather_bytes(struct.pack("<d?", own, bool(gradients)))
-        norm = math.sqrt(sum(struct.unpack("<d?", data)[0] for data in squares))
-        is_applied = any(struct.unpack("<d?", data)[1] for data in squares)
+        row = struct.pack("<d??", own, bool(gradients), self._is_apart())
+        rows = [struct.unpack("<d??", data) for data in self._ranks.all_gather_bytes(row)]
+        if any(is_apart for *_, is_apart in rows):
+            problem = f"torch {torch.__version__} moved rows at the first pass, and the optimizer would step on copies"
+            raise ConfigError("backend.kind", problem, action="upgrade torch to 2.10 or newer, or use backend torch")
+        norm = math.sqrt(sum(squares for squares, *_ in rows))
+        is_applied = any(has_gradients for _, has_gradients, _ in rows)
         is_applied = is_applied and math.isfinite(loss) and math.isfinite(norm)
         if is_applied:
             factor = min(1.0, self._config.grad_clip / (norm + 1e-6))
@@ -129,6 +142,19 @@ class ShardedState:
         for parameter in self._parameters.values():
             parameter.grad = None
         return is_applied, norm
+
+    def _is_apart(self) -> bool:
+        """Whether a divided parameter has left the storage that it shared with what the optimizer steps on.
+
+        Releases of torch before 2.10 copy padded rows at the first pass.
+        """
+        if self._is_checked:
+            return False
+        self._is_checked = True
+        return any(
+            local_part(parameter).data_ptr() != self._locals[name].data_ptr()
+            for name, parameter in self._parameters.items()
+        )
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         config = self._config

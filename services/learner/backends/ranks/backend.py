@@ -43,6 +43,8 @@ from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
 from heterorl.learner.train.step import StepEnd, end_step
 
 _LOG = logging.getLogger(__name__)
+_AGREED = frozenset({Do.SAVE, Do.FREEZE, Do.RESTORE, Do.STAGE, Do.DIVIDE})
+"""What fails on all ranks or on none."""
 
 
 class DividedBackend:
@@ -192,7 +194,8 @@ class DividedBackend:
         """Read what `save` of this or the torch backend wrote, at whatever number of ranks.
 
         Raises:
-            CorruptStore: a file is missing, broken, or of another model; nothing was changed.
+            CorruptStore: a file is missing, broken, or of another model, and nothing was changed; or a rank could not
+                read its pieces, and what is trained is of this checkpoint in parts.
         """
         self._tell(Command(do=Do.RESTORE, directory=directory.absolute()))
         self._restore(directory)
@@ -212,6 +215,9 @@ class DividedBackend:
                     return
                 self._obey(command)
             except HeterorlError as error:
+                if command.do not in _AGREED:
+                    # Rank 0 may be inside an operation that waits for this rank.
+                    raise
                 # Rank 0 has met the same and has told its caller, who may have another way.
                 _LOG.warning("rank %d: %s", self._ranks.rank, error)
 
@@ -290,5 +296,5 @@ class DividedBackend:
 
     def _restore(self, directory: Path) -> None:
         files = open_together(directory, self._state.shapes, self._ranks)
-        self._applied_steps = files.restore(self._state)
+        self._applied_steps = files.restore(self._state, self._ranks)
         self._division.settle()

@@ -95,3 +95,15 @@ def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool
         for note in caveats(rule):
             _LOG.warning("%s", note)
     return rule
+
+
+def check_experts(model: nn.Module, ranks: Collectives) -> None:
+    """See that no rank can be without a gradient that another one has.
+
+    Raises:
+        ConfigError: experts are modules of their own: ranks reduce those that their tokens went to, which differ.
+    """
+    for name, module in model.named_modules():
+        if ranks.world_size > 1 and name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList):
+            problem = f"each of {name} is a module of its own, and ranks have gradients for different ones"
+            raise ConfigError("model_dir", problem, action="train with one rank, or upgrade transformers")

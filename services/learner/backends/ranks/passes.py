@@ -81,7 +81,8 @@ class LogprobModel(nn.Module):
             hidden_NH = hidden_states(self.model, input_ids_RS, position_ids_RS, sources_N)
             logprobs_N: torch.Tensor
             logprobs_N, entropies_N = self.head(hidden_NH, targets_N)
-        return logprobs_N, entropies_N
+        # FSDP2 warns of views, which an operation in place would take its hooks from.
+        return logprobs_N.clone(), entropies_N.clone()
 
 
 class _Head(nn.Module):

@@ -1,7 +1,8 @@
 """Where a process stands among the ranks of one learner, by the environment variables that torchrun sets.
 
     RANK, WORLD_SIZE                this one of so many, over all machines
-    LOCAL_RANK, LOCAL_WORLD_SIZE    this one of so many on its machine; the number of its GPU
+    LOCAL_RANK, LOCAL_WORLD_SIZE    this one of so many on its machine; the number of its GPU. Without the second, the
+                                    ranks count at their meeting whose machine has the same name
     MASTER_ADDR, MASTER_PORT        the store at which the ranks meet
 
 Slurm, Kubernetes and Ray start programs with the same names. What else torch reads stays torch's: GLOO_SOCKET_IFNAME,
@@ -30,6 +31,7 @@ class Place:
     local_rank: int
     world_size: int
     local_world_size: int
+    """0 where no launcher said it and the ranks have not met."""
     host: str = ""
     port: int = 0
     file: Path | None = None
@@ -56,12 +58,12 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
         return None
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     local_rank = _number(environment, "LOCAL_RANK")
-    # Not every launcher says how many there are here; it decides the share of the cores alone.
-    local_world_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world_size
+    # Not every launcher says how many there are here.
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else 0
     port = _number(environment, "MASTER_PORT")
     for name, value, end in (
         ("RANK", rank, world_size),
-        ("LOCAL_RANK", local_rank, local_world_size),
+        ("LOCAL_RANK", local_rank, local_world_size or world_size),
         ("LOCAL_WORLD_SIZE", local_world_size, world_size + 1),
         ("MASTER_PORT", port, 1 << 16),
     ):

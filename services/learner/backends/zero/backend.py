@@ -18,7 +18,7 @@ from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.division import check_divisible
+from heterorl.learner.backends.ranks.division import check_divisible, check_experts
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.zero.engine import build_engine
@@ -71,6 +71,8 @@ class _ZeroDivision:
     ) -> None:
         opened = open_together(model_dir, config, ranks)
         self.model: nn.Module = opened.model
+        if config.stage == 3:
+            check_experts(self.model, ranks)
         # After the check, which is on the CPU.
         choose_attention(self.model, config)
         apply_liger(self.model, config)

@@ -46,8 +46,8 @@ class ZeroState:
 
     def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
         """See DividedState."""
-        whole = self._read(name, key) if self._stage == 3 else self._view(name, key).detach()
-        return whole[start : start + size]
+        piece = self._piece_3(name, key) if self._stage == 3 else self._view(name, key).detach()
+        return piece[start : start + size]
 
     def gather(self, name: str, key: Key = "") -> torch.Tensor | None:
         """The whole tensor in fp32 on rank 0's CPU; None on the others, which have sent theirs."""
@@ -148,14 +148,18 @@ class ZeroState:
 
     @torch.no_grad()
     def _read(self, name: str, key: Key) -> torch.Tensor:
-        if self._stage < 3:
-            return self._view(name, key).detach().to("cpu", torch.float32)
+        piece = self._piece_3(name, key) if self._stage == 3 else self._view(name, key).detach()
+        return piece.to("cpu", torch.float32)
+
+    @torch.no_grad()
+    def _piece_3(self, name: str, key: Key) -> torch.Tensor:
+        """This rank's piece in stage 3, where it is."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         parameter = self._parameters[name]
         padded = safe_get_local_optimizer_state(parameter, key) if key else safe_get_local_fp32_param(parameter)
-        read: torch.Tensor = padded.detach().view(-1)[: self._own[name].size].to("cpu", torch.float32)
-        return read
+        piece: torch.Tensor = padded.detach().view(-1)[: self._own[name].size]
+        return piece
 
     @staticmethod
     def _put_padded(parameter: Any, key: Key, values: torch.Tensor) -> None:

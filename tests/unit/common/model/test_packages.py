@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from heterorl.common.errors import DependencyMissing, DependencyUnsupported
 from heterorl.common.model import packages
-from heterorl.common.model.packages import ENGINES, check_engine
+from heterorl.common.model.packages import ENGINES, LIBRARIES, check_engine
 from heterorl.doctor.check import Trouble
 from heterorl.doctor.machine import measure_versions
 
@@ -27,12 +27,20 @@ def install(directory, monkeypatch, module, **distributions):
     monkeypatch.syspath_prepend(str(directory))
 
 
-@pytest.mark.parametrize("name", sorted(ENGINES))
-def test_bounds_are_those_of_the_extra(name):
+@pytest.mark.parametrize("engine", [*ENGINES.values(), *LIBRARIES.values()], ids=lambda engine: engine.name)
+def test_bounds_are_those_of_the_extra(engine):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (declared,) = [found for found in map(Requirement, extras[name]) if found.name == name]
+    declared_by = map(Requirement, extras[engine.extra or engine.name])
+    (declared,) = [found for found in declared_by if found.name == engine.name]
 
-    assert declared.specifier == SpecifierSet(ENGINES[name].versions)
+    assert declared.specifier == SpecifierSet(engine.versions)
+
+
+def test_library_that_trains_wrongly_is_refused_with_the_extra_that_brings_it(tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, "transformers", transformers="4.57.3")
+
+    with pytest.raises(DependencyUnsupported, match=r"transformers 4.57.3 .* transformers >=5 .*heterorl\[learner\]"):
+        check_engine("transformers")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.5+cu130", "0.32.1rc1"])

@@ -6,10 +6,12 @@
                  where that differs, it receives all copies and writes them alone
 
 Memory: a copy of the rank's share, 12 bytes a parameter of it, in the host's memory (pinned where the share is on a
-GPU); on one machine each run of it is given back as soon as it is written.
+GPU). On one machine each run of it is given back as soon as it is written; what is pinned stays torch's, which keeps it
+for the next checkpoint.
 
 Guarantees: the files are those of `write`, byte for byte, of the moment at which the copies were taken. `wait` returns
 on rank 0 when the pieces of all ranks are durable, so whoever names the checkpoint afterwards names a whole one.
+Whatever goes wrong in a thread, `wait` raises it, and no other rank's thread waits for its word.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Writing:
         self._layout = CheckpointLayout.of(directory, state, applied_steps=applied_steps, lora=lora)
         self._state = state
         self._ranks = ranks
-        self._problem: Exception | None = None
+        self._problem: BaseException | None = None
         self._is_heard = False
         self._copy: deque[tuple[Run, torch.Tensor]] = deque()
         self._thread: threading.Thread | None = None
@@ -74,6 +76,7 @@ class Writing:
 
         Raises:
             OSError: on rank 0: a rank could not write.
+            HeterorlError: on rank 0: another rank met another error; on the others: any rank did.
         """
         if self._thread is not None:
             self._thread.join()
@@ -86,7 +89,7 @@ class Writing:
         is_heard = self._is_heard
         try:
             self.wait()
-        except (OSError, HeterorlError) as error:
+        except Exception as error:  # noqa: BLE001 - of a thread that has ended
             if not is_heard:
                 _LOG.warning("rank %d: a checkpoint was not written: %s", self._ranks.rank, error)
 
@@ -102,15 +105,17 @@ class Writing:
         except RuntimeError as error:
             # Of torch: a rank is gone, which ends this process too.
             self._problem = HeterorlError(f"no checkpoint: {(str(error).splitlines() or ['?'])[0]}")
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
+            self._problem = error
         finally:
             self._copy.clear()
 
-    def _write(self) -> tuple[OSError | None, bytes]:
+    def _write(self) -> tuple[BaseException | None, bytes]:
         try:
             digest = write_runs(self._layout.directory, self._values(), with_digest=not self._ranks.are_on_one_machine)
             if self._ranks.rank == 0:
                 write_singles(self._layout.directory, self._singles)
-        except OSError as error:
+        except BaseException as error:  # noqa: BLE001 - rank 0 waits to hear of it
             return error, b""
         return None, digest
 
@@ -122,7 +127,7 @@ class Writing:
         while self._copy:
             yield self._copy.popleft()
 
-    def _report(self, own: OSError | None, digest: bytes) -> None:
+    def _report(self, own: BaseException | None, digest: bytes) -> None:
         """Say how it went; the other side of `_collect`."""
         aside = self._ranks.aside
         aside.send_bytes(json.dumps([words_of(own).decode(), digest.hex()]).encode(), rank=0)
@@ -132,7 +137,7 @@ class Writing:
         if own is not None:
             raise own
 
-    def _collect(self, own: OSError | None, digest: bytes) -> None:
+    def _collect(self, own: BaseException | None, digest: bytes) -> None:
         aside, others = self._ranks.aside, range(1, self._ranks.world_size)
         answers = [
             [words_of(own).decode(), digest.hex()],
@@ -155,7 +160,7 @@ class Writing:
     def _write_alone(self) -> None:
         """Write this rank's copy and what the others send into files that nobody else has written to."""
         _LOG.warning("%s is not read as the ranks have written it: rank 0 writes all", self._layout.directory)
-        problem: OSError | None = None
+        problem: Exception | None = None
         for rank in range(self._ranks.world_size):
             runs = self._received(rank) if rank else iter(self._copy)
             try:
@@ -163,7 +168,7 @@ class Writing:
                     self._layout.make()
                 if problem is None:
                     write_runs(self._layout.directory, runs, with_digest=False)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - raised below, when the others have sent
                 problem = error
             # The others send, whatever became of it.
             for _ in runs:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from heterorl.common.errors import CorruptStore
+from heterorl.common.model.directory import first_line
 from heterorl.learner.backends.loading.file_plan import name_of_type, type_of_name
 from heterorl.learner.backends.loading.tensor_file import TensorFile
 from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.state import MOMENTS, DividedState
+from heterorl.learner.backends.ranks.state import MOMENTS, DividedState, Key
 from heterorl.learner.backends.state import (
     COUNTERS_FILE,
     OPTIMIZER_FILE,
@@ -43,11 +45,23 @@ class RelayedFile:
         self._own, self._ranks = own, ranks
 
     def flat(self, name: str) -> torch.Tensor:
-        """See TensorFile; in this process's memory."""
+        """See TensorFile; in this process's memory.
+
+        Raises:
+            CorruptStore: on rank 0, which cannot read it; the others have received something.
+        """
         meta = self.tensors[name]
-        values = torch.empty(meta.numel(), dtype=meta.dtype) if self._own is None else self._own.flat(name).clone()
+        values = torch.empty(meta.numel(), dtype=meta.dtype)
+        problem: Exception | None = None
+        if self._own is not None:
+            try:
+                values = self._own.flat(name).clone()
+            except Exception as error:  # noqa: BLE001 - raised below, when the others have received
+                problem = error
         if meta.numel():
             self._ranks.broadcast(values.view(torch.uint8))
+        if problem is not None:
+            raise problem
         return values
 
 
@@ -59,18 +73,48 @@ class CheckpointFiles:
     moments: TensorFile | RelayedFile
     applied_steps: int
 
-    def restore(self, state: DividedState) -> int:
-        """Put this rank's pieces back; returns the applied steps."""
+    def restore(self, state: DividedState, ranks: Collectives) -> int:
+        """Put this rank's pieces back, as all do; returns the applied steps.
+
+        Raises:
+            CorruptStore: on all ranks, where one could not; what is trained is then of this checkpoint in parts.
+        """
+        problem: Exception | None = None
+        for part in self._parts(state):
+            try:
+                part()
+            except Exception as error:  # noqa: BLE001 - the others may receive the next part; raised below
+                problem = problem or error
+        if not ranks.all_agree(problem is None):
+            raise CorruptStore(
+                "a checkpoint cannot be read by another rank"
+                if problem is None
+                else f"a checkpoint cannot be read: {first_line(problem)}"
+            ) from problem
+        return self.applied_steps
+
+    def _parts(self, state: DividedState) -> Iterator[Callable[[], None]]:
+        """What there is to do, in an order that all ranks have: whatever becomes of one, the others are done."""
         names = sorted(state.shapes)
-        counts = [self.moments.flat(f"step/{name}") for name in names if f"step/{name}" in self.moments.tensors]
-        state.reset(steps=int(max(counts)) if counts else 0)
+        steps: list[float] = []
         for name in names:
-            state.put(name, "", self.weights.flat(name))
+            if f"step/{name}" in self.moments.tensors:
+                yield partial(_note, steps, self.moments, f"step/{name}")
+        yield lambda: state.reset(steps=int(max(steps, default=0.0)))
+        for name in names:
+            yield partial(_put, state, name, "", self.weights, name)
             for key in MOMENTS:
                 if f"{key}/{name}" in self.moments.tensors:
-                    state.put(name, key, self.moments.flat(f"{key}/{name}"))
-        torch.set_rng_state(self.moments.flat("random/cpu").clone())
-        return self.applied_steps
+                    yield partial(_put, state, name, key, self.moments, f"{key}/{name}")
+        yield lambda: torch.set_rng_state(self.moments.flat("random/cpu").clone())
+
+
+def _note(steps: list[float], file: TensorFile | RelayedFile, entry: str) -> None:
+    steps.append(float(file.flat(entry)))
+
+
+def _put(state: DividedState, name: str, key: Key, file: TensorFile | RelayedFile, entry: str) -> None:
+    state.put(name, key, file.flat(entry))
 
 
 def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Collectives) -> CheckpointFiles:

@@ -98,33 +98,40 @@ def _sees(directory: Path, token: bytes) -> bool:
 
 @contextmanager
 def _together(ranks: Collectives) -> Iterator[None]:
-    """An error of the disk on one rank is raised on all, when all are through."""
-    problem: OSError | None = None
+    """An error of one rank, of the disk or any other, is raised on all, when all are through."""
+    problem: Exception | None = None
     try:
         yield
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - told below, when the other ranks know of it
         problem = error
     raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
 
 
-def words_of(problem: OSError | None) -> bytes:
-    """An error of the disk for the other ranks; nothing where there is none."""
-    return b"" if problem is None else json.dumps([problem.errno, str(problem)]).encode()
+def words_of(problem: BaseException | None) -> bytes:
+    """An error for the other ranks; nothing where there is none."""
+    if problem is None:
+        return b""
+    code = problem.errno if isinstance(problem, OSError) else None
+    return json.dumps([code, str(problem) or repr(problem)]).encode()
 
 
-def raise_first(words: list[bytes], *, own: OSError | None, rank: int) -> None:
+def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> None:
     """Raise what the first rank that has an error says of it.
 
     Raises:
-        OSError: on rank 0.
-        HeterorlError: on the others.
+        OSError: on rank 0: a disk's.
+        HeterorlError: on the others; and on rank 0, of any other error of another rank.
     """
     for number, word in enumerate(words):
         if word and rank:
             raise HeterorlError(f"no checkpoint: rank {number} cannot write it")
         if word:
             code, text = json.loads(word)
-            raise own if own is not None and number == rank else OSError(code, f"rank {number}: {text}")
+            if own is not None and number == rank:
+                raise own
+            if code is None:
+                raise HeterorlError(f"no checkpoint: rank {number}: {text}")
+            raise OSError(code, f"rank {number}: {text}")
 
 
 def write_gathered(layout: CheckpointLayout, state: DividedState, ranks: Collectives) -> None:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from heterorl.learner.config import LearnerConfig
-from tests.support.rank_jobs import Ranks
+from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = [pytest.mark.timeout(580), pytest.mark.slow]

@@ -11,7 +11,8 @@ from benchmarks.load_memory import write_model
 from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
-from tests.support.rank_jobs import Ranks, run_job
+from tests.support.rank_jobs import run_job
+from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.xdist_group("fsdp2")]
@@ -106,7 +107,10 @@ def test_steps_are_those_of_the_torch_backend(config, ranks, tmp_path, changes, 
     actual = ranks.ask(config(loss=loss, **changes), operations)
 
     _assert_close(actual[:-1], expected[:-1], tolerance=tolerance)
-    assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= tolerance
+    differences = np.abs(_weights(tmp_path / "weights.npy") - weights)
+    # A gradient that is 0 but for rounding AdamW makes a step of; where there is one, the processor decides.
+    assert np.quantile(differences, 0.999) <= tolerance
+    assert differences.max() <= 10 * tolerance
     assert np.abs(weights).max() > 0.1
 
 
@@ -251,6 +255,22 @@ def test_checkpoint_of_torch_comes_back_bit_for_bit_and_continues(config, ranks,
     assert (tmp_path / "ours" / "state.json").read_text() == (tmp_path / "theirs" / "state.json").read_text()
     _assert_close(actual[2:3], expected[3:4], tolerance=1e-6)
     assert np.abs(_weights(path) - weights).max() <= 1e-6
+
+
+def test_parameter_without_a_gradient_is_kept_by_checkpoints(config, ranks, tmp_path):
+    """Phi's head has a bias, which log-probs are computed without."""
+    tiny_model(family="Phi").save_pretrained(tmp_path / "model")
+    wanted = config(model_dir=tmp_path / "model")
+    operations = [["train", 0], ["save", str(tmp_path / "kept")], ["store"], ["train", 1], ["store"]]
+
+    found = ranks.ask(wanted, operations)
+    again = ranks.ask(wanted, [["restore", str(tmp_path / "kept")], ["store"], ["train", 1], ["store"]])
+
+    assert [found[place] for place in (2, 4)] == [again[place] for place in (1, 3)]
+    moments = load_file(tmp_path / "kept" / "optimizer.safetensors")
+    assert not moments["exp_avg/lm_head.bias"].any()
+    torch_operations = [["restore", str(tmp_path / "kept")], ["store"]]
+    assert _torch(config("torch", model_dir=tmp_path / "model"), torch_operations)[1] == again[1]
 
 
 def test_bf16_passes_stay_near_and_bad_steps_change_nothing(config, ranks, tmp_path):

@@ -59,7 +59,9 @@ def _write(directories, *, world_size, one_machine=True, steps=3, is_beside=Fals
         # What a step does meanwhile.
         for values in state._whole.values():
             values.fill_(9.0)
-        torch.rand(3)
+        if ranks.rank == 0:
+            # The state of random numbers is one for all threads, and rank 0 has copied it.
+            torch.rand(3)
         writing.wait()
 
     return on_all_ranks(world_size, work)
@@ -113,7 +115,7 @@ def test_checkpoint_comes_back_on_ranks_that_do_not_see_it(alone, tmp_path, othe
         found = {}
         state.put = lambda name, key, whole: found.update({(name, key): whole.clone()})
         state.reset = lambda *, steps: found.update(steps=steps)
-        return files.restore(state), found, state._whole
+        return files.restore(state, ranks), found, state._whole
 
     for applied_steps, found, whole in on_all_ranks(3, work):
         assert applied_steps == 5
@@ -127,6 +129,32 @@ def test_checkpoint_that_rank_0_cannot_read_is_refused_on_all(alone, tmp_path):
         return open_together(alone if ranks.rank else tmp_path, _State(ranks).shapes, ranks)
 
     assert [type(answer) for answer in on_all_ranks(2, work)] == [CorruptStore, CorruptStore]
+
+
+@pytest.mark.parametrize("others", ["the same", "nothing"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_read_that_fails_on_one_rank_fails_on_all_and_none_waits(alone, tmp_path, others, bad):
+    def fail(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def rank_0s_file(files):
+        return getattr(files.moments, "_own", None)
+
+    def work(ranks):
+        state = _State(ranks)
+        files = open_together(tmp_path if ranks.rank and others == "nothing" else alone, state.shapes, ranks)
+        is_bad = ranks.rank == bad
+        state.reset = lambda *, steps: None
+        state.put = lambda name, key, whole: fail() if is_bad and (name, key) == ("b", "exp_avg") else None
+        if is_bad and rank_0s_file(files) is not None:
+            own = rank_0s_file(files).flat
+            rank_0s_file(files).flat = lambda name: fail() if name == "exp_avg/a" else own(name)
+        files.restore(state, ranks)
+
+    answers = on_all_ranks(2, work)
+
+    assert [type(answer) for answer in answers] == [CorruptStore, CorruptStore]
+    assert "Stale file handle" in str(answers[bad])
 
 
 def test_state_before_the_first_step_has_no_moments(tmp_path):
@@ -204,6 +232,48 @@ def test_disk_that_fills_up_beside_a_step_is_rank_0s_error_and_the_next_checkpoi
     assert first.errno == errno.ENOSPC
     assert (second is None) is (full == 0)
     assert all((later / name).read_bytes() == (alone / name).read_bytes() for name in FILES)
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("exp_avg"), SystemExit(3)])
+def test_any_error_of_a_checkpoint_thread_keeps_the_checkpoint_from_its_name_and_none_waits(
+    alone, tmp_path, monkeypatch, error, broken, one_machine
+):
+    own = beside.write_runs
+
+    def write_runs(directory, runs, **options):
+        if directory.name == f"broken-{broken}":
+            raise error
+        return own(directory, runs, **options)
+
+    monkeypatch.setattr(beside, "write_runs", write_runs)
+
+    def work(ranks):
+        ranks.are_on_one_machine = one_machine
+        place = tmp_path / f"broken-{ranks.rank}"
+        place.symlink_to(tmp_path)
+        writing = Writing(place, _State(ranks), ranks, applied_steps=5)
+        try:
+            writing.wait()
+        except BaseException as found:  # noqa: BLE001 - looked at below
+            return found
+        return None
+
+    first, second = on_all_ranks(2, work)
+
+    assert first is error if broken == 0 else isinstance(first, HeterorlError)
+    assert second is (error if broken else None)
+
+
+def test_error_of_one_rank_that_is_no_disks_is_an_error_of_all(tmp_path, monkeypatch):
+    def work(ranks):
+        state = _State(ranks)
+        if ranks.rank == 1:
+            monkeypatch.setattr(state, "read", lambda *_, **__: {}["exp_avg"])
+        write_checkpoint_files(tmp_path, state, ranks, applied_steps=5)
+
+    assert [type(answer) for answer in on_all_ranks(2, work)] == [HeterorlError, HeterorlError]
 
 
 def _full(*_, **__):

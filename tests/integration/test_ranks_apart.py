@@ -1,0 +1,110 @@
+"""An error of one rank alone, while ranks meet, build or train, ends all of them within a stated time.
+
+The ranks are processes. What goes wrong on one is put into it when a module is imported.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from heterorl.learner.config import LearnerConfig
+from tests.support.cluster import free_port
+from tests.support.patched import patched_path
+from tests.support.rank_processes import Ranks
+from tests.support.training import tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+TIMEOUT_S = 4.0
+
+FAIL = """
+def fail(*_, **__):
+    from heterorl.common.errors import CorruptStore
+    raise CorruptStore("a file is lost here alone")
+"""
+READ = "module._fill = fail"
+STEP = "module.DividedBackend._train = fail"
+
+
+@pytest.mark.parametrize(
+    ("module", "change"),
+    [("heterorl.learner.backends.fsdp2.backend", READ), ("heterorl.learner.backends.ranks.backend", STEP)],
+    ids=["build", "step"],
+)
+def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path, module, change):
+    tiny_model().save_pretrained(tmp_path / "model")
+    path = patched_path(tmp_path / "path", module, f"if '--rank' in sys.argv: {change}", FAIL)
+    config = LearnerConfig.model_validate(
+        {
+            "model_dir": str(tmp_path / "model"),
+            "sampling": {"max_new_tokens": 16},
+            "backend": {"kind": "fsdp2", "threads": 1, "micro_batch_tokens": 64},
+        }
+    )
+    ranks = Ranks(2, first_on_path=path, timeout_s=TIMEOUT_S)
+    started = time.monotonic()
+
+    with pytest.raises(AssertionError, match="ended with code 1"):
+        ranks.ask(config, [["touch", str(tmp_path / "built")], ["train", 0]])
+
+    assert ranks.close() == 1
+    # From where both have loaded torch; before that nobody counts.
+    assert time.monotonic() - started < 60 + 1.25 * TIMEOUT_S
+    assert (tmp_path / "built").exists() is (change == STEP)
+
+
+# Rank 1 stands still in the midst of making the groups, or after it has met the others.
+JOINING = """
+import os, signal, sys, time
+import torch.distributed as dist
+from heterorl.common.process import logs
+from heterorl.learner.backends.ranks.company import Company
+from heterorl.learner.backends.ranks.place import place_of
+from heterorl.learner.config import LearnerConfig
+
+logs.configure(level="WARNING")
+place = place_of(os.environ)
+def stand_still(*_, **__):
+    os.kill(os.getpid(), signal.SIGSTOP)
+if place.rank and sys.argv[1] == "groups":
+    dist.new_group = stand_still
+company = Company(place, timeout_s=float(sys.argv[2]))
+print("met", flush=True)
+if place.rank and sys.argv[1] == "met":
+    stand_still()
+backend = {"kind": "fsdp2", "threads": 1}
+company.join(LearnerConfig.model_validate({"model_dir": "none", "backend": backend}))
+"""
+
+
+@pytest.mark.parametrize("where", ["met", "groups"])
+def test_rank_that_stands_still_while_ranks_join_ends_all_of_them_within_the_stated_time(where):
+    port = free_port()
+    environment = os.environ | {
+        "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINING, where, str(TIMEOUT_S)],
+            env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [process.stdout.readline() for process in processes] == ["met\n", "met\n"]
+        met = time.monotonic()
+
+        (_, log), _ = (process.communicate(timeout=60) for process in processes)
+
+        assert time.monotonic() - met < 1.25 * TIMEOUT_S + 3
+        assert [process.returncode for process in processes] == [1, -9]
+        assert f"no sign of life from rank 1 for {TIMEOUT_S:g} s" in log
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()

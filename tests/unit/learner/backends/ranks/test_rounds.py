@@ -1,0 +1,150 @@
+"""Ranks meet in rounds of processes that live, and none waits for what a dead one would have said."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from heterorl.learner.backends.ranks import rounds
+from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart, RanksDiffer
+from heterorl.learner.backends.ranks.place import Place, local_place
+from heterorl.learner.backends.ranks.rounds import enter_round, open_round
+
+
+def _place(rank, world_size=3):
+    return Place(rank=rank, local_rank=0, world_size=world_size, local_world_size=0, host="127.0.0.1", port=1)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """What waits for ever by mistake gives up before the test's own time is over."""
+    monkeypatch.setattr(rounds, "CONNECT", rounds.datetime.timedelta(seconds=25))
+
+
+@pytest.fixture
+def connect():
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: dist.TCPStore("127.0.0.1", master.port, is_master=False)
+
+
+@pytest.fixture
+def run():
+    with ThreadPoolExecutor(4) as executor:
+        yield executor.submit
+
+
+def _met(places, *, first=0):
+    """A meeting of each place, in threads that begin one after another."""
+    results = {}
+
+    def meet(place):
+        results[place.rank] = Meeting(place, timeout_s=7.0)
+
+    threads = [threading.Thread(target=meet, args=(place,)) for place in [*places[first:], *places[:first]]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+@pytest.fixture
+def places(tmp_path):
+    return [local_place(rank, num_ranks=2, file=tmp_path / "store") for rank in range(2)]
+
+
+def test_ranks_of_a_new_round_never_hear_what_was_said_in_the_last(places):
+    rounds = []
+    for number in range(2):
+        # The second time rank 1 is back first, while the store has all that the dead wrote.
+        met = _met(places, first=number)
+        met[0].say(f"run {number}")
+        assert met[1].hear() == f"run {number}"
+        rounds.append(met)
+
+    rounds[1][1].note_end()
+    rounds[1][0].end()
+    assert rounds[1][1].hear() == ""
+    assert [meeting.timeout_s for meeting in rounds[1].values()] == [7.0, 7.0]
+
+
+def test_rank_that_a_dead_rank_0_welcomed_is_in_the_round_of_the_next(connect, run):
+    store = connect()
+    one = run(enter_round, connect(), _place(1))
+    store.wait(["hello/1"])
+    word = store.get("hello/1").decode()
+    store.set("round", "dead")
+    store.set(f"welcome/1/{word}", "dead")
+    store.wait([f"dead/here/1/{word}"])
+
+    again, two = run(open_round, connect(), _place(0), timeout_s=9.0), run(enter_round, connect(), _place(2))
+
+    met = {answer.result(20).name for answer in (again, one, two)}
+    assert len(met) == 1
+    assert met != {"dead"}
+
+
+def test_rank_that_is_started_again_while_another_is_missing_takes_its_own_place(connect, run):
+    store = connect()
+    zero = run(open_round, connect(), _place(0), timeout_s=9.0)
+    store.set("hello/1", "dead")
+    store.wait(["welcome/1/dead"])
+    name = store.get("welcome/1/dead").decode()
+    store.set(f"{name}/here/1/dead", "its machine")
+
+    again = run(enter_round, connect(), _place(1))
+    # It is here, and the round is open until the last one is.
+    store.wait(["hello/1"])
+    while (word := store.get("hello/1").decode()) == "dead":
+        pass
+    store.wait([f"{name}/here/1/{word}"])
+    assert not store.check([f"{name}/whole"])
+    two = run(enter_round, connect(), _place(2))
+
+    assert {answer.result(20).name for answer in (zero, again, two)} == {name}
+    assert "its machine" not in zero.result().hosts
+
+
+def test_rank_that_waits_for_a_word_is_told_that_rank_0_was_started_again(places):
+    first = _met(places)
+    again = threading.Thread(target=Meeting, args=(places[0],), daemon=True)
+    again.start()
+
+    with pytest.raises(RanksApart, match="rank 0 was started again"):
+        first[1].hear()
+    _met(places[1:])
+    again.join(20)
+
+
+def test_rank_waits_for_the_end_of_rank_0_no_longer_than_it_is_said_to(places):
+    met = _met(places)
+    started = time.monotonic()
+
+    with pytest.raises(RanksDiffer, match="rank 1"):
+        met[1].hear(within_s=0.3)
+
+    assert time.monotonic() - started < 5
+
+
+def test_rank_that_nobody_welcomes_gives_up(connect, monkeypatch):
+    monkeypatch.setattr(rounds, "CONNECT", rounds.datetime.timedelta(seconds=0.2))
+
+    with pytest.raises(RuntimeError, match="nothing is heard of rank 0"):
+        enter_round(connect(), _place(1))
+    with pytest.raises(RuntimeError, match="nothing is heard of rank 1"):
+        open_round(connect(), _place(0), timeout_s=9.0)
+
+
+@pytest.mark.parametrize(("names", "counted"), [(("a", "b"), [1, 1]), (("a", "a"), [2, 2])])
+def test_ranks_without_a_stated_number_of_a_machine_count_equal_names(tmp_path, monkeypatch, names, counted):
+    hosts = iter(names)
+    monkeypatch.setattr(rounds.socket, "gethostname", lambda: next(hosts))
+    places = [
+        Place(rank=rank, local_rank=0, world_size=2, local_world_size=0, file=tmp_path / "store") for rank in range(2)
+    ]
+
+    met = _met(places)
+
+    assert [met[rank].place.local_world_size for rank in range(2)] == counted

@@ -18,11 +18,10 @@ _LONGER = ("whole_lengths", "t21", FAR, "", "64 versions behind with 21 tokens")
 _LONGEST = ("whole_lengths", "t101", FAR, "", "64 versions behind with 101 tokens")
 
 _ABOVE = (
-    (_ADDITION, ("gepo",)), (_FARTHEST, ("gepo",)), (_LONGER, ("gepo", "gepo-1s")), (_LONGEST, ("gepo", "gepo-1s")),
+    (_ADDITION, ("gepo", "gepo-1s", "topr")), (_FARTHEST, ("gepo",)), (_LONGER, ("gepo",)), (_LONGEST, ("gepo",)),
 )  # fmt: skip
 _LEVEL = (
-    (_ADDITION, ("gepo-1s", "topr", "gspo")), (_FARTHEST, ("gepo-1s", "topr", "gspo")),
-    (_FRESH, ("gepo", "topr", "gspo")), (_LONGER, ("topr",)), (_LONGEST, ("topr",)),
+    (_FARTHEST, ("topr", "gspo")), (_FRESH, ("gepo", "topr", "gspo")), (_LONGER, ("topr",)), (_LONGEST, ("topr",)),
 )  # fmt: skip
 
 

@@ -173,7 +173,9 @@ def _kills_stores() -> str:
     found = _benchmark("kills_stores")
     names = {
         "postgres": "PostgreSQL", "bucket": "the bucket's server",
-        "active": "the active coordinator", "standby": "the standby", "race": "both coordinators, in turn",
+        "active": "the active coordinator", "standby": "the standby",
+        "outage": "the active coordinator, and the bucket away: since that is back",
+        "race": "both coordinators, in turn",
     }  # fmt: skip
     kills = table(
         ["killed", "times", "until a coordinator answers, median", "longest"],
@@ -193,6 +195,8 @@ def _kills_stores() -> str:
                 "groups acknowledged, lost, taken twice",
                 f"{found['acknowledged']}, {found['lost']}, {found['duplicated']}",
             ],
+            ["payloads of the learner, of them put into the bucket", f"{found['uploads']}, {found['put']}"],
+            ["coordinators that ended for good", str(len(found["stay_down"]))],
             ["ledger", "balanced" if found["ledger_balanced"] else "NOT balanced"],
             ["transactions, epochs of the store", f"{found['transactions']:,}, {found['epochs']}"],
             ["epochs that committed at once, at most", str(found["epochs_committing_at_once"])],

@@ -280,12 +280,12 @@ app.add_typer(certs, name="certs", rich_help_panel=NAMES)
 
 
 def main() -> None:
-    """Run the command line; a typed error becomes one line and exit code 2."""
+    """Run the command line; a typed error becomes one line, and exit code 2 or what it states."""
     try:
         app(prog_name="heterorl")
     except HeterorlError as error:
         _console(stderr=True).print(Text("error:", style="bold red"), str(error), soft_wrap=True)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ the same over gRPC. Every method raises a `RemoteError` of heterorl.common.error
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
 from heterorl.common.types.common import Contract, Digest, SiteId, StepReport
@@ -41,6 +41,9 @@ from heterorl.common.types.sample import (
     SamplePage,
 )
 from heterorl.common.types.step import LearnerProgress
+
+PieceFrames = Callable[[int, int], AsyncGenerator[bytes, None]]
+"""Frames of [offset, stop) of a payload, from its beginning each time that it is called."""
 
 
 class WeightsApi(Protocol):
@@ -126,12 +129,15 @@ class LearnerApi(WeightsApi, Protocol):
         """Append frames (at most 1 MiB each) from `offset`; returns the bytes now durable."""
         ...
 
-    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: AsyncIterator[bytes]) -> bool:
-        """Put all of a payload where the coordinator can take it; False where there is no such place now."""
+    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
+        """Put the pieces of a payload that are missing where the coordinator can take them; False without such a place.
+
+        Raises Unreachable where the place does not take them; those that it took stay there for a while.
+        """
         ...
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Have the coordinator verify and take what was put; returns the bytes now durable."""
+        """Have the coordinator take what was put, and verify all of it; returns the bytes now durable."""
         ...
 
     async def publish_version(self, request: PublishRequest) -> int:

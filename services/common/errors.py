@@ -29,9 +29,13 @@ from typing import ClassVar
 
 
 class HeterorlError(Exception):
-    """Base of all errors of this project; `action` tells the reader's next move."""
+    """Base of all errors of this project; `action` tells the reader's next move.
+
+    `exit_code` is that of a process that ends by it: 2 where only a person can help, 1 where another try may.
+    """
 
     action: str = ""
+    exit_code: ClassVar[int] = 2
 
     def __init__(self, message: str, *, action: str | None = None) -> None:
         super().__init__(message)
@@ -283,6 +287,7 @@ class Busy(Unreachable):
     """The coordinator cannot now: no descriptors, a silent disk, a damaged frame; nothing was changed or lost."""
 
     action = "repeat after the stated delay; the coordinator's log names what is missing"
+    exit_code = 1
     is_transient = True
     is_overload = True
 

@@ -7,6 +7,8 @@
     watchdog    half the service manager's interval           the clock
     keeper      payloads to verify, a snapshot to write       a publication; the stop event
     relief      a disk that refuses                           the disk; time; the stop event
+    incoming    five minutes                                  the clock; the stop event
+    copies      a bucket that lacks what is here              the bucket; the stop event
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
 
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
@@ -147,9 +149,10 @@ async def _serve(
             keeper = tasks.create_task(core.keeper.run())
             relief = tasks.create_task(core.relief.run())
             incoming = tasks.create_task(core.parts.incoming.run())
+            copies = tasks.create_task(core.parts.copies.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
-            for loop in (gauges, composer, keeper, relief, incoming):
+            for loop in (gauges, composer, keeper, relief, incoming, copies):
                 loop.cancel()
     finally:
         _LOG.info("stopping")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import secrets
-from collections.abc import Awaitable, Callable
 
-from heterorl.common.errors import Busy, ConfigError, ContractMismatch, StoreFull
+from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.pull.reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
@@ -20,21 +17,17 @@ from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
+from heterorl.coordinator.payloads.opening import name_store, open_payloads
 from heterorl.coordinator.payloads.relief import Relief
 from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
-from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.choice import open_engine
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.engine import Engine
-from heterorl.coordinator.store.home import Copies, Home, Incoming
 from heterorl.coordinator.store.room import Room, operators_error
 from heterorl.coordinator.versions import lineage
-
-_OWNER = "payloads_owner"
-"""The name under which this store has a bucket; there from the first start with one."""
 
 
 async def open_parts(
@@ -45,6 +38,7 @@ async def open_parts(
     Raises:
         CorruptStore: the store fails its check or belongs to another run.
         OperatorError: the directory cannot be used, or the disk is full at the first start.
+        Busy: a bucket of payloads does not answer.
     """
     room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
     room.give_up()
@@ -71,7 +65,7 @@ async def open_parts(
         with contextlib.suppress(StoreFull):
             while not await database.run(ring.trim):
                 pass
-        home, blobs, copies, incoming = await _open_payloads(
+        home, blobs, copies, incoming = await open_payloads(
             config, database, clock, make_room=make_room, on_full=room.note_refusal
         )
         merges = Merges(config.data_dir / "merged")
@@ -151,46 +145,6 @@ async def open_parts(
     )
 
 
-async def _open_payloads(
-    config: CoordinatorConfig,
-    database: Database,
-    clock: Clock,
-    *,
-    make_room: Callable[[int], Awaitable[None]],
-    on_full: Callable[[], None],
-) -> tuple[Home, BlobStore, Copies, Incoming]:
-    """Open the home of the payloads, their files, what makes copies of them, and the place for what is put there."""
-    if not config.payloads.bucket:
-        files = await asyncio.to_thread(
-            BlobStore,
-            config.data_dir,
-            store_bytes=config.store_bytes,
-            max_payload_bytes=config.max_payload_bytes,
-            make_room=make_room,
-            on_full=on_full,
-        )
-        return Home(), files, Copies(), Incoming()
-    # Only where there is a bucket: its package is optional.
-    from heterorl.coordinator.store.bucket.opening import open_bucket
-
-    owner = await database.run(lambda connection: get_meta(connection, _OWNER))
-    assert owner is not None
-    try:
-        return await open_bucket(
-            config.payloads,
-            config.data_dir,
-            run_id=config.run_id,
-            owner=owner,
-            store_bytes=config.store_bytes,
-            max_payload_bytes=config.max_payload_bytes,
-            make_room=make_room,
-            on_full=on_full,
-            clock=clock,
-        )
-    except Busy as error:
-        raise ConfigError("payloads", error.args[0], action="check bucket, endpoint and credentials") from error
-
-
 def _start(connection: Connection, config: CoordinatorConfig) -> None:
     run_id = get_meta(connection, "run_id")
     if run_id is None:
@@ -205,11 +159,7 @@ def _start(connection: Connection, config: CoordinatorConfig) -> None:
     if seed is None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
-    if get_meta(connection, _OWNER) is not None and not config.payloads.bucket:
-        action = "name the bucket again"
-        raise ConfigError("payloads.bucket", "is empty, and the payloads of this run are in a bucket", action=action)
-    if config.payloads.bucket and get_meta(connection, _OWNER) is None:
-        set_meta(connection, _OWNER, secrets.token_hex(16))
+    name_store(connection, is_bucket=bool(config.payloads.bucket))
     contract = lineage.read_contract(connection)
     problem = "" if contract is None else group_size.problem_of(contract, config)
     if problem:

@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from heterorl.common.api import PieceFrames
 from heterorl.common.errors import (
     Busy,
     CorruptData,
@@ -23,11 +24,13 @@ from heterorl.common.errors import (
 from heterorl.common.pull.reader import DamagedFile
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import (
+    NO_PLACE,
     HeadUpdate,
     Manifest,
     PayloadRef,
     PublishRequest,
     PullPlan,
+    PutPlace,
     SignedManifest,
     version_or_none,
 )
@@ -70,29 +73,33 @@ class PolicyColumn:
             self._parts.database.fail(str(error))
             raise
 
-    async def put_url(self, *, epoch: int, digest: Digest, num_bytes: int) -> str:
-        """An address at which the epoch's learner may put a payload for a while; empty where it is to be streamed."""
+    async def put_place(self, *, epoch: int, digest: Digest, num_bytes: int) -> PutPlace:
+        """Where the epoch's learner may put the next piece of a payload; nowhere where it is to be streamed."""
         await self._parts.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         if self._parts.blobs.query(digest):
-            return ""
+            return NO_PLACE
         try:
-            return await self._parts.incoming.url(digest, num_bytes)
+            return await self._parts.incoming.place(digest, num_bytes)
         except Busy:
-            return ""
+            return NO_PLACE
 
-    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: AsyncIterator[bytes]) -> bool:  # noqa: ARG002 - see heterorl.common.api
+    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:  # noqa: ARG002 - see heterorl.common.api
         """Nothing is put from within this process: its caller streams."""
         return False
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
-        """Verify what was put at an address and make it a payload, as if it had been streamed."""
-        frames = self._parts.incoming.frames(digest, num_bytes)
+        """Verify what was put and make it a payload, as if it had been streamed, from where an earlier call ended."""
+        have = self._parts.blobs.query(digest)
+        frames = self._parts.incoming.frames(digest, num_bytes, offset=have)
         try:
-            taken = await self.upload_payload(epoch=epoch, digest=digest, num_bytes=num_bytes, offset=0, frames=frames)
+            taken = await self.upload_payload(
+                epoch=epoch, digest=digest, num_bytes=num_bytes, offset=have, frames=frames
+            )
         except DigestMismatch:
             await self._parts.incoming.drop(digest)
             raise
-        await self._parts.incoming.drop(digest)
+        if taken == num_bytes:
+            await self._parts.incoming.drop(digest)
         return taken
 
     async def publish_version(self, request: PublishRequest) -> int:

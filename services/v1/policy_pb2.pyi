@@ -424,19 +424,27 @@ class QueryUploadResponse(google.protobuf.message.Message):
 
     NUM_BYTES_FIELD_NUMBER: builtins.int
     PUT_URL_FIELD_NUMBER: builtins.int
+    PUT_OFFSET_FIELD_NUMBER: builtins.int
+    PUT_BYTES_FIELD_NUMBER: builtins.int
     num_bytes: builtins.int
     """Bytes that are durable."""
     put_url: builtins.str
-    """Address that takes the whole payload in one PUT for a while; empty where there is none. A credential: never to be
-    logged.
+    """Address that takes the next piece of the payload in one PUT for a while; empty where there is none, or where all
+    pieces are there. A credential: never to be logged.
     """
+    put_offset: builtins.int
+    """Byte at which that piece begins, which is what whole pieces have; the payload's size when all are there."""
+    put_bytes: builtins.int
+    """Bytes of that piece."""
     def __init__(
         self,
         *,
         num_bytes: builtins.int = ...,
         put_url: builtins.str = ...,
+        put_offset: builtins.int = ...,
+        put_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_bytes", b"num_bytes", "put_url", b"put_url"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_bytes", b"num_bytes", "put_bytes", b"put_bytes", "put_offset", b"put_offset", "put_url", b"put_url"]) -> None: ...
 
 Global___QueryUploadResponse: typing_extensions.TypeAlias = QueryUploadResponse
 
@@ -460,7 +468,7 @@ class UploadHeader(google.protobuf.message.Message):
     offset: builtins.int
     """Position of the first frame, bytes."""
     is_put: builtins.bool
-    """Whether the whole payload was put at the address that QueryUpload gave; no frame follows."""
+    """Whether pieces of the payload were put at the addresses that QueryUpload gave; no frame follows."""
     def __init__(
         self,
         *,

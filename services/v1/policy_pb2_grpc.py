@@ -130,7 +130,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def QueryUpload(self, request, context):
-        """QueryUpload tells how many bytes of a payload are durable, and where all of it may be put instead.
+        """QueryUpload tells how many bytes of a payload are durable, and where its next piece may be put instead.
 
         INVALID_ARGUMENT: correct the digest. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
         """
@@ -139,7 +139,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadPayload(self, request_iterator, context):
-        """UploadPayload appends frames to a payload; the first message carries the header, or says that all was put.
+        """UploadPayload appends frames to a payload; the first message carries the header, or says that pieces were put.
 
         ABORTED STALE_EPOCH: stop. DATA_LOSS DIGEST_MISMATCH: upload again from offset 0. FAILED_PRECONDITION
         PAYLOAD_MISSING: nothing was put, or no longer is there; send frames. RESOURCE_EXHAUSTED STORE_FULL

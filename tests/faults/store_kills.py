@@ -6,9 +6,11 @@ python -m tests.faults.store_kills --kills 20 --out runs/kills-stores
     active     the coordinator that serves
     standby    the coordinator that waits for its place
     bucket     the server of the bucket that payloads are in; it is away for up to a second, and has its objects again
+    outage     the bucket's server and then the active coordinator: who takes over finds no bucket for up to 8 s
     race       both coordinators, the second one while it may be taking over; both ask for the lock again
 
-Whatever ends is started again, as a service manager does. Two sites push and a learner consumes and publishes; what
+Whatever ends is started again as the shipped units do it: not where it ended by itself with code 2. Each coordinator has
+a data_dir of its own, so all that they share is the database and the bucket. Two sites push and a learner consumes and publishes; what
 each was answered is its own record. The order of commits, and the epoch of each, is read from the server's log.
 """
 
@@ -52,10 +54,14 @@ from tests.support.postgres import PostgresServer
 from tests.support.run import Run
 from tests.support.witness import Witness
 
-KINDS = ("postgres", "bucket", "active", "standby", "race")
+KINDS = ("postgres", "bucket", "active", "standby", "outage", "race")
 SITES = ("eu-1", "us-1")
 PREFIX = "run"
 PER_VERSION = 4
+OUTAGE_S = 8.0
+"""Longer than a unit's RestartSec, so that a coordinator which ended for want of the bucket would meet its end again."""
+NEVER_AGAIN = 2
+"""RestartPreventExitStatus of the shipped units."""
 ANSWER_S = 60.0
 """Until somebody serves again, at worst; a promise is far less."""
 _PATIENT = RetryPolicy(base_s=0.05, cap_s=0.2, budget_s=2.0)
@@ -73,6 +79,8 @@ class Pair:
         self._killed: set[int] = set()
         self.num_ended = 0
         """Coordinators that ended by themselves, as one does that lost its store."""
+        self.stay_down: list[str] = []
+        """Those that no unit would start again."""
 
     @property
     def addresses(self) -> str:
@@ -82,13 +90,14 @@ class Pair:
     @property
     def active(self) -> str:
         """The coordinator that serves, or served last."""
-        serving = (self._directory / "data" / "address").read_text().strip()
-        return next(name for name, address in self._addresses.items() if address == serving)
+        files = {name: self._directory / f"data-{name}" / "address" for name in self._addresses}
+        served = {name: file.stat().st_mtime_ns for name, file in files.items() if file.exists()}
+        return max(served, key=served.__getitem__)
 
     def begin(self, name: str) -> None:
         """Start one."""
         config = {
-            "run_id": "run", "data_dir": str(self._directory / "data"), "listen": self._addresses[name],
+            "run_id": "run", "data_dir": str(self._directory / f"data-{name}"), "listen": self._addresses[name],
             "tls": {"insecure": True}, "store": {"url": self._url}, "metrics_port": 0, "learner_lease_s": 3600.0,
             "groups_per_version": PER_VERSION, "work_lease_s": 10.0, "max_staleness_versions": 100_000,
             "stop_grace_s": 1.0, "payloads": self._payloads,
@@ -111,10 +120,14 @@ class Pair:
             self.begin(name)
         while True:
             for name, child in self._children.items():
-                if child.exit_code is not None:
-                    self.num_ended += child.process.pid not in self._killed
+                if child.exit_code is not None and name not in self.stay_down:
+                    is_asked = child.process.pid in self._killed
+                    self.num_ended += not is_asked
                     child.file.close()
-                    self.begin(name)
+                    if child.exit_code == NEVER_AGAIN and not is_asked:
+                        self.stay_down.append(name)
+                    else:
+                        self.begin(name)
             await asyncio.sleep(0.05)
 
     def stop(self) -> None:
@@ -130,8 +143,8 @@ class Trainer:
         self._run = Run(client, directory)
         self.published: dict[int, tuple[Digest, tuple[GroupId, ...]]] = {}
         self.refused: list[HeterorlError] = []
-        self.num_put = 0
-        """Payloads that went by the bucket; the others were streamed."""
+        self.num_uploads = self.num_put = 0
+        """Payloads that were brought, and those of them that went by the bucket; the others were streamed."""
 
     async def begin(self) -> None:
         """Take the lease, publish version 0."""
@@ -189,17 +202,19 @@ class Trainer:
             there = max(offset, await self._client.query_upload(digest=digest))
             return there if there == len(data) else await Run.upload(self._run, data, digest, offset=there)
 
-        return await self._until_done(rest)
+        durable = await self._until_done(rest)
+        self.num_uploads += 1
+        return int(durable)
 
     async def _put(self, data: bytes, digest: Digest) -> bool:
         """Bring a payload by way of the bucket, as a learner does first; False where it is to be streamed."""
 
-        async def frames() -> AsyncIterator[bytes]:
-            yield data
+        async def frames(offset: int, stop: int) -> AsyncGenerator[bytes, None]:
+            yield data[offset:stop]
 
         how: dict[str, Any] = {"epoch": self._run.epoch, "digest": digest, "num_bytes": len(data)}
         try:
-            if not await self._client.put_payload(**how, frames=frames()):
+            if not await self._client.put_payload(**how, frames=frames):
                 return False
             is_whole = await self._client.take_payload(**how) == len(data)
         except HeterorlError as error:
@@ -301,7 +316,7 @@ class Campaign:
                 await asyncio.sleep(0.02)
 
     async def _kill(self, kind: str) -> float:
-        """Kill; returns the moment from which nobody serves, if anybody had to be replaced."""
+        """Kill; returns the moment from which nobody serves, or could serve again."""
         active = self._pair.active
         other = "b" if active == "a" else "a"
         self._killed[kind] += 1
@@ -313,6 +328,12 @@ class Campaign:
             self._bucket.kill()
             await asyncio.sleep(self._chooser.uniform(0.0, 1.0))
             await asyncio.to_thread(self._bucket.start)
+        elif kind == "outage":
+            self._bucket.kill()
+            self._pair.kill(active)
+            await asyncio.sleep(self._chooser.uniform(0.0, OUTAGE_S))
+            await asyncio.to_thread(self._bucket.start)
+            began = time.monotonic()
         elif kind == "standby":
             self._pair.kill(other)
         else:
@@ -364,6 +385,7 @@ class Campaign:
             "groups": len(rows),
             "versions": len(trainer.published),
             "payloads": len(payloads),
+            "uploads": trainer.num_uploads,
             "put": trainer.num_put,
             "lost": len(lost),
             "lost_are": [str(one) for one in lost],
@@ -374,6 +396,7 @@ class Campaign:
             "epochs_committing_at_once": order.at_once,
             "commits_of_an_older_epoch": order.late,
             "ended_by_themselves": self._pair.num_ended,
+            "stay_down": self._pair.stay_down,
             "takeover_s": {
                 kind: {"median": round(statistics.median(found), 2), "max": round(max(found), 2)}
                 for kind, found in self._seconds.items()
@@ -392,6 +415,9 @@ def is_kept(summary: dict[str, Any]) -> bool:
         and bool(summary["ledger_balanced"])
         and summary["epochs_committing_at_once"] == 1
         and not summary["commits_of_an_older_epoch"]
+        and not summary["stay_down"]
+        # Whoever comes after an outage of the bucket is brought there again.
+        and summary["put"] > summary["uploads"] / 2
         and summary["acknowledged"] >= sum(summary["kills"].values())
     )
 
@@ -400,8 +426,8 @@ def tables_of(summary: dict[str, Any]) -> list[Table]:
     """What a person reads at the end."""
     account = Table("what", "count", title="what was promised")
     for name in (
-        "acknowledged", "versions", "payloads", "put", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",
-        "epochs_committing_at_once", "commits_of_an_older_epoch",
+        "acknowledged", "versions", "payloads", "uploads", "put", "lost", "duplicated", "ledger_balanced", "transactions", "epochs",
+        "epochs_committing_at_once", "commits_of_an_older_epoch", "stay_down",
     ):  # fmt: skip
         account.add_row(name.replace("_", " "), str(summary[name]))
     times = Table("killed", "times", "median s", "longest s", title="until a coordinator answers again")

@@ -13,7 +13,8 @@ from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.store.bucket.objects import read_credentials
+from heterorl.coordinator.payloads import opening
+from heterorl.coordinator.store.bucket.credentials import read_credentials
 from tests.support.bucket import SECRET, BucketServer
 from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock
@@ -294,16 +295,20 @@ async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(server
         await core.close()
 
 
-async def test_bucket_that_does_not_answer_ends_the_start_without_its_secret(server, prefix, tmp_path, caplog):
+async def test_bucket_that_does_not_answer_ends_the_start_without_its_secret(
+    server, prefix, tmp_path, monkeypatch, caplog
+):
     payloads = server.config(tmp_path, prefix=prefix, endpoint="http://127.0.0.1:9")
     caplog.set_level("DEBUG")
-    with pytest.raises(ConfigError, match="payloads: the bucket of the payloads cannot be written to") as caught:
+    monkeypatch.setattr(opening, "WAIT_S", 0.0)
+    with pytest.raises(Busy, match="the bucket of the payloads cannot be written to") as caught:
         async with run_at(tmp_path / "run", payloads):
             pass
 
     told = caplog.text + str(caught.value) + repr(caught.value.__cause__) + repr(payloads)
     assert SECRET not in told
     assert "127.0.0.1:9" not in str(caught.value)
+    assert caught.value.exit_code == 1, "no reason to stay down: the units restart it"
 
 
 @pytest.mark.parametrize("problem", ["mode", "section", "missing"])

@@ -17,7 +17,7 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutPlace
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator.core import Coordinator
@@ -110,10 +110,14 @@ async def test_learner_or_coordinator_can_have_it_streamed(server, prefix, tmp_p
         assert name_of(payload) in server.names(prefix)
 
 
+def pieces_of(data):
+    return lambda offset, stop: frames(data[offset:stop])
+
+
 async def put(client, run, payload, path, *, num_bytes=None):
     data = path.read_bytes()
     return await client.put_payload(
-        epoch=run.run.epoch, digest=payload.digest, num_bytes=num_bytes or len(data), frames=frames(data)
+        epoch=run.run.epoch, digest=payload.digest, num_bytes=num_bytes or len(data), frames=pieces_of(data)
     )
 
 
@@ -126,7 +130,7 @@ async def test_what_is_not_the_payload_is_refused_and_deleted(run, server, prefi
         how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
         if wrong != "nothing":
             assert await put(client, run, payload, other)
-            assert incoming_of(server.names(prefix)) == [f"incoming/{payload.digest}"]
+            assert incoming_of(server.names(prefix)) == [f"incoming/{payload.digest}/{0:016d}"]
         with pytest.raises(PayloadMissing if wrong == "nothing" else DigestMismatch, match=expected):
             await client.take_payload(**how)
         assert await client.query_upload(digest=payload.digest) == 0
@@ -181,10 +185,11 @@ async def test_put_that_fails_is_streamed_and_said_without_the_address(run, tmp_
     stand_in = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=stand_in.serve_forever, daemon=True).start()
 
-    async def put_url(**_):
-        return f"http://127.0.0.1:{stand_in.server_port}/x?X-Amz-Signature=5ec4e7"
+    async def put_place(*, num_bytes, **_):
+        url = f"http://127.0.0.1:{stand_in.server_port}/x?X-Amz-Signature=5ec4e7"
+        return PutPlace(url=url, offset=0, num_bytes=num_bytes)
 
-    monkeypatch.setattr(run.core.policy, "put_url", put_url)
+    monkeypatch.setattr(run.core.policy, "put_place", put_place)
     before = received()
     try:
         async with learner(run) as client:
@@ -211,7 +216,7 @@ async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(server, prefi
         async with run_at(tmp_path / "run", payloads) as run, learner(run) as client:
             how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
 
-            async def cut():
+            async def cut(_offset, _stop):
                 async for frame in frames(data[: SIZE // 2]):
                     yield frame
                 relay.cut()
@@ -219,7 +224,7 @@ async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(server, prefi
                     yield frame
 
             with pytest.raises(Unreachable, match="the store of the payloads does not answer"):
-                await client.put_payload(**how, frames=cut())
+                await client.put_payload(**how, frames=cut)
             relay.mend()
             before = received()
             with pytest.raises((PayloadMissing, DigestMismatch)):
@@ -251,15 +256,15 @@ async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(server, pre
         async with learner(run) as client:
             assert await put(client, run, payload, tmp_path / "payload")
         others = [f"{number:064x}" for number in range(incoming.MAX_OPEN)]
-        urls = [await place.url(digest, 100) for digest in others]
+        urls = [(await place.place(digest, 100)).url for digest in others]
         assert [bool(url) for url in urls] == [True] * (incoming.MAX_OPEN - 1) + [False]
-        assert await place.url(payload.digest, SIZE), "the same object again is none more"
-        assert await place.url(others[0], (5 << 30) + 1) == ""
+        assert (await place.place(payload.digest, SIZE)).offset == SIZE, "the same payload again is none more"
+        assert await place.place(others[0], payloads.put_bytes + 1) == NO_PLACE
 
         clock.ahead_s = 590.0
         await place.sweep()
         assert len(incoming_of(server.names(prefix))) == 1
-        assert await place.url(others[-1], 100) == ""
+        assert await place.place(others[-1], 100) == NO_PLACE
         config = run.core.config
     # A start keeps what its learner may still have taken, and deletes what is over.
     for ahead_s, left in ((590.0, 1), (620.0, 0)):
@@ -281,7 +286,7 @@ async def test_only_the_lease_holder_is_given_an_address_or_has_something_taken(
         with pytest.raises(StaleEpoch):
             await client.take_payload(**how)
         with pytest.raises(StaleEpoch):
-            await client.put_payload(**how, frames=frames(b""))
+            await client.put_payload(**how, frames=pieces_of(b""))
         # `upload` does not take that for a bucket that fails.
         with pytest.raises(StaleEpoch):
             await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch + 1, patience=patience())

@@ -102,6 +102,10 @@ class BucketServer:
         """Give an object other bytes, as a hand or a failing store would."""
         obstore.put(self._at(prefix), name, data)
 
+    def read(self, prefix: str, name: str) -> str:
+        """The text of an object."""
+        return bytes(obstore.get(self._at(prefix), name).bytes()).decode()
+
     def remove(self, prefix: str, name: str) -> None:
         """Delete an object behind the coordinator's back."""
         obstore.delete(self._at(prefix), name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
 
+from heterorl.common.api import PieceFrames
 from heterorl.common.direct.writes import DirectWrites
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES
@@ -16,7 +18,7 @@ from heterorl.common.rpc.roles.evaluation import EvaluationCalls
 from heterorl.common.rpc.roles.learner import LearnerCalls
 from heterorl.common.rpc.roles.weights import WeightCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport
-from heterorl.common.types.policy import PublishRequest
+from heterorl.common.types.policy import PublishRequest, PutPlace
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, SealedGroup, WorkGrant
 from heterorl.common.types.run import (
     CanaryReport,
@@ -102,19 +104,23 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
 
         return await once("UploadPayload", attempt)
 
-    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: AsyncIterator[bytes]) -> bool:
-        """Put a payload at the address that the coordinator gives for it."""
+    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:
+        """Put a payload piece by piece at the addresses that the coordinator gives for them."""
         if not self._writes.is_worth_asking:
             return False
-
-        async def paced() -> AsyncIterator[bytes]:
-            async for frame in frames:
-                await self._pace(self._up, "up", len(frame))
-                yield frame
-
         request = policy_pb2.QueryUploadRequest(digest=digest, epoch=epoch, put_bytes=num_bytes)
-        answer = await self._call("QueryUpload", request)
-        return await self._writes.put(answer.put_url, paced(), num_bytes=num_bytes)
+
+        async def ask() -> PutPlace:
+            answer = await self._call("QueryUpload", request)
+            return PutPlace(url=answer.put_url, offset=answer.put_offset, num_bytes=answer.put_bytes)
+
+        async def paced(offset: int, stop: int) -> AsyncGenerator[bytes, None]:
+            async with contextlib.aclosing(frames(offset, stop)) as piece:
+                async for frame in piece:
+                    await self._pace(self._up, "up", len(frame))
+                    yield frame
+
+        return await self._writes.put_all(ask, paced, num_bytes=num_bytes)
 
     async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
         """Have the coordinator take what was put."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from heterorl.common.types.common import Digest, StepReport
 from heterorl.common.types.rollout import GroupId
@@ -64,6 +64,21 @@ class PayloadRef:
     to_version: int
     digest: Digest
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutPlace:
+    """Where [offset, offset + num_bytes) of a payload may be put for a while; shown without its url, a credential.
+
+    Without an url there is no place, or, where `offset` is the payload's size, nothing is left to be put.
+    """
+
+    url: str = field(repr=False)
+    offset: int
+    num_bytes: int
+
+
+NO_PLACE = PutPlace(url="", offset=0, num_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

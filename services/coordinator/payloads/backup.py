@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import sqlite3
-from collections.abc import Iterable
 from pathlib import Path
 
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull
@@ -46,6 +45,8 @@ NOTE = "backup.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARTIAL = ".partial"
 _BUSY_S = 5.0
+_TRIES = 20
+"""Of one payload that cannot be had now."""
 
 
 class Backups:
@@ -117,8 +118,11 @@ class Backups:
                     digests, head, audit_digest = await self._database.run_alone(lambda c: _copy(c, copy))
                 made_s = self._clock.wall()
                 try:
-                    async with self._copies.at_hand(digests):
-                        num_bytes = await asyncio.to_thread(self._take, digests, partial)
+                    num_bytes = await asyncio.to_thread(_take_store, copy)
+                    for digest in digests:
+                        # One after another: together they may be more than there is room for here.
+                        num_bytes += await self._bring(digest, partial)
+                    await asyncio.to_thread(_sync_folders, partial)
                 except FileNotFoundError as error:
                     # The next attempt is without it.
                     await self._damage.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
@@ -138,20 +142,24 @@ class Backups:
         _LOG.info("backup %s: version %d, %d payloads", backup.path, backup.head_version, len(digests))
         return backup
 
-    def _take(self, digests: Iterable[Digest], target: Path) -> int:
-        """Link or copy payloads; returns the bytes of the whole."""
-        copy = target / STORE_FILE
-        _sync(copy)
-        num_bytes = copy.stat().st_size
-        for digest in digests:
-            source = self._blobs.path(digest)
-            place = target / "blobs" / digest[:2] / digest
-            make_directory(place.parent)
-            _link(source, place)
-            num_bytes += place.stat().st_size
-        for folder in (target / "blobs").glob("*"):
-            sync_directory(folder)
-        return num_bytes
+    async def _bring(self, digest: Digest, target: Path) -> int:
+        """Have a payload at hand and take it; what was taken before is not lost by a moment without it."""
+        for left in reversed(range(_TRIES)):
+            try:
+                async with self._copies.at_hand([digest]):
+                    return await asyncio.to_thread(self._take, digest, target)
+            except Busy as error:
+                if not left:
+                    raise
+                await self._clock.sleep(error.retry_after_s)
+        raise AssertionError("the last try returns or raises")
+
+    def _take(self, digest: Digest, target: Path) -> int:
+        """Link or copy a payload; returns its bytes."""
+        place = target / "blobs" / digest[:2] / digest
+        make_directory(place.parent)
+        _link(self._blobs.path(digest), place)
+        return place.stat().st_size
 
 
 Named = tuple[list[Digest], int | None, str]
@@ -203,6 +211,16 @@ def _begin(directory: Path, partial: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
     make_directory(partial, mode=0o700)
     make_directory(partial / "blobs")
+
+
+def _take_store(copy: Path) -> int:
+    _sync(copy)
+    return copy.stat().st_size
+
+
+def _sync_folders(target: Path) -> None:
+    for folder in (target / "blobs").glob("*"):
+        sync_directory(folder)
 
 
 def _link(source: Path, place: Path) -> None:

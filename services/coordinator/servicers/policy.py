@@ -60,7 +60,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         digest = digest_field("digest", request.digest)
         answer = policy_pb2.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
         if request.put_bytes:
-            answer.put_url = await self._policy.put_url(epoch=request.epoch, digest=digest, num_bytes=request.put_bytes)
+            place = await self._policy.put_place(epoch=request.epoch, digest=digest, num_bytes=request.put_bytes)
+            answer.put_url, answer.put_offset, answer.put_bytes = place.url, place.offset, place.num_bytes
         return answer
 
     async def UploadPayload(

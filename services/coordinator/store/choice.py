@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.files import make_directory, replacing
+from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.engine import Engine
 from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 
 if TYPE_CHECKING:
     from heterorl.coordinator.store.postgres.standby import Standby
 
+OWNER, MOVING = "payloads_owner", "payloads_moving"
+"""Keys of meta: the name under which a store has a bucket for its payloads, or moves them into one."""
 _ANOTHER = "choose another data_dir, or the store that this one belongs to"
 
 
@@ -69,14 +72,16 @@ def refuse_file(data_dir: Path) -> None:
 
 
 def claimed(data_dir: Path, engine: Engine, *, is_elsewhere: bool = False) -> Engine:
-    """The engine, once its payloads are known to be those of the data directory; a bucket has a mark of its own.
+    """The engine, once its payloads are known to be those of the data directory, or all in a bucket.
 
     Raises:
         ConfigError: they are another store's.
     """
     store_id = getattr(engine, "store_id", "")
     try:
-        if is_elsewhere:
+        if is_elsewhere and get_meta(engine.connection, OWNER) is not None:
+            if _marked(data_dir) not in ("", store_id):
+                raise _not_its_own(data_dir)
             make_directory(data_dir, mode=0o700)
         elif engine.connection.execute("SELECT 1 FROM payloads LIMIT 1").fetchone() is not None:
             _check_mark(data_dir, store_id)

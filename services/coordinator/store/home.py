@@ -13,6 +13,7 @@ from pathlib import Path
 
 from heterorl.common.errors import PayloadMissing
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_PLACE, PutPlace
 
 
 class Home:
@@ -81,20 +82,23 @@ class Copies:
         """Replace a file that is gone or has other bytes than its name says; False where that cannot be the cure."""
         return False
 
+    async def run(self) -> None:
+        """Give the home what it lacks and what is here, until that is done or cancelled."""
+
 
 class Incoming:
     """What learners put beside the coordinator, until it has taken it: there is no place for it."""
 
-    async def url(self, digest: Digest, num_bytes: int) -> str:  # noqa: ARG002 - for no payload
-        """An address at which a payload may be put for a while; empty where there is none.
+    async def place(self, digest: Digest, num_bytes: int) -> PutPlace:  # noqa: ARG002 - for no payload
+        """Where the first piece of a payload that is missing may be put for a while.
 
         Raises:
             Busy: nobody can tell now.
         """
-        return ""
+        return NO_PLACE
 
-    async def frames(self, digest: Digest, num_bytes: int) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload
-        """Yield what was put as a payload, whose bytes nobody has compared with its name yet.
+    async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload
+        """Yield what was put as a payload from a byte on, which nobody has compared with its name yet.
 
         Raises:
             PayloadMissing: nothing was, or it is no longer there.

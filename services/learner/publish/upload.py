@@ -1,25 +1,29 @@
 """Sending a payload: what the coordinator has is asked first, so that no byte is sent twice after a broken link.
 
-Where the coordinator has a place for it, the payload is put there in one request, and the coordinator takes it from
-there. Otherwise, and when that fails, it is streamed to the coordinator, which can be gone on with from any byte.
+Where the coordinator has a place for it, the payload is put there piece by piece, and the coordinator takes it from
+there. Otherwise, and for the rest when that fails, it is streamed to the coordinator, from any byte on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, Unreachable
+from heterorl.common.errors import DigestMismatch, RemoteError, StaleEpoch, Unreachable
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.patience import Patience, is_transient
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.container import FRAME_BYTES
 
 _LOG = logging.getLogger(__name__)
+MAX_TAKES = 4
+"""Attempts of the coordinator in a row to take what was put that brought it no byte."""
 MAX_MISMATCHES = 3
 """Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
 
@@ -47,20 +51,23 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
         # What was streamed in part is gone on with.
         if may_put and not durable:
             may_put = False
-            if await _put(api, payload, path, epoch=epoch, patience=patience):
+            durable = await _put(api, payload, path, epoch=epoch, patience=patience)
+            if durable >= payload.num_bytes:
                 return
         if durable == before:
             # An upload that was answered and brought nothing: never as fast as the link allows, again and again.
             await patience.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
         before = durable
         try:
-            await api.upload_payload(
-                epoch=epoch,
-                digest=payload.digest,
-                num_bytes=payload.num_bytes,
-                offset=durable,
-                frames=_frames(path, durable, payload),
-            )
+            # Closed also where the call ends in the middle: a file stays open for as long as its generator does.
+            async with contextlib.aclosing(_frames(path, payload, durable, payload.num_bytes)) as frames:
+                await api.upload_payload(
+                    epoch=epoch,
+                    digest=payload.digest,
+                    num_bytes=payload.num_bytes,
+                    offset=durable,
+                    frames=frames,
+                )
         except DigestMismatch:
             num_mismatches += 1
             if num_mismatches == MAX_MISMATCHES:
@@ -69,43 +76,66 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             await patience.wait(error)
 
 
-async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> bool:
-    """Send a payload in one request, beside the coordinator; False where it is to be streamed instead.
+async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> int:
+    """Send a payload beside the coordinator, where it has a place for it; returns the bytes that are durable then.
 
     Raises:
         StaleEpoch: the lease is lost.
     """
     how: dict[str, Any] = {"epoch": epoch, "digest": payload.digest, "num_bytes": payload.num_bytes}
-    frames = _frames(path, 0, payload)
     try:
-        if not await api.put_payload(**how, frames=frames):
-            return False
-        while True:
-            try:
-                # Also when the coordinator was away meanwhile: what was put is still there.
-                if await api.take_payload(**how) >= payload.num_bytes:
-                    return True
-                raise Unreachable("the coordinator took a part of the payload")
-            except (RemoteError, TimeoutError) as error:
-                if isinstance(error, PayloadMissing):
-                    raise
-                await patience.wait(error)
+        if not await api.put_payload(**how, frames=functools.partial(_frames, path, payload)):
+            return 0
     except StaleEpoch:
         raise
     except (RemoteError, TimeoutError) as error:
-        _LOG.warning(
-            "payload %s goes through the coordinator, nothing is lost: it could not be put into the bucket: %s",
-            payload.digest[:12],
-            error,
-        )
-        return False
-    finally:
-        await frames.aclose()
+        _tell(payload, "could not be put into the bucket", error)
+        # What arrived there need not be sent again.
+        await _take(api, how, patience, tries=1)
+    else:
+        failure = await _take(api, how, patience, tries=MAX_TAKES)
+        if failure is None:
+            return payload.num_bytes
+        _tell(payload, "could not be taken from the bucket", failure)
+    return await patience.insist(lambda: api.query_upload(digest=payload.digest))
 
 
-async def _frames(path: Path, offset: int, payload: PayloadRef) -> AsyncGenerator[bytes, None]:
+async def _take(api: LearnerApi, how: dict[str, Any], patience: Patience, *, tries: int) -> Exception | None:
+    """Have the coordinator take what was put; returns why it has not all of it.
+
+    Raises:
+        StaleEpoch: the lease is lost.
+    """
+    left, before = tries, 0
+    while True:
+        try:
+            taken = await api.take_payload(**how)
+            return None if taken >= how["num_bytes"] else Unreachable(f"{taken} bytes of it are there")
+        except StaleEpoch:
+            raise
+        except (RemoteError, TimeoutError) as error:
+            left -= 1
+            if not is_transient(error) or (tries == 1):
+                return error
+            # Also when the coordinator was away meanwhile: what was put is still there, and what it had taken too.
+            durable = await patience.insist(lambda: api.query_upload(digest=how["digest"]))
+            left = tries if durable > before else left
+            before = max(before, durable)
+            if not left:
+                return error
+            await patience.wait(error)
+
+
+def _tell(payload: PayloadRef, what: str, error: Exception) -> None:
+    _LOG.warning(
+        "payload %s goes through the coordinator, nothing is lost: it %s: %s", payload.digest[:12], what, error
+    )
+
+
+async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> AsyncGenerator[bytes, None]:
     with path.open("rb") as file:
         file.seek(offset)
-        while frame := await asyncio.to_thread(file.read, FRAME_BYTES):
+        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, stop - offset)):
+            offset += len(frame)
             BYTES.labels(payload.kind.value, "out").inc(len(frame))
             yield frame

@@ -25,14 +25,18 @@ class BucketConfig(Config):
     credentials_file: Path | None = None
     """File in the form of ~/.aws/credentials, section `default`; readable by its owner alone (mode 0600)."""
     cache_bytes: int = Field(default=64 << 30, ge=1 << 20)
-    """Bytes of data_dir for copies and for uploads under way; those that are read at the moment may exceed it. Give it
-    room for the largest payload, and for a snapshot with its deltas, which are read to verify versions."""
+    """Bytes of data_dir for copies and for uploads under way. What one reader alone needs at once may exceed it; all
+    others wait then. Give it room for the largest payload, and for a snapshot with its deltas, which are read to verify
+    versions."""
     url_lifetime_s: float = Field(default=3600.0, ge=60.0, le=604800.0)
     """How long an address that a plan gives to a node can be read from, seconds."""
 
-    put_bytes: int = Field(default=5 << 30, ge=0, le=5 << 30)
-    """Largest payload that a learner puts into the bucket itself, in one request, instead of sending it through the
-    coordinator, which verifies it before anybody sees it; 0: all come through the coordinator."""
+    put_bytes: int = Field(default=64 << 30, ge=0)
+    """Largest payload that a learner puts into the bucket itself, in pieces of 64 MiB, instead of sending it through
+    the coordinator, which verifies it before anybody sees it; 0: all come through the coordinator."""
+    take_over: str = Field(default="", max_length=64)
+    """Name of another store that has the prefix, as the refusal says it: the prefix is taken from that store, which
+    deletes nothing there any more and ends. Only where it is never to run again."""
 
     @field_validator("endpoint")
     @classmethod

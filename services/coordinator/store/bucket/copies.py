@@ -1,46 +1,106 @@
 """Copies of the bucket's payloads in the data directory: bounded, fetched for who reads, compared with their names.
 
-Guarantees: a copy that is read stays; others go when room is wanted, the longest unused first; two who want the same
-wait for one fetch, which goes on when they have gone; a copy that a disk changed is fetched again.
+Guarantees: room for a copy is taken before its first byte is fetched, so that the bound holds for all readers together;
+one alone may exceed it. A copy that is read stays; others go when room is wanted, the longest unused first. Two who
+want the same wait for one fetch, which ends when both have gone and is gone on with for the next one; a copy that a
+disk changed is fetched again.
+
+    reader        waits for               unblocked by
+    at_hand       room for its copies     another reader that leaves; half a minute, then Busy
+    a fetch       one of a few turns      another fetch that ends
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Container, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from heterorl.common.errors import Busy
+from heterorl.common.errors import Busy, CorruptStore, Draining
+from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.types.common import Digest
+from heterorl.coordinator.store.bucket import settling
 from heterorl.coordinator.store.bucket.files import CopyFiles
 from heterorl.coordinator.store.bucket.home import BucketHome
+from heterorl.coordinator.store.files import BUSY_S
 from heterorl.coordinator.store.home import Copies
+from heterorl.coordinator.store.steady import Steady
 
 _LOG = logging.getLogger(__name__)
+FETCHES_AT_ONCE = 4
+WAIT_S = 30.0
+"""For room, before a reader is told to come again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    task: asyncio.Task[None]
+    num_waiting: int = 0
+    is_arriving: bool = True
+    is_given_up: bool = False
 
 
 class BucketCopies(Copies):
     """Copies of one bucket's payloads among the files of one directory. Belongs to the event loop."""
 
-    def __init__(self, files: CopyFiles, home: BucketHome) -> None:
+    def __init__(self, files: CopyFiles, home: BucketHome, *, clock: Clock) -> None:
         self._files = files
         self._home = home
+        self._clock = clock
+        self._owed: deque[Digest] = deque()
         self._in_use: Counter[Digest] = Counter()
+        self._num_readers = 0
+        """Those that have room for all that they want."""
+        self._left = Bell()
         # Longest unused first.
         self._order: OrderedDict[Digest, None] = OrderedDict()
-        self._fetching: dict[Digest, asyncio.Task[None]] = {}
+        self._promised: dict[Digest, int] = {}
+        """Bytes that are counted for copies which are not there yet."""
+        self._begun: dict[Digest, int] = {}
+        """Bytes of fetches that nobody waits for any more."""
+        self._fetches: dict[Digest, _Fetch] = {}
+        self._going: set[Digest] = set()
+        """Copies that are being deleted."""
+        self._turns = asyncio.Semaphore(FETCHES_AT_ONCE)
 
-    async def settle(self) -> None:
-        """Give the bucket the whole files that it has not: of a process that died, or of one without a bucket.
+    def note(self, digest: Digest) -> None:
+        """A file is a copy: it may go when room is wanted, as the last one."""
+        self._order[digest] = None
+        self._order.move_to_end(digest)
+
+    async def settle(self, *, named: Container[Digest], newest: float | None) -> None:
+        """Sort the whole files that are here; see heterorl.coordinator.store.bucket.settling."""
+        whole = await asyncio.to_thread(self._files.whole)
+        found = settling.settle(whole, at_home=self._home.digests(), named=named, newest=newest)
+        for digest in found.copies:
+            self.note(digest)
+        for digest in found.strays:
+            await self._files.drop(digest)
+        self._owed.extend(found.owed)
+
+    async def give(self) -> None:
+        """Give the bucket what it lacks and the store names.
 
         Raises:
             Busy: it cannot be given now.
         """
-        for digest in await asyncio.to_thread(self._files.whole):
-            self._order[digest] = None
-            await self._home.keep(digest, self._files.path(digest))
+        while self._owed:
+            digest = self._owed[0]
+            if self._files.has(digest) and not await self._files.offer(digest):
+                _LOG.error("payload %s is not in the bucket, and its file has other bytes and is deleted", digest[:12])
+            self._owed.popleft()
+
+    async def run(self) -> None:
+        """Give the bucket what it lacks, until that is done or cancelled."""
+        steady = Steady("copies", self._clock)
+        try:
+            while self._owed and not await steady.attempt(self.give):
+                await steady.pause(asyncio.Event())
+        except (CorruptStore, Draining):
+            return
 
     @asynccontextmanager
     async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:
@@ -48,36 +108,108 @@ class BucketCopies(Copies):
         names = Counter(digests)
         self._in_use += names
         try:
-            for digest in names:
-                self._order[digest] = None
-                self._order.move_to_end(digest)
-                if self._home.size(digest) is not None and not await asyncio.to_thread(self._files.has, digest):
-                    await self._fetch(digest)
-            yield
+            await self._take_room(names)
+            self._num_readers += 1
+            try:
+                for digest in names:
+                    self.note(digest)
+                    if self._home.size(digest) is not None and not self._is_there(digest):
+                        await self._fetch(digest)
+                yield
+            finally:
+                self._num_readers -= 1
         finally:
             self._in_use -= names
+            for digest in names:
+                self._give_back(digest)
+            self._left.ring()
 
     async def heal(self, digest: Digest) -> bool:
         """Fetch a payload again whose copy is gone or wrong; False where the copy is right or the bucket's is not."""
         if self._home.size(digest) is None or await asyncio.to_thread(self._files.is_right, digest):
             return False
         _LOG.warning("the copy of payload %s is gone or damaged, and fetched again", digest[:12])
-        await self._files.drop(digest)
+        await self._drop(digest)
         try:
-            await self._fetch(digest)
+            async with self.at_hand([digest]):
+                return await asyncio.to_thread(self._files.has, digest)
         except FileNotFoundError:
             return False
-        return await asyncio.to_thread(self._files.has, digest)
 
     async def make_room(self, missing_bytes: int) -> None:
-        """Delete copies that nobody reads, the longest unused first."""
+        """Delete copies that nobody reads, whole ones and begun ones, the longest unused first."""
         for digest in [*self._order]:
             if missing_bytes <= 0:
                 return
-            if self._in_use[digest] or digest in self._fetching or self._home.size(digest) is None:
+            if self._in_use[digest]:
                 continue
-            missing_bytes -= await self._files.drop(digest)
-            self._order.pop(digest, None)
+            if (num_bytes := self._begun.pop(digest, None)) is not None:
+                self._files.count(-num_bytes)
+                missing_bytes -= num_bytes
+                await asyncio.to_thread(self._files.scratch(digest).unlink, missing_ok=True)
+            elif self._home.size(digest) is not None:
+                missing_bytes -= await self._drop(digest)
+                if not self._files.has(digest):
+                    # Else it was looked at, and is the next one's.
+                    self._order.pop(digest, None)
+
+    async def _drop(self, digest: Digest) -> int:
+        """Delete a copy; returns its bytes. Who comes meanwhile takes it for gone, and who leaves changes nothing."""
+        self._going.add(digest)
+        dropping = asyncio.ensure_future(self._files.drop(digest))
+        dropping.add_done_callback(lambda _: self._going.discard(digest))
+        return await asyncio.shield(dropping)
+
+    def _is_there(self, digest: Digest) -> bool:
+        return digest not in self._going and self._files.has(digest)
+
+    # room
+
+    async def _take_room(self, names: Iterable[Digest]) -> None:
+        """Count the bytes of copies that are not there yet.
+
+        Raises:
+            Busy: others read so much that there is no room.
+        """
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not self._count(wanted := self._wanted(names), may_exceed=False):
+                    await self.make_room(self._files.missing_bytes(sum(wanted.values())))
+                    ticket = self._left.ticket()
+                    # Nothing is awaited between this look and its effect.
+                    if self._count(self._wanted(names), may_exceed=not self._num_readers):
+                        return
+                    await ticket.wait()
+        except TimeoutError:
+            problem = "copies that are read at the moment fill payloads.cache_bytes"
+            raise Busy(problem, action="come again, or raise it", retry_after_s=BUSY_S) from None
+
+    def _wanted(self, names: Iterable[Digest]) -> dict[Digest, int]:
+        sizes = {digest: self._home.size(digest) for digest in names if digest not in self._promised}
+        return {
+            digest: size - self._begun.get(digest, 0)
+            for digest, size in sizes.items()
+            if size is not None and not self._is_there(digest)
+        }
+
+    def _count(self, wanted: dict[Digest, int], *, may_exceed: bool) -> bool:
+        num_bytes = sum(wanted.values())
+        if wanted and not may_exceed and self._files.missing_bytes(num_bytes) > 0:
+            return False
+        self._files.count(num_bytes)
+        for digest, rest in wanted.items():
+            self._promised[digest] = rest + self._begun.pop(digest, 0)
+        return True
+
+    def _give_back(self, digest: Digest) -> None:
+        """Count what a copy that did not come has on the disk, and no more."""
+        if digest in self._promised and not self._in_use[digest] and digest not in self._fetches:
+            there = self._files.scratch_bytes(digest)
+            self._files.count(there - self._promised.pop(digest))
+            if there:
+                self._begun[digest] = there
+
+    # fetching
 
     async def _fetch(self, digest: Digest) -> None:
         """Make a copy; a payload that arrives with other bytes is no copy.
@@ -87,27 +219,43 @@ class BucketCopies(Copies):
             Busy: the bucket does not answer, or sent other bytes.
             StoreFull: the disk is full.
         """
-        task = self._fetching.get(digest)
-        if task is None:
-            task = asyncio.ensure_future(self._copy(digest))
-            self._fetching[digest] = task
-            task.add_done_callback(lambda done: self._fetched(digest, done))
-        await asyncio.shield(task)
+        while (fetch := self._fetches.get(digest)) is not None and fetch.is_given_up:
+            await asyncio.wait([fetch.task])
+        if fetch is None:
+            fetch = self._fetches[digest] = _Fetch(asyncio.ensure_future(self._copy(digest)))
+            fetch.task.add_done_callback(lambda done: self._fetched(digest, done))
+        fetch.num_waiting += 1
+        try:
+            await asyncio.shield(fetch.task)
+        finally:
+            fetch.num_waiting -= 1
+            if not fetch.num_waiting and fetch.is_arriving and not fetch.task.done():
+                fetch.is_given_up = True
+                fetch.task.cancel()
 
     async def _copy(self, digest: Digest) -> None:
         size = self._home.size(digest)
         assert size is not None
         scratch = self._files.scratch(digest)
-        await self._files.room_for_copy(size)
-        try:
-            await self._home.fetch(digest, scratch)
-            if not await self._files.take(scratch, digest=digest, num_bytes=size):
-                _LOG.error("the bucket sent other bytes than those of payload %s", digest[:12])
-                raise FileNotFoundError("the payload in the bucket is damaged")
-        finally:
-            await asyncio.to_thread(scratch.unlink, missing_ok=True)
+        fetch = self._fetches[digest]
+        async with self._turns:
+            while True:
+                is_resumed = self._files.scratch_bytes(digest) > 0
+                await self._home.fetch(digest, scratch)
+                # What has arrived is compared and named whoever waits.
+                fetch.is_arriving = False
+                is_right = await self._files.take(scratch, digest=digest, num_bytes=size)
+                await asyncio.to_thread(scratch.unlink, missing_ok=True)
+                if is_right:
+                    self._promised.pop(digest, None)
+                    return
+                if not is_resumed:
+                    _LOG.error("the bucket sent other bytes than those of payload %s", digest[:12])
+                    raise FileNotFoundError("the payload in the bucket is damaged")
+                fetch.is_arriving = True
 
     def _fetched(self, digest: Digest, done: asyncio.Task[None]) -> None:
-        del self._fetching[digest]
+        del self._fetches[digest]
         if not done.cancelled() and isinstance(error := done.exception(), Busy):
             _LOG.debug("payload %s was not fetched: %s", digest[:12], error)
+        self._give_back(digest)

@@ -18,10 +18,11 @@ SCRATCH = "copies"
 class CopyFiles(BlobStore):
     """Payload files, of which each whole one is a copy of what its home has, or is about to be given to it."""
 
-    def whole(self) -> list[Digest]:
-        """Whole files, the longest unchanged first; blocks."""
+    def whole(self) -> list[tuple[Digest, float]]:
+        """Whole files and the wall times of their bytes, the oldest first; blocks."""
         found = [path for path in self._blobs.rglob("*") if path.is_file() and is_digest(path.name)]
-        return [Digest(path.name) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+        times = ((path.stat().st_mtime, path.name) for path in found)
+        return [(Digest(name), changed) for changed, name in sorted(times)]
 
     def has(self, digest: Digest) -> bool:
         """Whether there is a copy; blocks."""
@@ -41,29 +42,49 @@ class CopyFiles(BlobStore):
         async with self._locks[digest]:
             return await self._remove_files(self.path(digest))
 
+    async def offer(self, digest: Digest) -> bool:
+        """Give the home a whole file that it lacks, where it has the bytes of its name; else the file is deleted.
+
+        Raises:
+            Busy: the home does not take it now.
+        """
+        async with self._locks[digest]:
+            if await asyncio.to_thread(self.is_right, digest):
+                await self._home.keep(digest, self.path(digest))
+                return True
+            await self._remove_files(self.path(digest))
+            return False
+
     def scratch(self, digest: Digest) -> Path:
         """Where bytes for a copy may be written."""
         return self._blobs.parent / SCRATCH / digest
 
+    def scratch_bytes(self, digest: Digest) -> int:
+        """Bytes that were written there."""
+        return file_size(self.scratch(digest)) or 0
+
+    def missing_bytes(self, num_bytes: int) -> int:
+        """Bytes that would exceed the bound with so many more; not positive where there is room for them."""
+        return self._used + num_bytes - self._store_bytes
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes as used that a copy will have, or, below 0, that it does not take."""
+        self._used += num_bytes
+
     async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
-        """Make a file a copy where it has the bytes of this name; returns whether it has.
+        """Make a file a copy where it has the bytes of this name; returns whether it has. They were counted before.
 
         Raises:
             StoreFull, Busy, CorruptStore: the disk refuses.
         """
         async with self._locks[digest]:
             if file_size(self.path(digest)) is not None:
+                # Counted when it came.
+                self._used -= num_bytes
                 return True
             if await asyncio.to_thread(file_size, scratch) != num_bytes:
                 return False
             if await asyncio.to_thread(file_digest, scratch) != digest:
                 return False
             await asyncio.to_thread(name_file, scratch, self.path(digest))
-            self._used += num_bytes
             return True
-
-    async def room_for_copy(self, num_bytes: int) -> None:
-        """Ask for room where a copy would exceed the bound; what is read at the moment may exceed it all the same."""
-        missing = self._used + num_bytes - self._store_bytes
-        if missing > 0:
-            await self._make_room(missing)

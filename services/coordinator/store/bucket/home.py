@@ -26,8 +26,10 @@ class BucketHome(Home):
         *,
         store_bytes: int,
         make_room: Callable[[int], Awaitable[None]],
+        on_kept: Callable[[Digest], None],
     ) -> None:
         """Use `open` instead."""
+        self._on_kept = on_kept
         self._objects = objects
         self._sizes = sizes
         self._store_bytes = store_bytes
@@ -35,22 +37,25 @@ class BucketHome(Home):
 
     @classmethod
     async def open(
-        cls, objects: Objects, *, owner: str, store_bytes: int, make_room: Callable[[int], Awaitable[None]]
+        cls,
+        objects: Objects,
+        *,
+        store_bytes: int,
+        make_room: Callable[[int], Awaitable[None]],
+        on_kept: Callable[[Digest], None],
     ) -> BucketHome:
-        """Take the prefix and list it.
+        """List a prefix that was claimed.
 
         Args:
             objects: of the prefix.
-            owner: the store whose rows name these payloads.
             store_bytes: bytes that payloads may occupy there.
             make_room: called with the bytes that are missing before one is refused.
+            on_kept: told of each payload whose file is a copy from then on.
 
         Raises:
-            ConfigError: the prefix belongs to another store.
             Busy: the bucket does not answer, or refuses.
         """
-        await objects.claim(owner)
-        return cls(objects, await objects.sizes(), store_bytes=store_bytes, make_room=make_room)
+        return cls(objects, await objects.sizes(), store_bytes=store_bytes, make_room=make_room, on_kept=on_kept)
 
     @property
     def used_bytes(self) -> int:
@@ -84,6 +89,7 @@ class BucketHome(Home):
         size = (await asyncio.to_thread(path.stat)).st_size
         await self._objects.put(digest, path)
         self._sizes[digest] = size
+        self._on_kept(digest)
 
     async def erase(self, digest: Digest) -> int:
         """Delete a payload; returns its bytes."""
@@ -99,7 +105,7 @@ class BucketHome(Home):
             del self._sizes[digest]
 
     async def fetch(self, digest: Digest, path: Path) -> None:
-        """Write a payload into a file, which may have any bytes then."""
+        """Write a payload into a file, behind what it has already; it may have any bytes then."""
         await self._objects.fetch(digest, path)
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:

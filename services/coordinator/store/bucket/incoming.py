@@ -1,26 +1,33 @@
 """What learners put into the bucket themselves: addresses for it, and its bytes until the coordinator has taken them.
 
-Guarantees: an object here is no payload: no plan names it, and its bytes get a payload's name only from the copy that
-the coordinator verified. Addresses that are open at once are bounded, and what nobody took is deleted when its address
-is over.
+A payload is put piece by piece, each an object of its own: one that breaks off costs one piece, and whoever asks again
+is told which is missing. Guarantees: an object here is no payload: no plan names it, and its bytes get a payload's name
+only from the copy that the coordinator verified. Addresses that are open at once are bounded, and what nobody took is
+deleted when the address of its last piece is over.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, Draining, PayloadMissing
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
-from heterorl.coordinator.store.bucket.objects import Objects
+from heterorl.common.types.policy import NO_PLACE, PutPlace
+from heterorl.coordinator.store.bucket.objects import Objects, Piece
 from heterorl.coordinator.store.home import Incoming
 from heterorl.coordinator.store.steady import Steady
 
 _LOG = logging.getLogger(__name__)
+PIECE_BYTES = 64 << 20
 MAX_OPEN = 16
 """Payloads for which there are addresses at once; a learner brings one after another."""
 SWEEP_S = 300.0
+ANSWER_S = 10.0
+"""Until the bucket has said what is there: a learner waits for the answer."""
 
 
 class BucketIncoming(Incoming):
@@ -40,39 +47,61 @@ class BucketIncoming(Incoming):
         self._put_bytes = put_bytes
         self._lifetime_s = lifetime_s
         self._open: dict[Digest, float] = {}
-        """The monotonic instant at which each address is over."""
+        """The monotonic instant at which the last address of each is over."""
+        self._read: Counter[Digest] = Counter()
 
-    async def url(self, digest: Digest, num_bytes: int) -> str:
-        """An address at which a payload may be put for a while; empty where it is too large, or too many are open."""
+    async def place(self, digest: Digest, num_bytes: int) -> PutPlace:
+        """Where the first piece of a payload that is missing may be put for a while."""
         now = self._clock.monotonic()
         self._open = {name: until for name, until in self._open.items() if until > now}
         if not 0 < num_bytes <= self._put_bytes:
-            return ""
+            return NO_PLACE
         if digest not in self._open and len(self._open) >= MAX_OPEN:
             _LOG.warning("payload %s comes through the coordinator: %d others are being put", digest[:12], MAX_OPEN)
-            return ""
+            return NO_PLACE
         self._open[digest] = now + self._lifetime_s
-        return await self._objects.put_url(digest)
-
-    async def frames(self, digest: Digest, num_bytes: int) -> AsyncIterator[bytes]:
-        """Yield what was put as a payload."""
         try:
-            size = await self._objects.incoming_size(digest)
-            if size != num_bytes:
+            async with asyncio.timeout(ANSWER_S):
+                there = whole_pieces(await self._objects.pieces(digest), num_bytes)
+        except TimeoutError:
+            return NO_PLACE
+        offset = sum(piece.num_bytes for piece in there)
+        if offset == num_bytes:
+            return PutPlace(url="", offset=offset, num_bytes=0)
+        url = await self._objects.put_url(digest, offset)
+        return PutPlace(url=url, offset=offset, num_bytes=piece_bytes(offset, num_bytes))
+
+    async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:
+        """Yield what was put as a payload, from a byte on, as far as its pieces are there."""
+        self._read[digest] += 1
+        try:
+            pieces = await self._objects.pieces(digest)
+            there = whole_pieces(pieces, num_bytes)
+            put = sum(piece.num_bytes for piece in there)
+            wrong = [piece for piece in pieces if piece.offset == put and put < num_bytes]
+            if wrong:
                 # Before a byte is read: whoever has the address may put anything there.
                 await self.drop(digest)
-                raise DigestMismatch(f"what was put as payload {digest[:12]} has {size} bytes, not {num_bytes}")
-            async for block in self._objects.incoming(digest):
-                yield block
+                problem = f"has {put + wrong[0].num_bytes} bytes, not {num_bytes}"
+                raise DigestMismatch(f"what was put as payload {digest[:12]} {problem}")
+            if put <= offset:
+                raise FileNotFoundError
+            for piece in there:
+                skip = max(0, offset - piece.offset)
+                if skip < piece.num_bytes:
+                    async for block in self._objects.read_piece(piece, skip=skip):
+                        yield block
         except FileNotFoundError:
             problem = f"payload {digest[:12]} was not put into the bucket, or is no longer there"
             raise PayloadMissing(problem) from None
+        finally:
+            self._read -= Counter([digest])
 
     async def drop(self, digest: Digest) -> None:
         """Delete what was put as a payload; the next sweep does what the bucket refuses."""
         self._open.pop(digest, None)
         try:
-            await self._objects.delete_incoming(digest)
+            await self._objects.delete_pieces(await self._objects.pieces(digest))
         except Busy as error:
             _LOG.info("what was put as payload %s is deleted later: %s", digest[:12], error)
 
@@ -81,15 +110,19 @@ class BucketIncoming(Incoming):
 
         Raises:
             Busy: the bucket does not answer, or refuses.
+            CorruptStore: the prefix is another store's by now.
         """
         now, wall = self._clock.monotonic(), self._clock.wall()
-        for digest, put_at in (await self._objects.list_incoming()).items():
-            left_s = put_at + self._lifetime_s - wall
+        found: dict[Digest, list[Piece]] = {}
+        for piece in await self._objects.pieces():
+            found.setdefault(piece.digest, []).append(piece)
+        for digest, pieces in found.items():
+            left_s = max(piece.put_at for piece in pieces) + self._lifetime_s - wall
             if left_s > 0:
                 self._open.setdefault(digest, now + left_s)
-            else:
+            elif not self._read[digest]:
                 _LOG.info("what was put as payload %s, and not taken, is deleted", digest[:12])
-                await self._objects.delete_incoming(digest)
+                await self._objects.delete_pieces(pieces)
 
     async def run(self) -> None:
         """Sweep now and then until cancelled; returns when the store ends."""
@@ -100,3 +133,19 @@ class BucketIncoming(Incoming):
                 await steady.attempt(self.sweep)
         except (CorruptStore, Draining):
             return
+
+
+def piece_bytes(offset: int, num_bytes: int) -> int:
+    """Bytes of the piece that begins at a byte of a payload."""
+    return min(PIECE_BYTES, num_bytes - offset)
+
+
+def whole_pieces(pieces: Iterable[Piece], num_bytes: int) -> Sequence[Piece]:
+    """The first pieces of a payload without a gap, each as long as it must be."""
+    at = {piece.offset: piece for piece in pieces}
+    there: list[Piece] = []
+    offset = 0
+    while offset < num_bytes and offset in at and at[offset].num_bytes == piece_bytes(offset, num_bytes):
+        there.append(at[offset])
+        offset += at[offset].num_bytes
+    return there

@@ -6,8 +6,9 @@ import contextlib
 import pytest
 
 from heterorl.common.direct.connections import Connections
-from heterorl.common.direct.writes import PAUSE_S, DirectWrites
+from heterorl.common.direct.writes import AGAIN_S, PAUSE_S, TRIES, DirectWrites
 from heterorl.common.errors import Unreachable
+from heterorl.common.types.policy import PutPlace
 from tests.support.clock import ManualClock
 
 BODY = b"payload!" * 1000
@@ -37,9 +38,26 @@ async def store(*answers):
             await ended.wait()
 
 
-async def frames():
-    for begin in range(0, len(BODY), 1000):
+async def frames(offset, stop):
+    # Of the file as it is, whatever was announced of it.
+    for begin in range(offset, len(BODY), 1000):
         yield BODY[begin : begin + 1000]
+
+
+def asked(*places):
+    """What a coordinator answers, one after another; the last one again and again."""
+    left = [PutPlace(url=url, offset=offset, num_bytes=num_bytes) for url, offset, num_bytes in places]
+
+    async def ask():
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return ask
+
+
+async def put(writes, url, num_bytes=None):
+    """Put a payload of one piece."""
+    num_bytes = num_bytes or len(BODY)
+    return await writes.put_all(asked((url, 0, num_bytes), ("", num_bytes, 0)), frames, num_bytes=num_bytes)
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +73,7 @@ async def put_by(allowed="any"):
 async def test_store_that_fails_is_left_alone_for_a_while(failure):
     async with store(failure, b"200 OK") as (url, bodies), put_by() as (writes, clock):
         with pytest.raises(Unreachable) as caught:
-            await writes.put(url, frames(), num_bytes=len(BODY))
+            await writes.put_all(asked((url, 0, len(BODY))), frames, num_bytes=len(BODY))
         assert "secret-place" not in str(caught.value)
         assert "abc" not in repr(caught.value.__cause__)
         assert not writes.is_worth_asking
@@ -64,7 +82,7 @@ async def test_store_that_fails_is_left_alone_for_a_while(failure):
         clock.advance(1)
         assert writes.is_worth_asking
 
-        assert await writes.put(url, frames(), num_bytes=len(BODY))
+        assert await put(writes, url)
         assert bodies[-1] == BODY
 
 
@@ -72,7 +90,7 @@ async def test_store_that_fails_is_left_alone_for_a_while(failure):
 async def test_address_that_this_node_does_not_ask_costs_no_request(allowed, is_worth):
     async with store() as (url, bodies), put_by(allowed) as (writes, _):
         assert writes.is_worth_asking is is_worth
-        assert not await writes.put(url, frames(), num_bytes=len(BODY))
+        assert not await put(writes, url)
         assert bodies == []
         assert writes.is_worth_asking is is_worth
 
@@ -81,7 +99,7 @@ async def test_address_that_this_node_does_not_ask_costs_no_request(allowed, is_
 async def test_other_bytes_than_announced_are_no_put(announced):
     async with store(b"200 OK") as (url, _), put_by() as (writes, _):
         with pytest.raises(Unreachable, match=f"not the {announced} bytes"):
-            await writes.put(url, frames(), num_bytes=announced)
+            await put(writes, url, announced)
         # The store is not to blame.
         assert writes.is_worth_asking
 
@@ -108,7 +126,7 @@ async def test_answer_of_a_store_is_not_read():
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, put_by() as (writes, _):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/incoming/place"
-        assert await writes.put(url, frames(), num_bytes=len(BODY))
+        assert await put(writes, url)
         await ended.wait()
     assert sent < 1 << 25
 
@@ -133,6 +151,49 @@ async def test_empty_answer_keeps_the_connection():
         async with put_by() as (writes, _):
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/incoming/place"
             for _ in range(3):
-                assert await writes.put(url, frames(), num_bytes=len(BODY))
+                assert await put(writes, url)
         await ended.wait()
     assert connections == 1
+
+
+class Waiting(ManualClock):
+    """Whoever sleeps wakes at once."""
+
+    async def sleep(self, seconds):
+        self.slept = [*getattr(self, "slept", ()), seconds]
+
+
+@pytest.mark.parametrize(("failures", "is_put"), [(TRIES - 1, True), (TRIES, False)])
+async def test_piece_that_fails_is_put_again_where_another_one_got_through(failures, is_put):
+    half = len(BODY) // 2
+    answers = [b"200 OK", *[b"503 Slow Down"] * failures, b"200 OK"]
+    async with store(*answers) as (url, bodies), put_by() as (writes, _):
+        writes._clock = Waiting()
+        places = [(url, 0, half), *[(url, half, len(BODY) - half)] * (failures + 1), ("", len(BODY), 0)]
+
+        async def cut(offset, stop):
+            yield BODY[offset:stop]
+
+        if is_put:
+            assert await writes.put_all(asked(*places), cut, num_bytes=len(BODY))
+        else:
+            with pytest.raises(Unreachable, match="answers 503"):
+                await writes.put_all(asked(*places), cut, num_bytes=len(BODY))
+        assert bodies[0] + bodies[-1] == BODY
+        assert writes._clock.slept == [AGAIN_S * 2**number for number in range(TRIES - 1)]
+        assert writes.is_worth_asking is is_put
+
+
+async def test_store_that_has_not_what_it_took_is_left_alone():
+    async with store(b"200 OK") as (url, _), put_by() as (writes, _):
+        with pytest.raises(Unreachable, match="has not what it took"):
+            await writes.put_all(asked((url, 0, len(BODY))), frames, num_bytes=len(BODY))
+        assert not writes.is_worth_asking
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, len(BODY) + 1), (10, len(BODY))])
+async def test_piece_that_is_none_of_the_payload_is_not_put(place):
+    async with store() as (url, bodies), put_by() as (writes, _):
+        with pytest.raises(Unreachable, match="no piece of the payload"):
+            await writes.put_all(asked((url, *place)), frames, num_bytes=len(BODY))
+        assert bodies == []

@@ -1,0 +1,301 @@
+"""Copies of a bucket's payloads on a disk that has no room for all of them: what is bounded, what goes, what is given."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from heterorl.common.errors import Busy
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import Puller
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.store import blobs
+from heterorl.coordinator.store.bucket import copies as bucket_copies
+from heterorl.coordinator.store.bucket import settling
+from heterorl.coordinator.store.bucket.objects import Objects
+from tests.support.bucket import BucketServer
+from tests.support.bucketed import payloads_of
+from tests.support.clock import ManualClock
+from tests.support.narrow import Narrow
+from tests.support.postgres import PostgresServer, binaries
+from tests.support.relayed import LargeRun
+
+pytestmark = pytest.mark.timeout(120)
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = BucketServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def prefix(request):
+    return f"copies/{request.node.name}"
+
+
+@pytest.fixture
+def opened(server, prefix, tmp_path):
+    @contextlib.asynccontextmanager
+    async def open_(name="data", *, clock=None, endpoint=None, url="", cache_bytes=64 * MIB):
+        changes = {"endpoint": endpoint} if endpoint else {}
+        payloads = server.config(tmp_path, prefix=prefix, cache_bytes=cache_bytes, **changes)
+        config = CoordinatorConfig(
+            data_dir=tmp_path / name, payloads=payloads, store={"url": url}, max_staleness_versions=1, keep_versions=1
+        )
+        core = await Coordinator.open(config, clock or SystemClock())
+        try:
+            yield core
+        finally:
+            await core.close()
+
+    return open_
+
+
+async def begun(core, tmp_path, *, versions):
+    run = LargeRun(core, tmp_path)
+    await run.begin()
+    for _ in range(versions):
+        await run.publish(snapshot=True)
+        await core.keeper.work()
+    return run
+
+
+def files_of(directory, *folders):
+    return [path for folder in folders for path in (directory / folder).rglob("*") if path.is_file()]
+
+
+def bytes_of(directory, *folders):
+    total = 0
+    for path in files_of(directory, *folders):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+async def read(core, digest):
+    return sum([len(frame) async for frame in core.read_payload(digest=digest, offset=0)])
+
+
+def is_counted_right(core, directory):
+    return core.blobs._used == bytes_of(directory, "blobs", "partial", "copies")
+
+
+async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bound(server, opened, tmp_path):
+    line = Narrow(f"127.0.0.1:{server.port}")
+    async with line.open(), opened(cache_bytes=16 * MIB, endpoint=f"http://127.0.0.1:{line.port}") as core:
+        await begun(core, tmp_path, versions=10)
+        copies, data = core.parts.copies, tmp_path / "data"
+        line.down_bytes_per_s = 4e6
+        peak, readers = 0, [asyncio.ensure_future(read(core, d)) for d in sorted(core.parts.home.digests())]
+        for _ in range(40):
+            # Whoever waits lets the others on.
+            await asyncio.wait(readers, timeout=0.02)
+            peak = max(peak, bytes_of(data, "blobs", "partial", "copies"))
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        left = [fetch.task for fetch in copies._fetches.values()]
+        if left:
+            await asyncio.wait(left)
+        while len(core.blobs._locks):  # noqa: ASYNC110 - says nothing
+            # What was being deleted for one who has gone.
+            await asyncio.sleep(0)
+        assert peak <= 16 * MIB
+        assert files_of(data, "copies"), "what had arrived is kept for the next one"
+        assert is_counted_right(core, data)
+        assert not copies._in_use
+        assert not copies._promised
+
+        # And it is gone on with, or makes room.
+        line.down_bytes_per_s = 0.0
+        begun_with = {path.name: path.stat().st_size for path in files_of(data, "copies")}
+        before = line.down
+        digest, have = max(begun_with.items(), key=lambda item: item[1])
+        size = await read(core, digest)
+        assert line.down - before < size - have + MIB // 2
+        for digest in sorted(core.parts.home.digests()):
+            assert await read(core, digest) > 0
+        assert is_counted_right(core, data)
+        assert bytes_of(data, "blobs", "copies") <= 16 * MIB
+
+
+async def test_reader_for_whom_there_is_no_room_waits_for_another_or_comes_again(opened, tmp_path, monkeypatch):
+    async with opened(cache_bytes=7 * MIB) as core:
+        await begun(core, tmp_path, versions=2)
+        first, second = sorted(core.parts.home.digests())
+        copies, files = core.parts.copies, core.blobs
+        async with copies.at_hand([first]):
+            waiting = asyncio.ensure_future(read(core, second))
+            while not copies._in_use[second]:  # noqa: ASYNC110 - says nothing
+                await asyncio.sleep(0)
+            await asyncio.wait([waiting], timeout=0.2)
+            assert not waiting.done()
+            assert files.has(first)
+            assert not files.has(second)
+        assert await waiting > 0
+
+        monkeypatch.setattr(bucket_copies, "WAIT_S", 0.2)
+        async with copies.at_hand([first]):
+            with pytest.raises(Busy, match="cache_bytes"):
+                await read(core, second)
+            # What is there is read by as many as like.
+            assert await read(core, first) > 0
+        # One reader alone may have more than there is room for, as a proof of a way needs all of it.
+        async with copies.at_hand([first, second]):
+            assert files.has(first)
+            assert files.has(second)
+        await copies.make_room(MIB)
+        assert is_counted_right(core, tmp_path / "data")
+
+
+async def test_copy_of_an_upload_makes_room_although_nobody_looked_at_it(opened, tmp_path):
+    async with opened(cache_bytes=16 * MIB) as core:
+        run = LargeRun(core, tmp_path)
+        await run.begin()
+        for _ in range(6):
+            # The keeper is busy elsewhere.
+            await run.publish(snapshot=True)
+        assert len(files_of(tmp_path / "data", "blobs")) == 2
+        assert is_counted_right(core, tmp_path / "data")
+
+
+async def test_copy_that_is_looked_at_when_room_is_wanted_goes_the_next_time(opened, tmp_path):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=1)
+        (digest,) = core.parts.home.digests()
+        async with core.blobs._locks[digest]:
+            await core.parts.copies.make_room(1)
+        assert core.blobs.has(digest)
+        await core.parts.copies.make_room(1)
+        assert not core.blobs.has(digest)
+
+
+async def test_copy_that_is_read_or_nobody_waits_for_while_it_is_deleted(opened, tmp_path, monkeypatch):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=2)
+        begins, may_end, remove = asyncio.Event(), threading.Event(), blobs.remove_file
+        loop = asyncio.get_running_loop()
+
+        def slow(path):
+            loop.call_soon_threadsafe(begins.set)
+            assert may_end.wait(30)
+            remove(path)
+
+        monkeypatch.setattr(blobs, "remove_file", slow)
+        making = asyncio.ensure_future(core.parts.copies.make_room(1))
+        await begins.wait()
+        (going,) = core.parts.copies._going
+        reading = asyncio.ensure_future(read(core, going))
+        while core.parts.copies._num_readers == 0:  # noqa: ASYNC110 - says nothing
+            await asyncio.sleep(0)
+        making.cancel()
+        await asyncio.wait([making])
+        may_end.set()
+        assert await reading > 0
+        assert len(files_of(tmp_path / "data", "blobs")) == 2
+        assert is_counted_right(core, tmp_path / "data")
+        await core.parts.copies.make_room(1)
+        assert is_counted_right(core, tmp_path / "data")
+
+
+async def test_backup_of_more_than_there_is_room_for_goes_payload_by_payload(opened, tmp_path):
+    async with opened(cache_bytes=16 * MIB) as core:
+        run = await begun(core, tmp_path, versions=5)
+        digests = core.parts.home.digests()
+        found, link, peak = core.backups._take, [], []
+
+        def take(digest, target):
+            peak.append(bytes_of(tmp_path / "data", "blobs", "copies"))
+            link.append(digest)
+            return found(digest, target)
+
+        core.backups._take = take
+        backup = await core.backups.make("one")
+        assert backup.num_payloads == len(digests) == len(link)
+        assert max(peak) <= 16 * MIB
+        assert {path.name for path in files_of(tmp_path / "data" / "backups" / "one", "blobs")} == set(digests)
+        assert run.head == backup.head_version
+
+
+async def test_backup_outlasts_a_moment_without_the_bucket(server, opened, tmp_path):
+    line = Narrow(f"127.0.0.1:{server.port}")
+
+    class Clock(SystemClock):
+        async def sleep(self, seconds):
+            line.mend()
+
+    async with line.open():
+        endpoint = f"http://127.0.0.1:{line.port}"
+        async with opened(endpoint=endpoint, clock=Clock(), cache_bytes=16 * MIB) as core:
+            await begun(core, tmp_path, versions=4)
+            line.cut()
+            assert (await core.backups.make("one")).num_payloads == 4
+
+
+async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
+    server, prefix, opened, tmp_path, monkeypatch
+):
+    if binaries() is None:
+        pytest.skip("PostgreSQL is not installed: make programs")
+    postgres, clock = PostgresServer(), ManualClock()
+    # Versions are published after their files were written, by any clock.
+    clock.wall_offset = 4_000_000_000.0
+    try:
+        url = postgres.make_schema(str(tmp_path))
+        async with opened("a", clock=clock, url=url) as core:
+            run = await begun(core, tmp_path, versions=8)
+        before = {path.name for path in files_of(tmp_path / "a", "blobs")}
+        async with opened("b", clock=clock, url=url) as core:
+            await core.keeper.work()
+            clock.advance(20_000)
+            assert await core.keeper.collect(missing_bytes=1) > 0
+        kept = {name.rpartition("/")[2] for name in payloads_of(server.names(prefix))}
+        assert kept < before
+        # A foreign file, and one that the bucket lost.
+        lost = min(kept)
+        server.remove(prefix, f"blobs/{lost[:2]}/{lost}")
+        puts, put = [], Objects.put
+
+        async def noted(self, digest, path):
+            puts.append(digest)
+            await put(self, digest, path)
+
+        monkeypatch.setattr(Objects, "put", noted)
+        async with opened("a", clock=clock, url=url) as core:
+            assert puts == [], "the port opens first"
+            assert {path.name for path in files_of(tmp_path / "a", "blobs")} == kept
+            assert is_counted_right(core, tmp_path / "a")
+            await core.parts.copies.run()
+            assert puts == [lost]
+            assert {name.rpartition("/")[2] for name in payloads_of(server.names(prefix))} == kept
+            puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
+            assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == run.roots[7]
+    finally:
+        postgres.stop()
+
+
+async def test_file_with_other_bytes_than_its_name_says_is_not_given_to_the_bucket(server, prefix, opened, tmp_path):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=1)
+    (name,) = payloads_of(server.names(prefix))[:1]
+    server.remove(prefix, name)
+    (path,) = [path for path in files_of(tmp_path / "data", "blobs") if path.name == name.rpartition("/")[2]]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    async with opened() as core:
+        await core.parts.copies.run()
+        assert name not in server.names(prefix)
+        assert not path.exists()
+        assert is_counted_right(core, tmp_path / "data")
+
+
+def test_what_whole_files_are():
+    files = [("at-home", 1.0), ("named", 2.0), ("stray", 9.0), ("upload", 11.0)]
+    found = settling.settle(files, at_home={"at-home"}, named={"named", "at-home"}, newest=10.0)
+    assert found == settling.Settlement(("at-home",), ("named",), ("stray",))
+    # Before the first version, whatever is there may become part of it.
+    assert settling.settle(files, at_home=(), named=(), newest=None) == settling.Settlement((), (), ())

@@ -1,0 +1,232 @@
+"""Whose payloads a prefix of a bucket has: a restored copy beside the live run, a prefix taken over, a run that moves."""
+
+import pytest
+
+from heterorl.common.errors import Busy, ConfigError, CorruptStore
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import Puller
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.offline.restore import restore
+from heterorl.coordinator.payloads import opening
+from heterorl.coordinator.store.bucket.client import BucketClient
+from heterorl.coordinator.store.bucket.objects import Objects
+from tests.support.bucket import BucketServer
+from tests.support.bucketed import payloads_of
+from tests.support.postgres import PostgresServer, binaries
+from tests.support.relayed import LargeRun
+
+pytestmark = pytest.mark.timeout(120)
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = BucketServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def prefix(request):
+    return f"owners/{request.node.name}".replace("[", ".").replace("]", "")
+
+
+@pytest.fixture
+def config(server, prefix, tmp_path):
+    def make(name, *, where=prefix, url="", **payloads):
+        return CoordinatorConfig(
+            data_dir=tmp_path / name,
+            payloads=server.config(tmp_path, prefix=where, **payloads) if where else {},
+            store={"url": url},
+            max_staleness_versions=1,
+            keep_versions=1,
+        )
+
+    return make
+
+
+async def begun(core, directory, *, versions):
+    directory.mkdir()
+    run = LargeRun(core, directory)
+    await run.begin()
+    for _ in range(versions):
+        await run.publish(snapshot=True)
+    return run
+
+
+async def pulled(core, run, spool):
+    puller = Puller(api=core, spool=spool, layout=run.layout, clock=SystemClock())
+    return (await puller.pull(held=None, want_version=-1)).manifest
+
+
+def forget_copies(data_dir):
+    for path in (data_dir / "blobs").rglob("*"):
+        if path.is_file():
+            path.unlink()
+
+
+async def test_restored_copy_takes_nothing_from_the_live_run_and_goes_on_in_a_prefix_of_its_own(
+    server, config, prefix, tmp_path
+):
+    live = await Coordinator.open(config("live"), SystemClock())
+    run = await begun(live, tmp_path / "run", versions=3)
+    # The backup has what is in the bucket alone.
+    forget_copies(tmp_path / "live")
+    backup = await live.backups.make("one")
+    await run.publish(snapshot=True)
+    before = server.names(prefix)
+    assert len(payloads_of(before)) == 4
+
+    found = restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "drill", url="", now=NOW)
+    assert (found.num_payloads, found.missing) == (backup.num_payloads, ())
+    with pytest.raises(ConfigError, match="has the payloads of another store.*name another prefix"):
+        await Coordinator.open(config("drill"), SystemClock())
+    assert server.names(prefix) == before
+
+    other = f"{prefix}-drill"
+    drill = await Coordinator.open(config("drill", where=other), SystemClock())
+    assert {name.rpartition("/")[2] for name in payloads_of(server.names(other))} == drill.parts.home.digests()
+    again = await begun(drill, tmp_path / "again", versions=0)
+    again.head, again.arena = found.head_version, run.arena
+    for _ in range(3):
+        await again.publish(snapshot=True)
+        await drill.keeper.collect(missing_bytes=1)
+    forget_copies(tmp_path / "drill")
+    assert (await pulled(drill, run, tmp_path / "spool-drill")).state_root == again.roots[5]
+    await drill.close()
+
+    assert server.names(prefix) == before
+    forget_copies(tmp_path / "live")
+    assert (await pulled(live, run, tmp_path / "spool")).state_root == run.roots[3]
+    await live.close()
+
+
+async def test_restored_copy_without_a_bucket_has_its_payloads_in_files(config, tmp_path):
+    live = await Coordinator.open(config("live"), SystemClock())
+    run = await begun(live, tmp_path / "run", versions=2)
+    await live.backups.make("one")
+    await live.close()
+    restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
+    core = await Coordinator.open(config("new", where=""), SystemClock())
+    assert (await pulled(core, run, tmp_path / "spool")).state_root == run.roots[1]
+    await core.close()
+
+
+async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_ends(server, config, prefix, tmp_path):
+    live = await Coordinator.open(config("live"), SystemClock())
+    run = await begun(live, tmp_path / "run", versions=3)
+    await live.backups.make("one")
+    restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
+    mark = server.read(prefix, "run")
+    with pytest.raises(ConfigError, match=mark):
+        await Coordinator.open(config("new", take_over="f" * 32), SystemClock())
+    core = await Coordinator.open(config("new", take_over=mark), SystemClock())
+    before = server.names(prefix)
+
+    # Retired by the one that had the prefix, and not deleted.
+    await run.publish(snapshot=True)
+    await run.publish(snapshot=True)
+    digest = next(iter(live.parts.home.digests()))
+    with pytest.raises(CorruptStore, match="another store has taken the prefix"):
+        await live.parts.home.erase(digest)
+    with pytest.raises(CorruptStore):
+        await live.parts.home.set_aside(digest)
+    assert live.on_fatal.done(), "the process ends"
+    assert set(before) <= set(server.names(prefix))
+    await live.close()
+    with pytest.raises(ConfigError, match="has the payloads of another store"):
+        await Coordinator.open(config("live"), SystemClock())
+
+    assert (await pulled(core, run, tmp_path / "spool")).state_root == run.roots[2]
+    await core.close()
+    # The key may stay where it was: the name is no longer there.
+    core = await Coordinator.open(config("new", take_over=mark), SystemClock())
+    await core.close()
+
+
+async def test_two_that_take_over_at_once_do_not_both_get_the_prefix(server, config, prefix, tmp_path, monkeypatch):
+    live = await Coordinator.open(config("live"), SystemClock())
+    await live.close()
+    mark = server.read(prefix, "run")
+    small = BucketClient.small
+
+    async def overtaken(self, key):
+        found = await small(self, key)
+        # Between the look and the put somebody else was faster.
+        server.replace(prefix, "run", b"somebody else")
+        return found
+
+    monkeypatch.setattr(BucketClient, "small", overtaken)
+    with pytest.raises(ConfigError, match="somebody else"):
+        await Coordinator.open(config("new", take_over=mark), SystemClock())
+    assert server.read(prefix, "run") == "somebody else"
+
+
+async def test_run_that_moves_into_a_bucket_serves_once_all_is_there(server, config, prefix, tmp_path, monkeypatch):
+    core = await Coordinator.open(config("data", where=""), SystemClock())
+    run = await begun(core, tmp_path / "run", versions=3)
+    await core.close()
+    put, puts = Objects.put, []
+
+    async def breaking(self, digest, path):
+        puts.append(digest)
+        if len(puts) == 3:
+            raise Busy("the bucket of the payloads is away")
+        await put(self, digest, path)
+
+    monkeypatch.setattr(Objects, "put", breaking)
+    monkeypatch.setattr(opening, "WAIT_S", 0.0)
+    with pytest.raises(Busy, match="is away"):
+        await Coordinator.open(config("data"), SystemClock())
+    assert len(payloads_of(server.names(prefix))) == 2
+    # Nothing was served from there yet, so it may still stay as it was.
+    core = await Coordinator.open(config("data", where=""), SystemClock())
+    await core.close()
+    core = await Coordinator.open(config("data"), SystemClock())
+    assert len(puts) == 4
+    forget_copies(tmp_path / "data")
+    assert (await pulled(core, run, tmp_path / "spool")).state_root == run.roots[2]
+    await core.close()
+    with pytest.raises(ConfigError, match="payloads of this run are in a bucket"):
+        await Coordinator.open(config("data", where=""), SystemClock())
+
+
+@pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
+async def test_coordinator_without_the_files_does_not_move_them(server, config, prefix, tmp_path):
+    postgres = PostgresServer()
+    try:
+        url = postgres.make_schema(str(tmp_path))
+        core = await Coordinator.open(config("a", where="", url=url), SystemClock())
+        run = await begun(core, tmp_path / "run", versions=2)
+        await core.close()
+        with pytest.raises(ConfigError, match="has not the payloads of this store"):
+            await Coordinator.open(config("b", url=url), SystemClock())
+        assert server.names(prefix) == []
+        for name in ("a", "b"):
+            core = await Coordinator.open(config(name, url=url), SystemClock())
+            assert (await pulled(core, run, tmp_path / f"spool-{name}")).state_root == run.roots[1]
+            await core.close()
+    finally:
+        postgres.stop()
+
+
+async def test_moment_without_the_bucket_is_waited_for(config, tmp_path):
+    server = BucketServer(tmp_path / "disk")
+
+    class Clock(SystemClock):
+        waited = 0
+
+        async def sleep(self, seconds):
+            self.waited += 1
+            server.start()
+
+    try:
+        made = config("data").model_copy(update={"payloads": server.config(tmp_path, prefix="p")})
+        server.kill()
+        clock = Clock()
+        core = await Coordinator.open(made, clock)
+        await core.close()
+        assert clock.waited == 1
+    finally:
+        server.stop()

@@ -140,6 +140,7 @@ bench-lab: $(SETUP)  ## The vectorised lab beside the services' lab: seconds and
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak memory at a vocabulary of 32 000
 bench-groups: $(SETUP)  ## What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost
+bench-group-rows: $(SETUP)  ## Groups' bytes in their row, in a row beside it and in a file, in SQLite and PostgreSQL; 6 minutes, 2 GB of disk
 bench-hf-rows: $(SETUP)  ## The hf engine's rows refilled between two tokens, beside waves, on the same long-tailed requests; 3 minutes
 bench-ingest: $(SETUP)  ## Groups taken in durably by one core, beside PostgreSQL and NATS JetStream on the same disk; 2 minutes, 4 GB of disk
 bench-load: $(ENGINES_SETUP)  ## What each rank of a learner holds at most while it loads: torch and ZeRO 1 to 3, 1 and 2 ranks: BEFORE=CHECKOUT; 15 minutes
@@ -159,6 +160,8 @@ bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's 
 bench-view: $(SETUP)  ## What a page of `heterorl view` takes with 50,000 samples, beside a bare page of its size; 3 minutes
 # Module and results are named as the target is, and one thread computes, except where a line says otherwise.
 THREADS = OMP_NUM_THREADS=1
+bench-group-rows: MODULE = group_rows
+bench-group-rows: RESULTS = group_rows
 bench-hf-rows: MODULE = hf_rows
 bench-hf-rows: RESULTS = hf_rows
 bench-lab: MODULE = lab_fast

@@ -233,6 +233,27 @@ def _ingest() -> str:
     )
 
 
+def _group_rows() -> str:
+    rows = {(r["group_bytes"], r["store"], r["layout"]): r for r in _benchmark("group_rows")["rows"]}
+    stores = {"sqlite": "SQLite", "postgres": "PostgreSQL"}
+    return table(
+        ["bytes of a group", "store", *(f"{what}: {at}" for what in ("in", "out") for at in ("row", "apart", "file"))],
+        [
+            [
+                f"{size:,}",
+                name,
+                *(
+                    f"{rows[size, store, at][f'{what}_mb_s']:,.0f}"
+                    for what in ("in", "out")
+                    for at in ("row", "apart", "file")
+                ),
+            ]
+            for size in sorted({size for size, *_ in rows})
+            for store, name in stores.items()
+        ],
+    )
+
+
 def _pull() -> str:
     return table(
         ["1 GB model", "sent", "plan to verified state", "fetch", "bare gRPC", "gRPC to a file", "share", "to a file"],
@@ -335,6 +356,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sites-stores": _sites_stores,
     "kills-stores": _kills_stores,
     "ingest": _ingest,
+    "group-rows": _group_rows,
     "pull": _pull,
     "pull-ways": _pull_ways,
     "plan": lambda: table(*plans.plans()),

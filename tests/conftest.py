@@ -5,10 +5,18 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.support import needs
+
 # Examples are judged by what they show, never by how long a shared machine took over them. In CI they are the same ones
 # every time: a change is not refused for what it did not touch. Everywhere else each run looks at new ones.
 settings.register_profile("untimed", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config):
+    lacking = needs.missing(os.environ.get(needs.VARIABLE, ""))
+    if lacking:
+        raise pytest.UsageError(f"{needs.VARIABLE} names what is not installed: {', '.join(lacking)} (make programs)")
 
 
 @pytest.fixture(scope="session", autouse=True)

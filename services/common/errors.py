@@ -19,6 +19,7 @@
       EngineError             the engine generates nothing until a version is loaded anew
         StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
+      StoreLost               the coordinator's database is away: it starts again, and nothing acknowledged is lost
 
 `ValueError` and `assert` are for our own mistakes. The file is over 300 lines because it is one tree.
 """
@@ -318,6 +319,13 @@ class CorruptStore(CorruptData):
     """The durable store fails its integrity check."""
 
     action = "restore the data directory from a backup"
+
+
+class StoreLost(HeterorlError):
+    """The coordinator cannot reach its database, or has lost it; what it acknowledged is there."""
+
+    action = "nothing acknowledged is lost: the coordinator starts again and waits for it; if it stays, see PostgreSQL"
+    exit_code = 1
 
 
 class UntrustedVersion(HeterorlError):

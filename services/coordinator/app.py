@@ -4,7 +4,7 @@
     rpcs        messages of learners and samplers             the peers; the end of the grace period
     gauges      one second                                    the stop event
     composer    versions to merge, its thread                 a publication; a plan; the stop event
-    watchdog    half the service manager's interval           the clock
+    watchdog    half the service manager's interval           the clock; not fed while the store's thread hangs
     keeper      payloads to verify, a snapshot to write       a publication; the stop event
     relief      a disk that refuses                           the disk; time; the stop event
     incoming    five minutes                                  the clock; the stop event
@@ -24,7 +24,6 @@ import signal
 import sys
 from pathlib import Path
 
-from heterorl.common.errors import CorruptStore, Draining
 from heterorl.common.process import descriptors, metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import replacing
@@ -40,9 +39,11 @@ from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.coordinator.servicers.sample import SampleServicer
+from heterorl.coordinator.sites.page import MetricsPage
 from heterorl.coordinator.sites.presence import Presence
 from heterorl.coordinator.sites.reported import Reported
 from heterorl.coordinator.store.choice import claimed, standby_at
+from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.engine import Engine
 from heterorl.coordinator.store.steady import Steady
 from heterorl.v1 import (
@@ -58,8 +59,6 @@ from heterorl.v1 import (
 
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
-NODES_PAGE = "/nodes"
-"""Where the metrics of learners and samplers are, beside the coordinator's own at /metrics."""
 SWITCH_INTERVAL_S = 0.0005
 """How long the store's thread waits for the interpreter after each statement, at worst; ten times as long if unset."""
 
@@ -67,27 +66,33 @@ SWITCH_INTERVAL_S = 0.0005
 async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
     """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error).
 
-    A standby serves once no other coordinator has the store, and listens on no port before.
+    A database that is away is waited for. A standby serves once no other coordinator has the store, too, and shows only
+    its metrics before.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = asyncio.Event()
     clock = SystemClock()
     notifier = notify.from_environment()
     notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
-    async with notify.supervised(notifier, clock):
+    async with notify.supervised(notifier, clock) as watch:
+        page = MetricsPage(config, Reported(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock))
         engine = None
-        if is_standby:
-            engine = await _stand_by(config, stop, notifier)
+        if is_standby or config.store.url:
+            engine = await _take_store(config, stop, notifier, page if is_standby else None)
             if engine is None:
                 return 0
-        return await _serve(config, clock, stop, notifier, engine)
+        return await _serve(config, clock, stop, notifier, engine, page, watch)
 
 
-async def _stand_by(config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier) -> Engine | None:
-    """Wait for the store; None when a signal came first."""
-    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket))
-    _LOG.info("run %s: standing by", config.run_id)
-    notifier.ready(f"run {config.run_id}, standing by")
+async def _take_store(
+    config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, page: MetricsPage | None
+) -> Engine | None:
+    """Wait for the store in a database; None when a signal came first. A standby has a page meanwhile."""
+    is_elsewhere = bool(config.payloads.bucket)
+    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=page is not None)
+    if page is not None:
+        _LOG.info("run %s: standing by, metrics on port %d", config.run_id, page.stand_by())
+        notifier.ready(f"run {config.run_id}, standing by")
     waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -100,15 +105,24 @@ async def _stand_by(config: CoordinatorConfig, stop: asyncio.Event, notifier: no
         if engine is not None:
             engine.close()
         return None
-    _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
-    return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=bool(config.payloads.bucket))
+    if page is not None:
+        _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
+    return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=is_elsewhere)
 
 
 async def _serve(
-    config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier, engine: Engine | None
+    config: CoordinatorConfig,
+    clock: Clock,
+    stop: asyncio.Event,
+    notifier: notify.Notifier,
+    engine: Engine | None,
+    page: MetricsPage,
+    watch: notify.Watch,
 ) -> int:
     calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, clock, engine=engine)
+    # A session or a disk that hangs keeps the store from whoever could take over.
+    watch.silent_s = core.database.silent_s
     server = Server(
         max_message_bytes=config.max_message_bytes,
         max_concurrent_rpcs=calls,
@@ -125,21 +139,14 @@ async def _serve(
     sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
-    reported = Reported(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock)
-    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(reported), server.grpc)
+    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(page.reported), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)
         # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
         await observe.observe_run(core)
         tracing.start(config.tracing, service="coordinator", name=config.run_id)
-        metrics_port = metrics.serve(
-            config.metrics_port,
-            service="coordinator",
-            address=config.metrics_host,
-            may_move="metrics_port" not in config.model_fields_set,
-            pages={NODES_PAGE: reported.page},
-        )
+        metrics_port = page.serve()
         await asyncio.to_thread(_announce, config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")
@@ -208,7 +215,7 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
 
     steady = Steady("gauges", clock)
     # The store's end is main's to notice.
-    with contextlib.suppress(CorruptStore, Draining):
+    with contextlib.suppress(*ENDED):
         while True:
             await steady.attempt(look)
             await clock.sleep(GAUGE_INTERVAL_S)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from heterorl.common.evaluation.config import PlannedSetConfig, refuse_twice
 from heterorl.common.identity.tls import ServerTlsConfig
+from heterorl.common.process.address import check_database
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.coordinator.store.bucket.config import BucketConfig
@@ -51,18 +51,7 @@ class StoreConfig(Config):
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str) -> str:
-        # What is wrong is said without the url: whoever wrote a password into it may not want it in a log.
-        parts = urlsplit(url)
-        if not url:
-            return url
-        if parts.scheme not in ("postgresql", "postgres"):
-            raise ValueError("must begin with postgresql://")
-        if (
-            parts.password is not None
-            or {"password", "sslpassword"} & parse_qs(parts.query, keep_blank_values=True).keys()
-        ):
-            raise ValueError("has a password: keep it in the file that PGPASSFILE names (mode 0600), or in PGPASSWORD")
-        return url
+        return check_database(url) if url else url
 
 
 class CoordinatorConfig(Config):
@@ -88,7 +77,7 @@ class CoordinatorConfig(Config):
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     metrics_nodes: int = Field(default=256, ge=0, le=4096)
-    """Learners and samplers whose pushed metrics are kept, and served at /nodes of the same port; 0 is none."""
+    """Learners, samplers and relays whose pushed metrics are kept, and served at /nodes of the same port; 0 is none."""
     tracing: TracingConfig = TracingConfig()
     """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
     seed: int = Field(default=0, ge=0)

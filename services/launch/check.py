@@ -30,7 +30,7 @@ def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
     lines: dict[str, None] = {}
     for node in nodes:
         for key, text in problems(node.kind, node.config):
-            where = key_in_run(node.kind, key)
+            where = node.stated.get(key) or key_in_run(node.kind, key)
             lines[f"{where}: {text}" if where else f"{node.name}: {text}"] = None
     if lines:
         head = [f"run.toml has {len(lines)} problems:"] if len(lines) > 1 else []

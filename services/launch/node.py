@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ class Node:
     """Target of the Dockerfile: `sampler-vllm` beside `sampler`."""
     config: dict[str, Any]
     """Its TOML file but for what the launcher decides: state directory and certificates."""
+    stated: Mapping[str, str] = field(default_factory=dict)
+    """Where run.toml says keys of `config` that have another name there."""
     arguments: tuple[str, ...] = ()
     """Of the command line, after the configuration."""
     needs: tuple[str, ...] = ()

@@ -43,6 +43,23 @@ def _listen(host: str, port: int) -> str:
     return f"{host if is_loopback(f'{host}:{port}') else '0.0.0.0'}:{port}"
 
 
+_OF_COORDINATOR = {
+    "run_id": "run.id", "listen": "coordinator.port", "groups_per_version": "run.groups_per_step",
+    "data_dir": "coordinator.data_dir", "store.url": "coordinator.postgres.url",
+}  # fmt: skip
+
+
+def _stated(places: dict[str, str], more: dict[str, Any]) -> dict[str, str]:
+    """Where keys are said, but for those that a table of the node's own says anew."""
+    return {key: place for key, place in places.items() if not _has(more, key)}
+
+
+def _has(table: dict[str, Any], key: str) -> bool:
+    first, _, rest = key.partition(".")
+    inner = table.get(first)
+    return first in table and (not rest or (isinstance(inner, dict) and _has(inner, rest)))
+
+
 def _coordinators(run: RunFile) -> Iterator[Node]:
     table = run.coordinator
     standby = table.postgres.standby if table.postgres else ()
@@ -64,6 +81,7 @@ def _coordinators(run: RunFile) -> Iterator[Node]:
             host=host,
             image="coordinator",
             config=merged(config, table.config),
+            stated=_stated(_OF_COORDINATOR, table.config),
             arguments=("--standby",) if standby else (),
             port=table.port,
             dialled=tuple(dict.fromkeys((host, name))),
@@ -124,6 +142,7 @@ def _learner(run: RunFile, coordinators: tuple[Node, ...], dial: Dial) -> Node:
         host=table.host,
         image="learner-deepspeed" if table.backend.get("kind") == "deepspeed" else "learner",
         config=merged({key: value for key, value in config.items() if value != {}}, table.config),
+        stated=_stated({"run_id": "run.id"}, table.config),
         arguments=("--nproc", str(table.nproc)) if table.nproc > 1 and table.nnodes == 1 else (),
         needs=("coordinator",),
         devices=table.devices or tuple(range(table.num_gpus)),

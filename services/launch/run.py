@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from heterorl.common.process.address import is_loopback
+from heterorl.common.process.address import check_database, is_loopback
 from heterorl.common.process.config import Config
 
 HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
@@ -62,10 +62,15 @@ class RunTable(Config):
 class PostgresTable(Config):
     """PostgreSQL as the coordinator's store, with which another host may stand by."""
 
-    url: str = Field(pattern=r"^postgres(ql)?://")
+    url: str = Field(min_length=1, max_length=2048)
     """store.url of the coordinators; no password."""
     standby: tuple[Host, ...] = ()
     """Hosts of coordinators that stand by. All share data_dir by a file system, or payloads in a bucket."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        return check_database(url)
 
 
 class CoordinatorTable(Config):
@@ -234,10 +239,16 @@ class RunFile(Config):
         for path in paths:
             if ".." in PurePosixPath(path).parts or path == "/":
                 raise ValueError(f"run: {path!r} is no directory that a container may be given")
-        serving = [(self.coordinator.host, self.coordinator.port), *((each.host, each.port) for each in self.relays)]
+        table = self.coordinator
+        coordinators = [table.host, *(table.postgres.standby if table.postgres else ())]
+        twice = [host for index, host in enumerate(coordinators) if host in coordinators[:index]]
+        if twice:
+            raise ValueError(
+                f"coordinator.postgres.standby: {twice[0]} has a coordinator already, on one port; name another host"
+            )
+        serving = [*((host, table.port) for host in coordinators), *((each.host, each.port) for each in self.relays)]
         if len(set(serving)) != len(serving):
             raise ValueError("relays: two services have one host and one port; give one of them another port")
-        table = self.coordinator
         if table.postgres and table.postgres.standby and not (table.data_dir or table.has_bucket):
             raise ValueError(
                 "coordinator.data_dir: coordinators that stand by share it; name a directory, or a bucket in"

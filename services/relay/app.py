@@ -4,6 +4,7 @@
     rpcs      messages of samplers                    the samplers; the end of the grace period
     carried   the coordinator                         the coordinator; the node's deadline
     head      news of the head                        the coordinator; a broken line (it dials again)
+    push      its interval                            the clock
     fetches   bytes of a payload                      the coordinator; a minute without any
     watchdog  half the service manager's interval     the clock
     main      SIGTERM or SIGINT                       the operator
@@ -18,6 +19,8 @@ import logging
 import signal
 from pathlib import Path
 
+from heterorl.common.federation.push import pushing
+from heterorl.common.identity.identity import site_of
 from heterorl.common.process import descriptors, metrics, notify
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import replacing
@@ -75,7 +78,13 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
                 config.coordinator, port, metrics_port, cache.num_bytes,
             )  # fmt: skip
             notifier.ready(f"relay of {config.coordinator}, port {port}")
-            await stop.wait()
+            async with pushing(
+                lambda series: upstream.push_relay_metrics(site=site_of(config.tls.cert) or "relay", series=series),
+                registry=metrics.registry_of("relay"),
+                interval_s=config.metrics_push_s,
+                clock=clock,
+            ):
+                await stop.wait()
         finally:
             _LOG.info("stopping")
             notifier.stopping()

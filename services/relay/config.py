@@ -45,5 +45,7 @@ class RelayConfig(Config):
     """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
+    metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
+    """Seconds between two pushes of these metrics to the coordinator, which shows them in its place; 0 is never."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""

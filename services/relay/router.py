@@ -30,6 +30,7 @@ from heterorl.v1 import (
     backup_pb2,
     diagnosis_pb2,
     evaluation_pb2,
+    metrics_pb2,
     policy_pb2,
     rollout_pb2,
     run_pb2,
@@ -45,7 +46,9 @@ OTHER = "other"
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Answer = Callable[[bytes], AsyncIterator[bytes]]
 MessageT = TypeVar("MessageT", bound=Message)
-_FILES: Sequence[Any] = (backup_pb2, diagnosis_pb2, evaluation_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2)
+_FILES: Sequence[Any] = (
+    backup_pb2, diagnosis_pb2, evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2,
+)  # fmt: skip
 _NAMES = frozenset(
     method.name
     for file in _FILES

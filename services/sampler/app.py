@@ -42,6 +42,7 @@ from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of
 from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.shared import SharedPayloads
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.parallel import num_threads
@@ -156,6 +157,7 @@ def join(
         flavour=config.flavour,
         # While bytes arrive the link works, and the next failure is the first of a row.
         on_frame=patience.reset,
+        shared=SharedPayloads(config.share_dir, max_bytes=config.share_bytes) if config.share_dir else None,
     )
     policy = PolicySync(
         api=api,
@@ -174,16 +176,9 @@ def join(
         max_delay_s=max_delay_s(config.delay), flavour=config.flavour, work_ahead_s=config.work_ahead_s,
     )  # fmt: skip
     session = Session(
-        api=api,
-        registration=registration,
-        outbox=outbox,
-        record=record,
-        heartbeat_s=config.heartbeat_s,
-        clock=clock,
-        bell=bell,
-        numbering=numbering,
-        rng=rng,
-    )
+        api=api, registration=registration, outbox=outbox, record=record, heartbeat_s=config.heartbeat_s, clock=clock,
+        bell=bell, numbering=numbering, rng=rng,
+    )  # fmt: skip
     maker = RolloutMaker(
         task=parts.task, prompter=parts.prompter, site=site, incarnation=outbox.incarnation,
         group_size=config.group_size, clock=clock, is_seeded=config.seeded_sampling,

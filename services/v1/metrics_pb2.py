@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/metrics.proto\x12\x0bheterorl.v1\"<\n\x0cMetricSeries\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12\x0e\n\x06values\x18\x03 \x03(\x01\"T\n\x19PushSamplerMetricsRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12)\n\x06series\x18\x02 \x03(\x0b\x32\x19.heterorl.v1.MetricSeries\"-\n\x1aPushSamplerMetricsResponse\x12\x0f\n\x07is_kept\x18\x01 \x01(\x08\"T\n\x19PushLearnerMetricsRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12)\n\x06series\x18\x02 \x03(\x0b\x32\x19.heterorl.v1.MetricSeries\"-\n\x1aPushLearnerMetricsResponse\x12\x0f\n\x07is_kept\x18\x01 \x01(\x08\x32\xde\x01\n\x0eMetricsService\x12\x65\n\x12PushSamplerMetrics\x12&.heterorl.v1.PushSamplerMetricsRequest\x1a\'.heterorl.v1.PushSamplerMetricsResponse\x12\x65\n\x12PushLearnerMetrics\x12&.heterorl.v1.PushLearnerMetricsRequest\x1a\'.heterorl.v1.PushLearnerMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/metrics.proto\x12\x0bheterorl.v1\"<\n\x0cMetricSeries\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12\x0e\n\x06values\x18\x03 \x03(\x01\"T\n\x19PushSamplerMetricsRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12)\n\x06series\x18\x02 \x03(\x0b\x32\x19.heterorl.v1.MetricSeries\"-\n\x1aPushSamplerMetricsResponse\x12\x0f\n\x07is_kept\x18\x01 \x01(\x08\"T\n\x19PushLearnerMetricsRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12)\n\x06series\x18\x02 \x03(\x0b\x32\x19.heterorl.v1.MetricSeries\"-\n\x1aPushLearnerMetricsResponse\x12\x0f\n\x07is_kept\x18\x01 \x01(\x08\"R\n\x17PushRelayMetricsRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12)\n\x06series\x18\x02 \x03(\x0b\x32\x19.heterorl.v1.MetricSeries\"+\n\x18PushRelayMetricsResponse\x12\x0f\n\x07is_kept\x18\x01 \x01(\x08\x32\xbf\x02\n\x0eMetricsService\x12\x65\n\x12PushSamplerMetrics\x12&.heterorl.v1.PushSamplerMetricsRequest\x1a\'.heterorl.v1.PushSamplerMetricsResponse\x12\x65\n\x12PushLearnerMetrics\x12&.heterorl.v1.PushLearnerMetricsRequest\x1a\'.heterorl.v1.PushLearnerMetricsResponse\x12_\n\x10PushRelayMetrics\x12$.heterorl.v1.PushRelayMetricsRequest\x1a%.heterorl.v1.PushRelayMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,6 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHLEARNERMETRICSREQUEST']._serialized_end=321
   _globals['_PUSHLEARNERMETRICSRESPONSE']._serialized_start=323
   _globals['_PUSHLEARNERMETRICSRESPONSE']._serialized_end=368
-  _globals['_METRICSSERVICE']._serialized_start=371
-  _globals['_METRICSSERVICE']._serialized_end=593
+  _globals['_PUSHRELAYMETRICSREQUEST']._serialized_start=370
+  _globals['_PUSHRELAYMETRICSREQUEST']._serialized_end=452
+  _globals['_PUSHRELAYMETRICSRESPONSE']._serialized_start=454
+  _globals['_PUSHRELAYMETRICSRESPONSE']._serialized_end=497
+  _globals['_METRICSSERVICE']._serialized_start=500
+  _globals['_METRICSSERVICE']._serialized_end=819
 # @@protoc_insertion_point(module_scope)

@@ -131,3 +131,45 @@ class PushLearnerMetricsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["is_kept", b"is_kept"]) -> None: ...
 
 Global___PushLearnerMetricsResponse: typing_extensions.TypeAlias = PushLearnerMetricsResponse
+
+@typing.final
+class PushRelayMetricsRequest(google.protobuf.message.Message):
+    """PushRelayMetricsRequest is what a relay measures at a moment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: builtins.int
+    SERIES_FIELD_NUMBER: builtins.int
+    site: builtins.str
+    """The site of the relay's certificate, or `relay` where there is none."""
+    @property
+    def series(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MetricSeries]:
+        """All of them; a name stands in one entry."""
+
+    def __init__(
+        self,
+        *,
+        site: builtins.str = ...,
+        series: collections.abc.Iterable[Global___MetricSeries] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["series", b"series", "site", b"site"]) -> None: ...
+
+Global___PushRelayMetricsRequest: typing_extensions.TypeAlias = PushRelayMetricsRequest
+
+@typing.final
+class PushRelayMetricsResponse(google.protobuf.message.Message):
+    """PushRelayMetricsResponse says when to come again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IS_KEPT_FIELD_NUMBER: builtins.int
+    is_kept: builtins.bool
+    """Whether they are served; else so many other nodes are that there is no room."""
+    def __init__(
+        self,
+        *,
+        is_kept: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_kept", b"is_kept"]) -> None: ...
+
+Global___PushRelayMetricsResponse: typing_extensions.TypeAlias = PushRelayMetricsResponse

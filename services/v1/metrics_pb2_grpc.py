@@ -46,6 +46,11 @@ class MetricsServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_metrics__pb2.PushLearnerMetricsRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_metrics__pb2.PushLearnerMetricsResponse.FromString,
                 _registered_method=True)
+        self.PushRelayMetrics = channel.unary_unary(
+                '/heterorl.v1.MetricsService/PushRelayMetrics',
+                request_serializer=heterorl_dot_v1_dot_metrics__pb2.PushRelayMetricsRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_metrics__pb2.PushRelayMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class MetricsServiceServicer(object):
@@ -56,7 +61,8 @@ class MetricsServiceServicer(object):
     def PushSamplerMetrics(self, request, context):
         """PushSamplerMetrics replaces what a site pushed before; repeating it is harmless.
 
-        INVALID_ARGUMENT: send names and labels of the sampler's own metrics. UNAVAILABLE: send the next ones.
+        INVALID_ARGUMENT: send names and labels of the sampler's own metrics. RESOURCE_EXHAUSTED: wait for the stated delay.
+        UNAVAILABLE: send the next ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,6 +72,15 @@ class MetricsServiceServicer(object):
         """PushLearnerMetrics does the same for a learner.
 
         INVALID_ARGUMENT: send names and labels of the learner's own metrics. UNAVAILABLE: send the next ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PushRelayMetrics(self, request, context):
+        """PushRelayMetrics does the same for a relay.
+
+        INVALID_ARGUMENT: send names and labels of the relay's own metrics. UNAVAILABLE: send the next ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,6 +98,11 @@ def add_MetricsServiceServicer_to_server(servicer, server):
                     servicer.PushLearnerMetrics,
                     request_deserializer=heterorl_dot_v1_dot_metrics__pb2.PushLearnerMetricsRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_metrics__pb2.PushLearnerMetricsResponse.SerializeToString,
+            ),
+            'PushRelayMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushRelayMetrics,
+                    request_deserializer=heterorl_dot_v1_dot_metrics__pb2.PushRelayMetricsRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_metrics__pb2.PushRelayMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +161,33 @@ class MetricsService(object):
             '/heterorl.v1.MetricsService/PushLearnerMetrics',
             heterorl_dot_v1_dot_metrics__pb2.PushLearnerMetricsRequest.SerializeToString,
             heterorl_dot_v1_dot_metrics__pb2.PushLearnerMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushRelayMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.MetricsService/PushRelayMetrics',
+            heterorl_dot_v1_dot_metrics__pb2.PushRelayMetricsRequest.SerializeToString,
+            heterorl_dot_v1_dot_metrics__pb2.PushRelayMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

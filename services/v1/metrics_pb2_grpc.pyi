@@ -57,7 +57,23 @@ _MetricsServicePushLearnerMetricsType = typing_extensions.TypeVar(
     ],
 )
 
-class MetricsServiceStub(typing.Generic[_MetricsServicePushSamplerMetricsType, _MetricsServicePushLearnerMetricsType]):
+_MetricsServicePushRelayMetricsType = typing_extensions.TypeVar(
+    '_MetricsServicePushRelayMetricsType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.metrics_pb2.PushRelayMetricsRequest,
+        heterorl.v1.metrics_pb2.PushRelayMetricsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.metrics_pb2.PushRelayMetricsRequest,
+        heterorl.v1.metrics_pb2.PushRelayMetricsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.metrics_pb2.PushRelayMetricsRequest,
+        heterorl.v1.metrics_pb2.PushRelayMetricsResponse,
+    ],
+)
+
+class MetricsServiceStub(typing.Generic[_MetricsServicePushSamplerMetricsType, _MetricsServicePushLearnerMetricsType, _MetricsServicePushRelayMetricsType]):
     """MetricsService takes the metrics of nodes that nobody can reach: the coordinator serves them to Prometheus beside its
     own. Only the newest of a node are kept, in memory, and for about a minute.
     """
@@ -72,6 +88,10 @@ class MetricsServiceStub(typing.Generic[_MetricsServicePushSamplerMetricsType, _
             heterorl.v1.metrics_pb2.PushLearnerMetricsRequest,
             heterorl.v1.metrics_pb2.PushLearnerMetricsResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.metrics_pb2.PushRelayMetricsRequest,
+            heterorl.v1.metrics_pb2.PushRelayMetricsResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -84,18 +104,29 @@ class MetricsServiceStub(typing.Generic[_MetricsServicePushSamplerMetricsType, _
             heterorl.v1.metrics_pb2.PushLearnerMetricsRequest,
             heterorl.v1.metrics_pb2.PushLearnerMetricsResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.metrics_pb2.PushRelayMetricsRequest,
+            heterorl.v1.metrics_pb2.PushRelayMetricsResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     PushSamplerMetrics: _MetricsServicePushSamplerMetricsType
     """PushSamplerMetrics replaces what a site pushed before; repeating it is harmless.
 
-    INVALID_ARGUMENT: send names and labels of the sampler's own metrics. UNAVAILABLE: send the next ones.
+    INVALID_ARGUMENT: send names and labels of the sampler's own metrics. RESOURCE_EXHAUSTED: wait for the stated delay.
+    UNAVAILABLE: send the next ones.
     """
 
     PushLearnerMetrics: _MetricsServicePushLearnerMetricsType
     """PushLearnerMetrics does the same for a learner.
 
     INVALID_ARGUMENT: send names and labels of the learner's own metrics. UNAVAILABLE: send the next ones.
+    """
+
+    PushRelayMetrics: _MetricsServicePushRelayMetricsType
+    """PushRelayMetrics does the same for a relay.
+
+    INVALID_ARGUMENT: send names and labels of the relay's own metrics. UNAVAILABLE: send the next ones.
     """
 
 MetricsServiceAsyncStub: typing_extensions.TypeAlias = MetricsServiceStub[
@@ -106,6 +137,10 @@ MetricsServiceAsyncStub: typing_extensions.TypeAlias = MetricsServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.metrics_pb2.PushLearnerMetricsRequest,
         heterorl.v1.metrics_pb2.PushLearnerMetricsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.metrics_pb2.PushRelayMetricsRequest,
+        heterorl.v1.metrics_pb2.PushRelayMetricsResponse,
     ],
 ]
 
@@ -122,7 +157,8 @@ class MetricsServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[heterorl.v1.metrics_pb2.PushSamplerMetricsResponse, collections.abc.Awaitable[heterorl.v1.metrics_pb2.PushSamplerMetricsResponse]]:
         """PushSamplerMetrics replaces what a site pushed before; repeating it is harmless.
 
-        INVALID_ARGUMENT: send names and labels of the sampler's own metrics. UNAVAILABLE: send the next ones.
+        INVALID_ARGUMENT: send names and labels of the sampler's own metrics. RESOURCE_EXHAUSTED: wait for the stated delay.
+        UNAVAILABLE: send the next ones.
         """
 
     @abc.abstractmethod
@@ -134,6 +170,17 @@ class MetricsServiceServicer(metaclass=abc.ABCMeta):
         """PushLearnerMetrics does the same for a learner.
 
         INVALID_ARGUMENT: send names and labels of the learner's own metrics. UNAVAILABLE: send the next ones.
+        """
+
+    @abc.abstractmethod
+    def PushRelayMetrics(
+        self,
+        request: heterorl.v1.metrics_pb2.PushRelayMetricsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.metrics_pb2.PushRelayMetricsResponse, collections.abc.Awaitable[heterorl.v1.metrics_pb2.PushRelayMetricsResponse]]:
+        """PushRelayMetrics does the same for a relay.
+
+        INVALID_ARGUMENT: send names and labels of the relay's own metrics. UNAVAILABLE: send the next ones.
         """
 
 def add_MetricsServiceServicer_to_server(servicer: MetricsServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Makefile").read_text()
 TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)))
 BENCHES = {
-    "lab": "lab_fast", "hf-rows": "hf_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
+    "lab": "lab_fast", "hf-rows": "hf_rows", "group-rows": "group_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
     "merge": "weights_merge", "weights": "weights",
     "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites", "slices": "slices",
     "overlap": "overlap", "publish": "publish", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify",
     "forward": "forward", "view": "view", "relay": "relay", "routing": "routing",
 }  # fmt: skip
 """What is measured to the module that measures it."""
-RESULTS = {"lab": "lab/fast", "merge": "weights_merge", "hf-rows": "hf_rows"}
+RESULTS = {"lab": "lab/fast", "merge": "weights_merge", "hf-rows": "hf_rows", "group-rows": "group_rows"}
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 
@@ -118,6 +118,9 @@ def test_check_and_the_whole_run_leave_nothing_out():
     assert [words for words in tools if f".venv/bin/{words}" not in checks] == []
     assert made == ["check", "environments", "test", "test-postgres", "test-bucket", "test-engines", "test-trackers"]
     assert not [line for line in run if "TESTS=" in line], "a part of the coordinator's tests is not all of them"
+    promise = run.index('export HETERORL_TEST_REQUIRES="postgresql moto prometheus"')
+    assert promise < min(run.index(line) for line in ("make test", "make test-postgres", "make test-bucket"))
+    assert run.index("unset HETERORL_TEST_REQUIRES") > run.index("make test-bucket")
 
 
 def test_the_workflow_runs_what_must_hold():

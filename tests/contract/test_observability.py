@@ -12,7 +12,7 @@ import yaml
 from deploy.grafana import generate
 from deploy.grafana.panels import BOARDS
 from heterorl.common.process import metrics
-from heterorl.coordinator.app import NODES_PAGE
+from heterorl.coordinator.sites.page import NODES_PAGE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -119,7 +119,8 @@ def test_runbook_names_panels_and_settings_that_exist():
     titles = {panel.title for board in BOARDS for panel in board.panels}
     named = set(re.findall(r"\*([A-Z][^*]+)\*(?!\*)", re.sub(r"\*\*[^*]+\*\*", "", text)))
     settings = " ".join(path.read_text() for path in (ROOT / "services").rglob("*config.py"))
-    keys = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)) - {"data_dir", "stale_epoch", "store_full"}
+    keys = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)) - {"data_dir", "stale_epoch", "store_full"} - SAMPLES.keys()
+    keys = {key for key in keys if not key.startswith("pg_")}
     reasons = {"stale_at_ingest", "unknown_version", "wrong_digest", "quota_exceeded"}
 
     assert named

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 
+import psycopg
 import pytest
 
 from heterorl.demo.processes import Child
 from tests.support.cluster import Cluster
+from tests.support.postgres import PostgresServer, binaries
 
 WATCHDOG_S = 2.0
 
@@ -37,6 +40,17 @@ class Manager:
                 else:
                     assert child.exit_code is None, child.log.read_text()
         return messages
+
+    async def falls_silent(self, child):
+        """Wait until nothing comes for as long as the manager would wait."""
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    async with asyncio.timeout(2 * WATCHDOG_S):
+                        await asyncio.get_running_loop().sock_recv(self.socket, 4096)
+                except TimeoutError:
+                    assert child.exit_code is None, child.log.read_text()
+                    return
 
     def pending(self):
         """What came and was not read, as one text."""
@@ -95,3 +109,30 @@ async def test_coordinator_is_ready_only_when_it_listens(tmp_path, manager):
 
     assert code == 2, child.log.read_text()
     assert "READY=1" not in manager.pending()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
+async def test_watchdog_is_not_fed_while_the_database_hangs(tmp_path, manager):
+    server = PostgresServer()
+    url = server.make_schema("watched")
+    child = Cluster(tmp_path, coordinator={"store": {"url": url}}).start("coordinator")
+    frozen = 0
+    try:
+        await manager.hear("READY=1", child)
+        await manager.hear("WATCHDOG=1", child)
+        with psycopg.connect(url) as raw:
+            query = "SELECT pid FROM pg_stat_activity WHERE application_name = 'heterorl coordinator'"
+            ((frozen,),) = raw.execute(query).fetchall()
+        # Its host answers keepalives, and nothing else does: the lock stays where it is.
+        os.kill(frozen, signal.SIGSTOP)
+        await manager.falls_silent(child)
+        assert "what must answer has not" in child.log.read_text()
+        os.kill(frozen, signal.SIGCONT)
+        await manager.hear("WATCHDOG=1", child)
+    finally:
+        if frozen:
+            os.kill(frozen, signal.SIGCONT)
+        end(child)
+        server.stop()

@@ -4,10 +4,11 @@ import asyncio
 import os
 import signal
 import time
+import urllib.request
 
 import pytest
 
-from heterorl.common.errors import ConfigError, CorruptStore, OperatorError
+from heterorl.common.errors import ConfigError, OperatorError, StoreLost
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
@@ -23,8 +24,11 @@ from tests.support.run import Run
 
 psycopg = pytest.importorskip("psycopg")
 
-from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402 - needs psycopg
+from heterorl.coordinator.store.postgres import engine as engines  # noqa: E402 - needs psycopg
+from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402
+from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
+from tests.support.prometheus import metrics_port  # noqa: E402
 
 pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
 TAKEOVER_S = 10.0
@@ -49,9 +53,20 @@ async def open_at(url):
 
 async def changed(path, before):
     """Wait until a coordinator that serves has said where."""
+    await shown(lambda: path.read_text().strip() != before)
+
+
+async def shown(is_shown):
+    """Wait for what another process writes."""
     async with asyncio.timeout(30):
-        while path.read_text().strip() == before:  # noqa: ASYNC110 - another process writes it
+        while not is_shown():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+def started(tmp_path, url, *options, name="alone"):
+    own = {"data_dir": str(tmp_path / "data"), "listen": "127.0.0.1:0", "tls": {"insecure": True}}
+    config = {**own, "store": {"url": url}, "metrics_port": 0}
+    return start("coordinator", name=name, tables=config, directory=tmp_path, options=options)
 
 
 async def test_second_coordinator_is_refused_and_one_that_was_passed_over_commits_nothing_more(url):
@@ -63,7 +78,7 @@ async def test_second_coordinator_is_refused_and_one_that_was_passed_over_commit
     # As if the lock had been lost without the session: somebody else began an epoch.
     with psycopg.connect(url, autocommit=True) as other:
         other.execute("UPDATE store SET epoch = epoch + 1")
-    with pytest.raises(CorruptStore, match="another coordinator has taken the store"):
+    with pytest.raises(StoreLost, match="another coordinator has taken the store"):
         await first.run(lambda c: set_meta(c, "key", "passed over"))
 
     assert first.on_fatal.done()
@@ -78,10 +93,15 @@ async def test_what_is_acknowledged_outlives_the_server_and_what_is_under_way_fa
     await asyncio.gather(*(database.run(lambda c, n=n: set_meta(c, f"key {n}", "1")) for n in range(50)))
 
     server.kill()
-    with pytest.raises(CorruptStore):
-        await database.run(lambda c: set_meta(c, "late", "1"))
+    for _ in range(2):
+        with pytest.raises(StoreLost, match="starts again") as lost:
+            await database.run(lambda c: set_meta(c, "late", "1"))
+        assert "backup" not in str(lost.value)
+        assert lost.value.exit_code == 1
     assert database.on_fatal.done()
     await database.close()
+    with pytest.raises(StoreLost, match="cannot be reached"):
+        await open_at(url)
 
     server.start()
     again = await open_at(url)
@@ -135,6 +155,100 @@ def test_operations_that_only_read_share_a_savepoint_and_a_failure_undoes_its_ow
     ]
     assert sorted(key for (key,) in connection.execute("SELECT key FROM meta").fetchall()) == ["a", "c", "d"]
     engine.close()
+
+
+@pytest.mark.parametrize("options", [[], ["--standby"]], ids=["alone", "standby"])
+@pytest.mark.timeout(120)
+async def test_server_that_is_away_at_the_start_is_waited_for_and_its_later_loss_ends_with_code_1(
+    url, server, tmp_path, options
+):
+    server.kill()
+    child = started(tmp_path, url, *options)
+    try:
+        await shown(lambda: "waiting for the store: PostgreSQL cannot be reached" in child.log.read_text())
+        server.start()
+        await shown(lambda: "listening on port" in child.log.read_text())
+        server.kill()
+        assert await asyncio.to_thread(child.process.wait, 30) == 1
+        assert "backup" not in child.log.read_text()
+    finally:
+        stop([child])
+        server.start()
+
+
+@pytest.mark.timeout(120)
+async def test_wait_for_a_server_ends_by_a_signal(url, server, tmp_path):
+    server.kill()
+    child = started(tmp_path, url)
+    try:
+        await shown(lambda: "waiting for the store" in child.log.read_text())
+        child.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(child.process.wait, 30) == 0
+    finally:
+        stop([child])
+        server.start()
+
+
+@pytest.mark.parametrize("options", [[], ["--standby"]], ids=["alone", "standby"])
+@pytest.mark.timeout(120)
+def test_what_a_server_refuses_is_for_a_person(url, tmp_path, options):
+    child = started(tmp_path, url.replace("user=test", "user=nobody"), *options)
+    try:
+        assert child.process.wait(30) == 2
+        assert 'role "nobody" does not exist (check store.url' in child.log.read_text()
+    finally:
+        stop([child])
+
+
+async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, server, monkeypatch):
+    begin, deaths = engines._begin_epoch, []
+
+    def dying(raw):
+        if not deaths:
+            deaths.append(server.kill())
+        return begin(raw)
+
+    monkeypatch.setattr(engines, "_begin_epoch", dying)
+    standby = Standby(url, lambda _: None)
+    waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
+    try:
+        await shown(lambda: deaths)
+    finally:
+        server.start()
+    engine = await asyncio.wait_for(waiting, 30)
+    assert engine.epoch == 1
+    engine.close()
+
+
+def shown_by(port, path="/metrics"):
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_standby_shows_that_it_stands_by_and_all_else_once_it_serves(url, tmp_path):
+    children = [started(tmp_path, url, "--standby", name="a")]
+    try:
+        await shown(lambda: "listening on port" in children[0].log.read_text())
+        children.append(started(tmp_path, url, "--standby", name="b"))
+        await shown(lambda: metrics_port(children[1].log) is not None)
+        port = metrics_port(children[1].log)
+        page = shown_by(port)
+        assert "heterorl_coordinator_standing_by 1.0" in page
+        assert "process_start_time_seconds" in page
+        # What reads 0 before the store is known would be an alert.
+        assert {line.split()[0] for line in page.splitlines() if line.startswith("heterorl_")} == {
+            "heterorl_coordinator_standing_by",
+            "heterorl_certificate_expiry_seconds",
+        }
+        assert shown_by(port, "/nodes") == ""
+        assert "heterorl_coordinator_standing_by 0.0" in shown_by(metrics_port(children[0].log))
+
+        os.kill(children[0].process.pid, signal.SIGKILL)
+        await shown(lambda: "heterorl_coordinator_standing_by 0.0" in shown_by(port))
+        assert "heterorl_coordinator_ledger_balanced 1.0" in shown_by(port)
+    finally:
+        stop(children)
 
 
 async def test_payloads_of_another_store_are_refused(url, tmp_path):

@@ -41,6 +41,7 @@ async def serving(data_dir, **changes):
     port = await server.start("127.0.0.1:0")
     try:
         async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT) as client:
+            client.served_at = f"127.0.0.1:{port}"
             yield client
             await core.end_streams()
     finally:

@@ -16,14 +16,9 @@ from urllib.parse import quote
 import psycopg
 from psycopg import sql
 
+from tests.support.debian import postgres_binaries as binaries
+
 START_S = 60.0
-
-
-def binaries() -> Path | None:
-    """The newest PostgreSQL of Debian's, or that on the path."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3]))
-    which = shutil.which("postgres")
-    return found[-1].parent if found else Path(which).resolve().parent if which else None
 
 
 class PostgresServer:

@@ -1,14 +1,16 @@
 """A node's metrics as it sends them, and the page that the coordinator makes of those of all nodes.
 
 Guarantees: what a node sends can add nothing to the page but numbers of its own service's metrics under its own name:
-names are those of heterorl's table, and the coordinator writes whose they are.
+names and labels are those of heterorl's table, each once, and the coordinator writes whose they are. So one node cannot
+make Prometheus refuse the page, and what it adds is bounded.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Metric
@@ -19,10 +21,28 @@ from heterorl.common.process import metrics
 from heterorl.common.process.metrics import Service
 from heterorl.common.types.series import Series
 
-MAX_BYTES = 512 << 10
-"""Of all labels and numbers of a node."""
 
-_PAIR = r'([a-zA-Z_][a-zA-Z0-9_]*)="(?:[^"\\\n]|\\["\\n])*"'
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Of one push: bytes of its labels and numbers, its numbers, and bytes of their lines on the page."""
+
+    num_bytes: int
+    lines: int
+    rendered: int
+
+
+_SAMPLERS = Limit(num_bytes=256 << 10, lines=4096, rendered=1 << 20)
+# It speaks of each site.
+LIMITS: Mapping[Service, Limit] = MappingProxyType(
+    {
+        "sampler": _SAMPLERS,
+        "relay": _SAMPLERS,
+        "learner": Limit(num_bytes=2 << 20, lines=32768, rendered=8 << 20),
+    }
+)
+"""Many times what an honest process of a service has."""
+
+_PAIR = r'([a-zA-Z_][a-zA-Z0-9_]*)="(?:[^"\\\n\0]|\\["\\n])*"'
 _LABELS = re.compile(rf"(?:{_PAIR}(?:,{_PAIR})*)?")
 _NAMES = re.compile(_PAIR)
 _ENDINGS = MappingProxyType({"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")})
@@ -42,7 +62,10 @@ def series_of(registry: CollectorRegistry) -> list[Series]:
 
 
 def rendered(series: Sequence[Series], *, service: Service, added: Mapping[str, str]) -> dict[str, str]:
-    """Lines of the text format by name of the numbers, with labels added; names of a later release are left out.
+    """Lines of the text format by name of the numbers, with labels added.
+
+    Names and labels of another release are left out: a number stands under exactly the labels that its metric declares,
+    in the order of their names, so that equal labels are equal texts.
 
     Args:
         series: as a node sent it.
@@ -52,23 +75,35 @@ def rendered(series: Sequence[Series], *, service: Service, added: Mapping[str, 
     Raises:
         InvalidRequest: it is no node's own measurements; nothing of it is to be kept.
     """
-    if sum(len(text) for one in series for text in one.labels) + 8 * sum(len(one.values) for one in series) > MAX_BYTES:
-        raise InvalidRequest(f"series: more than {MAX_BYTES} bytes")
+    limit = LIMITS[service]
+    num_lines = sum(len(one.values) for one in series)
+    if num_lines > limit.lines:
+        raise InvalidRequest(f"series: more than {limit.lines} numbers")
+    if sum(len(text) for one in series for text in one.labels) + 8 * num_lines > limit.num_bytes:
+        raise InvalidRequest(f"series: more than {limit.num_bytes} bytes")
     if len({one.name for one in series}) < len(series):
         raise InvalidRequest("series: a name stands in two entries")
     known = _known(service)
     prefix = ",".join(f'{name}="{value}"' for name, value in added.items())
-    reserved = frozenset({*added, "job"})
+    reserved = frozenset({*added, "job", "__name__"})
     blocks: dict[str, str] = {}
     for one in series:
-        if one.name not in known:
+        if one.name not in known or not _is_declared(one, known[one.name], reserved):
             continue
-        _check(one, reserved)
         blocks[one.name] = "".join(
             f"{one.name}{{{prefix}{',' if labels else ''}{labels}}} {floatToGoString(value)}\n"  # type: ignore[no-untyped-call]
             for labels, value in zip(one.labels, one.values, strict=True)
         )
+    if sum(map(len, blocks.values())) > limit.rendered:
+        raise InvalidRequest(f"series: more than {limit.rendered} bytes on the page")
     return blocks
+
+
+def lines_of(blocks: Mapping[str, str]) -> Iterator[str]:
+    """What tells the numbers of a node's lines from one another: name and labels."""
+    for block in blocks.values():
+        for line in block.splitlines():
+            yield line.rpartition(" ")[0]
 
 
 def page(nodes: Iterable[Mapping[str, str]]) -> bytes:
@@ -82,14 +117,23 @@ def page(nodes: Iterable[Mapping[str, str]]) -> bytes:
     return "".join(parts).encode()
 
 
-def _check(one: Series, reserved: frozenset[str]) -> None:
+def _is_declared(one: Series, declared: tuple[str, ...], reserved: frozenset[str]) -> bool:
+    """Whether all numbers of a name have its metric's labels.
+
+    Raises:
+        InvalidRequest: they are no labels, or say what only the coordinator says.
+    """
     if len(one.labels) != len(one.values):
         raise InvalidRequest(f"series: {one.name} has {len(one.labels)} labels for {len(one.values)} numbers")
     if len(set(one.labels)) < len(one.labels):
         raise InvalidRequest(f"series: {one.name} has two numbers under the same labels")
+    are_own = True
     for text in one.labels:
-        if not _LABELS.fullmatch(text) or not reserved.isdisjoint(_NAMES.findall(text)):
+        names = [found[1] for found in _NAMES.finditer(text)]
+        if not _LABELS.fullmatch(text) or not reserved.isdisjoint(names) or len(set(names)) < len(names):
             raise InvalidRequest(f"series: {one.name} has labels that are no node's own: {text[:64]!r}")
+        are_own = are_own and tuple(names) == declared
+    return are_own
 
 
 def _escaped(value: str) -> str:
@@ -110,5 +154,11 @@ def _table() -> tuple[tuple[Metric, tuple[str, ...]], ...]:
 
 
 @functools.cache
-def _known(service: Service) -> frozenset[str]:
-    return frozenset(name for metric, names in _table() if metrics.is_of(metric, service) for name in names)
+def _known(service: Service) -> Mapping[str, tuple[str, ...]]:
+    """Names of a service's numbers, and of the labels of each in order."""
+    return {
+        name: tuple(sorted({*metrics.labels_of(metric), *(("le",) if name.endswith("_bucket") else ())}))
+        for metric, names in _table()
+        if metrics.is_of(metric, service)
+        for name in names
+    }

@@ -1,8 +1,9 @@
 """Every metric of every service, declared once; names follow heterorl_<service>_<thing>_<unit>, labels are bounded.
 
 Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
-labels `run`, `service`, and at samplers `site`, come from the scrape configuration: no metric has the first two, and no
-metric of a sampler the third. The file is over 300 lines because it is one table.
+labels `run`, `service`, and at samplers and relays `site`, come from the scrape configuration or the coordinator: no
+metric has the first two, and no metric of a sampler or a relay the third. The file is over 300 lines because it is one
+table.
 
     policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
                  publish -> lease             heterorl_coordinator_policy_age_seconds
@@ -15,7 +16,7 @@ import contextlib
 import errno
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -51,16 +52,24 @@ _AGES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400,
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
 
 
+_labels: dict[str, tuple[str, ...]] = {}
+
+
+def _declared(name: str, labels: tuple[str, ...]) -> str:
+    _labels[f"heterorl_{name}".removesuffix("_total")] = labels
+    return f"heterorl_{name}"
+
+
 def _counter(name: str, text: str, *labels: str) -> Counter:
-    return Counter(f"heterorl_{name}", text, labels, registry=REGISTRY)
+    return Counter(_declared(name, labels), text, labels, registry=REGISTRY)
 
 
 def _gauge(name: str, text: str, *labels: str) -> Gauge:
-    return Gauge(f"heterorl_{name}", text, labels, registry=REGISTRY)
+    return Gauge(_declared(name, labels), text, labels, registry=REGISTRY)
 
 
 def _histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-    return Histogram(f"heterorl_{name}", text, labels, registry=REGISTRY, buckets=buckets)
+    return Histogram(_declared(name, labels), text, labels, registry=REGISTRY, buckets=buckets)
 
 
 # every service
@@ -91,6 +100,9 @@ RELAY_CACHE_LIMIT_BYTES = _gauge("relay_cache_limit_bytes", "Bytes that they may
 RELAY_CALLS = _gauge("relay_calls", "Calls of samplers under way.")
 
 # coordinator: the run
+STANDING_BY = _gauge(
+    "coordinator_standing_by", "1 while it waits for the store of another coordinator, 0 once it serves."
+)
 HEAD_VERSION = _gauge("coordinator_head_version", "Newest policy version.")
 HEAD_TIMESTAMP = _gauge("coordinator_head_timestamp_seconds", "When the newest version was published (start if none).")
 LEARNER_EPOCH = _gauge("coordinator_learner_epoch", "Current learner epoch.")
@@ -284,24 +296,39 @@ def watch_disk(path: Path) -> None:
     DISK_SIZE_BYTES.set_function(lambda: shutil.disk_usage(path).total)
 
 
+def labels_of(metric: Metric) -> tuple[str, ...]:
+    """The names of a metric's own labels; none of a process's."""
+    return _labels.get(metric.name, ())
+
+
 def is_of(metric: Metric, service: Service) -> bool:
     """Whether a service shows a metric; the others' would read 0 there."""
     return not metric.name.startswith(tuple(f"heterorl_{other}_" for other in SERVICES if other != service))
 
 
+def _all() -> Container[str] | None:
+    return None
+
+
 class _Own(Collector):
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, shown: Callable[[], Container[str] | None]) -> None:
         self._service = service
+        self._shown = shown
 
     def collect(self) -> Iterator[Metric]:
-        """Yield this service's metrics."""
-        return (metric for metric in REGISTRY.collect() if is_of(metric, self._service))
+        """Yield this service's metrics, or those of the process and a few more."""
+        names = self._shown()
+        for metric in REGISTRY.collect():
+            if is_of(metric, self._service) and (
+                names is None or metric.name in names or metric.name.startswith("process_")
+            ):
+                yield metric
 
 
-def registry_of(service: Service) -> CollectorRegistry:
-    """What a process of a service shows."""
+def registry_of(service: Service, shown: Callable[[], Container[str] | None] = _all) -> CollectorRegistry:
+    """What a process of a service shows: all of it, or what `shown` names when it is asked."""
     own = CollectorRegistry(auto_describe=False)
-    own.register(_Own(service))
+    own.register(_Own(service, shown))
     return own
 
 
@@ -312,6 +339,7 @@ def serve(
     address: str = "127.0.0.1",
     may_move: bool = False,
     pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
+    shown: Callable[[], Container[str] | None] = _all,
 ) -> int:
     """Serve /metrics of one service on a port of its own (0 picks a free one); returns the port.
 
@@ -321,12 +349,13 @@ def serve(
         address: of this machine.
         may_move: nobody chose this port: where it is taken, as by a second sampler, one of the next is as good.
         pages: texts in the same format at other paths, made anew for each caller, in a thread of its own.
+        shown: names the only metrics that are shown beside the process's, whenever somebody asks; None is all.
 
     Raises:
         PortInUse: the address is taken.
         ConfigError: the address is none of this machine's.
     """
-    own = registry_of(service)
+    own = registry_of(service, shown)
     try:
         server, _ = start_http_server(port, addr=address, registry=own)
     except OSError as error:

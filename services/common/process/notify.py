@@ -2,7 +2,8 @@
 
     READY=1      sent once, when the process does what it is for
     STOPPING=1   sent when a stop begins, so that the manager waits for the batch or step under way
-    WATCHDOG=1   sent from the event loop at half the manager's interval: a loop that is stuck sends none and is killed
+    WATCHDOG=1   sent from the event loop at half the manager's interval: a loop that is stuck sends none and is killed,
+                 and so does one whose `Watch` has been silent for as long
 
 Guarantees: without NOTIFY_SOCKET nothing happens; a manager that does not listen never ends or blocks the process.
 What it must never do: send WATCHDOG=1 from a thread, which would go on while the loop is stuck.
@@ -16,6 +17,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from heterorl.common.process.clock import Clock
 
@@ -77,19 +79,32 @@ def from_environment(environment: Mapping[str, str] = os.environ, *, pid: int | 
     return Notifier(environment.get("NOTIFY_SOCKET", ""), watchdog_s=int(microseconds) / 1e6 if is_watched else 0.0)
 
 
-async def feed_watchdog(notifier: Notifier, clock: Clock) -> None:
+@dataclass(slots=True)
+class Watch:
+    """What has to answer beside the loop; `silent_s` tells for how long it has owed an answer, 0 where it owes none."""
+
+    silent_s: Callable[[], float] = lambda: 0.0
+
+
+async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
     """Send WATCHDOG=1 twice per interval for ever; returns at once when nobody asked for it."""
-    while notifier.watchdog_s > 0:
-        notifier.alive()
-        await clock.sleep(notifier.watchdog_s / 2)
+    interval_s = notifier.watchdog_s / 2
+    while interval_s > 0:
+        silent_s = watch.silent_s()
+        if silent_s < interval_s:
+            notifier.alive()
+        else:
+            _LOG.error("the watchdog is not fed: what must answer has not for %.0f s", silent_s)
+        await clock.sleep(interval_s)
 
 
 @contextlib.asynccontextmanager
-async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[None]:
-    """Feed the watchdog while the body runs, the orderly stop included."""
-    feeding = asyncio.create_task(feed_watchdog(notifier, clock))
+async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[Watch]:
+    """Feed the watchdog while the body runs, the orderly stop included; the body may name what else must answer."""
+    watch = Watch()
+    feeding = asyncio.create_task(feed_watchdog(notifier, clock, watch))
     try:
-        yield
+        yield watch
     finally:
         feeding.cancel()
         await asyncio.gather(feeding, return_exceptions=True)

@@ -23,7 +23,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull
+from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull, StoreLost
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.rpc.backup import Backup
@@ -188,7 +188,7 @@ def _read_out(url: str, path: Path) -> Named:
             return _named(copy)
     except sqlite3.Error as error:
         raise _of_copy(error) from error
-    except (psycopg.Error, OperatorError) as error:
+    except (psycopg.Error, OperatorError, StoreLost) as error:
         raise Busy(f"the store could not be read: {error}", retry_after_s=_BUSY_S) from error
 
 

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from heterorl.common.errors import Busy, CorruptStore, Draining, StoreFull
+from heterorl.common.errors import Busy, Draining, StoreFull
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import RECLAIMED_BYTES
 from heterorl.common.types.common import Digest
@@ -36,7 +36,7 @@ from heterorl.coordinator.payloads.merging.composer import lower_priority
 from heterorl.coordinator.payloads.retention import Needs
 from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.database import ENDED, Database
 from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours
@@ -119,7 +119,7 @@ class Keeper:
                 if await steady.attempt(self.work) and not self._wake.is_set():
                     self._idle.set()
                 await steady.pause(self._wake)
-        except (CorruptStore, Draining):
+        except ENDED:
             return
 
     async def work(self) -> None:

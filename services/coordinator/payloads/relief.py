@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from heterorl.common.errors import CorruptStore, Draining
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.merging.cache import Merges
+from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.room import Room
 from heterorl.coordinator.store.steady import Steady
 
@@ -51,7 +51,7 @@ class Relief:
                 await self._clock.sleep(PAUSE_S)
                 if self._room.is_full:
                     self._room.refusal.set()
-        except (CorruptStore, Draining):
+        except ENDED:
             return
 
     async def make_room(self) -> None:

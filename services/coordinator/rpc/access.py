@@ -31,6 +31,11 @@ class Rule:
     at_once: int = 0
 
 
+def _pushes_metrics(role: Role) -> Rule:
+    # The second while the first one's line is broken and nobody has noticed.
+    return Rule(frozenset({role}), site=("site",), at_once=2)
+
+
 _LEARNER = Rule(frozenset({Role.LEARNER}))
 _OPERATOR = Rule(frozenset({Role.OPERATOR}))
 # A relay reads for all samplers of its site at once; whatever else it sends is a sampler's, under that one's rights.
@@ -84,8 +89,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.EvaluationService/PushEvaluation": _OWN_SITE,
         "/heterorl.v1.EvaluationService/AbandonEvaluation": _OWN_SITE,
         "/heterorl.v1.EvaluationService/ListEvaluations": _OPERATOR,
-        "/heterorl.v1.MetricsService/PushSamplerMetrics": _OWN_SITE,
-        "/heterorl.v1.MetricsService/PushLearnerMetrics": Rule(frozenset({Role.LEARNER}), site=("site",), at_once=2),
+        "/heterorl.v1.MetricsService/PushSamplerMetrics": _pushes_metrics(Role.SAMPLER),
+        "/heterorl.v1.MetricsService/PushLearnerMetrics": _pushes_metrics(Role.LEARNER),
+        "/heterorl.v1.MetricsService/PushRelayMetrics": _pushes_metrics(Role.RELAY),
         "/heterorl.v1.DiagnosisService/Diagnose": _DIAGNOSES,
         "/grpc.health.v1.Health/Check": _ASKS_HEALTH,
         "/grpc.health.v1.Health/Watch": _ASKS_HEALTH,

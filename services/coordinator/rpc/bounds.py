@@ -101,8 +101,11 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "FlavourVersion.canary_logprobs": _OF_LEARNER,
         "PushSamplerMetricsRequest.site": _NAME,
         "PushLearnerMetricsRequest.site": _NAME,
+        "PushRelayMetricsRequest.site": _NAME,
         "MetricSeries.name": Bound(length=128),
-        "MetricSeries.labels": Bound(length=1024, text=Text.PROSE),
+        # A learner has the buckets of each site.
+        "MetricSeries.labels": Bound(count=1 << 13, length=1024, text=Text.PROSE),
+        "MetricSeries.values": Bound(count=1 << 13),
         "PlanPullRequest.have_root": _DIGEST,
         "PlanPullRequest.base_root": _DIGEST,
         "ReadPayloadRequest.digest": _DIGEST,

@@ -23,12 +23,19 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServiceServicer):
         self, request: metrics_pb2.PushSamplerMetricsRequest, context: Context
     ) -> metrics_pb2.PushSamplerMetricsResponse:
         """Keep a sampler's metrics."""
-        is_kept = self._reported.put("sampler", request.site, series_from_pb(request.series))
+        is_kept = await self._reported.put("sampler", request.site, series_from_pb(request.series))
         return metrics_pb2.PushSamplerMetricsResponse(is_kept=is_kept)
 
     async def PushLearnerMetrics(
         self, request: metrics_pb2.PushLearnerMetricsRequest, context: Context
     ) -> metrics_pb2.PushLearnerMetricsResponse:
         """Keep a learner's metrics."""
-        is_kept = self._reported.put("learner", request.site, series_from_pb(request.series))
+        is_kept = await self._reported.put("learner", request.site, series_from_pb(request.series))
         return metrics_pb2.PushLearnerMetricsResponse(is_kept=is_kept)
+
+    async def PushRelayMetrics(
+        self, request: metrics_pb2.PushRelayMetricsRequest, context: Context
+    ) -> metrics_pb2.PushRelayMetricsResponse:
+        """Keep a relay's metrics."""
+        is_kept = await self._reported.put("relay", request.site, series_from_pb(request.series))
+        return metrics_pb2.PushRelayMetricsResponse(is_kept=is_kept)

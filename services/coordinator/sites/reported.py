@@ -1,14 +1,18 @@
 """The newest metrics of nodes that push them, as a page for Prometheus beside the coordinator's own.
 
 Guarantees: a node has one entry, which ends with a few intervals without a push; so a node that is gone shows nothing,
-as one that is scraped and does not answer. Nothing is durable: after a restart nodes push within an interval.
+as one that is scraped and does not answer. Nothing is durable: after a restart nodes push within an interval. One node
+is looked at twice a second at most, in a thread, and may state so many different numbers an hour: Prometheus keeps each
+of them for hours after its last line.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from heterorl.common.errors import InvalidRequest, QuotaExceeded
 from heterorl.common.federation import series
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import Service
@@ -16,12 +20,25 @@ from heterorl.common.types.series import Series
 
 KEPT_S = 60.0
 """From a push until its numbers are no longer shown; longer than the interval of any node that is to be watched."""
+BETWEEN_S = 0.5
+"""Shortest time between two pushes of a node."""
+VARIETY_S = 3600.0
+VARIETY = 2
+"""How many times the numbers of its largest push a node may state under different labels in VARIETY_S."""
+_REMEMBERED = 4
+"""Nodes that are known for VARIETY_S, in those that are shown at once; only without certificates there can be more."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    at: float
-    lines: Mapping[str, str]
+@dataclass(slots=True)
+class _Node:
+    since: float
+    """When `seen` began."""
+    tried: float
+    """Its last push, whatever became of it."""
+    at: float = float("-inf")
+    """When its lines came."""
+    lines: Mapping[str, str] = field(default_factory=dict)
+    seen: frozenset[int] = frozenset()
 
 
 class Reported:
@@ -31,27 +48,59 @@ class Reported:
         self._run_id = run_id
         self._most_nodes = most_nodes
         self._clock = clock
-        self._entries: dict[tuple[Service, str], _Entry] = {}
+        self._nodes: dict[tuple[Service, str], _Node] = {}
 
-    def put(self, service: Service, site: str, found: Sequence[Series]) -> bool:
+    async def put(self, service: Service, site: str, found: Sequence[Series]) -> bool:
         """Keep a node's numbers instead of its earlier ones; returns whether there is room for them.
 
         Raises:
-            InvalidRequest: they are not that service's own.
+            InvalidRequest: they are not that service's own, or too many.
+            QuotaExceeded: the node pushed a moment ago.
         """
         now = self._clock.monotonic()
-        for key in [key for key, entry in self._entries.items() if now - entry.at > KEPT_S]:
-            del self._entries[key]
-        if (service, site) not in self._entries and len(self._entries) >= self._most_nodes:
+        node = self._admitted((service, site), now)
+        if node is None:
             return False
         added = {"run": self._run_id, "service": service, "instance": site}
-        if service == "sampler":
+        if service != "learner":
             added["site"] = site
-        self._entries[service, site] = _Entry(now, series.rendered(found, service=service, added=added))
+        lines, seen = await asyncio.to_thread(_made, found, service, added, node.seen)
+        if node.at <= now:
+            node.at, node.lines, node.seen = now, lines, seen
         return True
 
     def page(self) -> bytes:
         """The text format of what nodes pushed lately."""
         now = self._clock.monotonic()
         # Copied: the loop may add one meanwhile.
-        return series.page(entry.lines for entry in [*self._entries.values()] if now - entry.at <= KEPT_S)
+        return series.page(node.lines for node in [*self._nodes.values()] if now - node.at <= KEPT_S)
+
+    def _admitted(self, key: tuple[Service, str], now: float) -> _Node | None:
+        """The node that may push now; None where there is no room for it."""
+        for other in [other for other, node in self._nodes.items() if now - node.tried > VARIETY_S]:
+            del self._nodes[other]
+        node = self._nodes.get(key)
+        if node is None or now - node.tried > KEPT_S:
+            shown = sum(now - other.tried <= KEPT_S for other in self._nodes.values())
+            if shown >= self._most_nodes or (node is None and len(self._nodes) >= _REMEMBERED * self._most_nodes):
+                return None
+        elif now - node.tried < BETWEEN_S:
+            raise QuotaExceeded("metrics come more often than twice a second", retry_after_s=BETWEEN_S)
+        if node is None:
+            node = self._nodes[key] = _Node(since=now, tried=now)
+        if now - node.since > VARIETY_S:
+            node.since, node.seen = now, frozenset()
+        node.tried = now
+        return node
+
+
+def _made(
+    found: Sequence[Series], service: Service, added: Mapping[str, str], seen: frozenset[int]
+) -> tuple[Mapping[str, str], frozenset[int]]:
+    lines = series.rendered(found, service=service, added=added)
+    # Of a process's own seed: nobody outside finds two texts of one number.
+    seen = seen | frozenset(map(hash, series.lines_of(lines)))
+    most = VARIETY * series.LIMITS[service].lines
+    if len(seen) > most:
+        raise InvalidRequest(f"series: more than {most} different ones within an hour")
+    return lines, seen

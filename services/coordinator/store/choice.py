@@ -31,7 +31,8 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Engi
 
     Raises:
         ConfigError: the payloads there belong to another store.
-        OperatorError: PostgreSQL cannot be reached, or another coordinator has the store.
+        StoreLost: PostgreSQL cannot be reached.
+        OperatorError: it refuses the session, or another coordinator has the store.
         CorruptStore, DiskFull: the store cannot be opened.
     """
     path, mark = data_dir / "coordinator.sqlite", data_dir / "postgres"
@@ -46,8 +47,8 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Engi
     return claimed(data_dir, open_store(url), is_elsewhere=is_elsewhere)
 
 
-def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Standby:
-    """A wait for the store at a url.
+def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patient: bool = True) -> Standby:
+    """A wait for the store at a url; where it is not patient, for its server alone and for no other coordinator.
 
     Raises:
         ConfigError: there is no url, or data_dir has a store of its own.
@@ -58,7 +59,9 @@ def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Stand
     from heterorl.coordinator.store.postgres.standby import Standby
 
     refuse_file(data_dir)
-    return Standby(url, lambda store_id: None if is_elsewhere else _check_mark(data_dir, store_id))
+    return Standby(
+        url, lambda store_id: None if is_elsewhere else _check_mark(data_dir, store_id), is_patient=is_patient
+    )
 
 
 def refuse_file(data_dir: Path) -> None:

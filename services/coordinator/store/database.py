@@ -2,8 +2,9 @@
 
 Guarantees: operations run one after another, each wholly or not at all; those that wait together share one fsync;
 a full disk fails them with StoreFull and leaves the store as it was; any other I/O error is fatal at once, because
-an fsync that failed cannot be repeated. Operations that met a full disk together run again one by one, so that what
-needs no room is done. Which database holds the bytes is the engine's (`store/engine.py`).
+an fsync that failed cannot be repeated, and so is the loss of a database that is elsewhere. Operations that met a full
+disk together run again one by one, so that what needs no room is done. Which database holds the bytes is the engine's
+(`store/engine.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from heterorl.common.errors import CorruptStore, Draining, StoreFull
+from heterorl.common.errors import CorruptStore, Draining, StoreFull, StoreLost
 from heterorl.common.process import metrics
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.dialect import SET_META
@@ -32,6 +33,8 @@ ResultT = TypeVar("ResultT")
 Operation = Callable[[Connection], Any]
 
 MAX_BATCH = 256
+ENDED = (CorruptStore, StoreLost, Draining)
+"""What an operation raises for good: the store failed, its database has gone, or it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,9 @@ class _Failed(Exception):
     """The store failed before this batch."""
 
 
+_ENDED_EARLIER = "it ended earlier; the process must be restarted"
+
+
 def _ignore() -> None:
     pass
 
@@ -61,8 +67,9 @@ class Database:
         self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.on_fatal: asyncio.Future[None] = loop.create_future()
         self._on_full = on_full
-        self._is_failed = False
+        self._end: type[CorruptStore | StoreLost] | None = None
         self._is_closed = False
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="database", daemon=True)
         self._start()
 
@@ -80,6 +87,7 @@ class Database:
 
         Raises:
             CorruptStore: the store fails its check, or was written by another schema.
+            StoreLost: the database is away.
             DiskFull: the store cannot be opened for want of space.
         """
         return cls(await asyncio.to_thread(opened), asyncio.get_running_loop(), on_full=on_full)
@@ -89,15 +97,15 @@ class Database:
 
         Raises:
             StoreFull: the disk is full; nothing of the operation remains.
-            CorruptStore: the store failed earlier or now; the process must end.
+            CorruptStore, StoreLost: the store failed earlier or now, or has gone; the process must end.
             Draining: the store is closed.
         """
         return await self.submit(operation)
 
     def submit(self, operation: Callable[[Connection], ResultT]) -> asyncio.Future[ResultT]:
         """Queue one operation, which runs whether or not anybody still waits for the future."""
-        if self._is_failed:
-            raise CorruptStore("the store failed; the process must be restarted")
+        if self._end is not None:
+            raise self._end(_ENDED_EARLIER)
         if self._is_closed:
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
         future: asyncio.Future[ResultT] = self._loop.create_future()
@@ -108,15 +116,20 @@ class Database:
         """Run one operation between two transactions, for what the engine does in none; it must change nothing.
 
         Raises:
-            CorruptStore, Draining: as `run`.
+            CorruptStore, StoreLost, Draining: as `run`.
         """
         return await self.submit(_Alone(operation))
 
-    def fail(self, problem: str) -> None:
-        """Run no operation any more: what the disk did with earlier ones is unknown. Callable from any thread."""
-        self._is_failed = True
-        _LOG.critical("the store failed: %s", problem)
+    def fail(self, problem: str, end: type[CorruptStore | StoreLost] = CorruptStore) -> None:
+        """Run no operation any more: what became of earlier ones is unknown. Callable from any thread."""
+        self._end = self._end or end
+        _LOG.critical("the store %s: %s", "has gone" if end is StoreLost else "failed", problem)
         self._tell(self.on_fatal, None, None)
+
+    def silent_s(self) -> float:
+        """How long the store has owed an answer; a copy of all of it, which takes its time, does not count."""
+        since = self._busy_since
+        return 0.0 if since is None else time.perf_counter() - since
 
     async def close(self) -> None:
         """Finish what is queued, close the engine."""
@@ -139,7 +152,9 @@ class Database:
                     batch.append(entry)
             for is_alone, entries in itertools.groupby(batch, key=lambda entry: isinstance(entry[0], _Alone)):
                 for part in ([entry] for entry in entries) if is_alone else [list(entries)]:
+                    self._busy_since = None if is_alone else time.perf_counter()
                     self._commit(part)
+                    self._busy_since = None
         self._engine.close()
 
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
@@ -148,8 +163,8 @@ class Database:
         # Real time, whatever clock the run has: it is the disk that is measured.
         started = time.perf_counter()
         try:
-            if self._is_failed:
-                raise _Failed("it failed earlier")
+            if self._end is not None:
+                raise _Failed(_ENDED_EARLIER)
             if isinstance(batch[0][0], _Alone):
                 self._tell(batch[0][1], *_run_alone(engine.connection, batch[0][0]))
                 return
@@ -162,28 +177,37 @@ class Database:
         except Exception as error:
             if not isinstance(error, (_Failed, *engine.errors)):
                 raise
-            is_full, problem = self._undo(error)
-            if is_full and len(batch) > 1:
+            fault, problem = self._undo(error)
+            if fault is Fault.FULL and len(batch) > 1:
                 for entry in batch:
                     self._commit([entry])
                 return
-            if is_full:
+            if fault is Fault.FULL:
                 self._call(self._on_full)
             # One for each caller: whoever raises it adds its own traceback.
-            results = [(None, _failure(problem, is_full=is_full)) for _ in batch]
+            results = [(None, self._failure(problem, fault)) for _ in batch]
         for (_, future), (result, exception) in zip(batch, results, strict=True):
             self._tell(future, result, exception)
 
-    def _undo(self, error: Exception) -> tuple[bool, str]:
-        """Undo the transaction; returns whether the disk is full, else the store has failed, and why."""
-        is_full = not isinstance(error, _Failed) and self._engine.fault(error) is Fault.FULL
+    def _undo(self, error: Exception) -> tuple[Fault, str]:
+        """Undo the transaction; returns whether the disk is full, else the store has ended, and why."""
+        fault = Fault.FATAL if isinstance(error, _Failed) else self._engine.fault(error)
         try:
             self._engine.rollback()
         except self._engine.errors as second:
-            error, is_full = second, False
-        if not is_full:
-            self.fail(str(error))
-        return is_full, str(error)
+            # A database that has gone rolls nothing back, and need not.
+            if fault is not Fault.LOST:
+                error, fault = second, self._engine.fault(second)
+                fault = fault if fault is Fault.LOST else Fault.FATAL
+        if fault is not Fault.FULL and self._end is None:
+            self.fail(str(error), StoreLost if fault is Fault.LOST else CorruptStore)
+        return fault, str(error)
+
+    def _failure(self, problem: str, fault: Fault) -> Exception:
+        if fault is Fault.FULL:
+            return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
+        assert self._end is not None, "whatever is no full disk ended it"
+        return self._end(f"the store {'has gone' if self._end is StoreLost else 'failed'}: {problem}")
 
     def _tell(self, future: asyncio.Future[Any], result: Any, exception: BaseException | None) -> None:
         self._call(_resolve, future, result, exception)
@@ -192,12 +216,6 @@ class Database:
         # A loop that closed meanwhile has nobody left who waits; the store must still be folded and closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _failure(problem: str, *, is_full: bool) -> Exception:
-    if is_full:
-        return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
-    return CorruptStore(f"the store failed: {problem}")
 
 
 def _run_alone(connection: Connection, operation: Operation) -> tuple[Any, BaseException | None]:

@@ -1,7 +1,8 @@
 """What a database is to the store's thread: one connection, transactions with a savepoint for each operation, errors.
 
 `Database` queues operations and shares commits among them; an engine says what the statements of that are, and which
-of its errors are an operation's, which mean that there is no room, and that all others end the process.
+of its errors are an operation's, which mean that there is no room, and that all others end the process: because the
+database is elsewhere and has gone, or because what it holds is unknown.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ class Fault(Enum):
     """One operation made a mistake; it is undone, and the store lives on."""
     FULL = "full"
     """There is no room; nothing was written."""
+    LOST = "lost"
+    """The database has gone; a process that starts again finds what was acknowledged, and no more: this one ends."""
     FATAL = "fatal"
     """What became of earlier operations is unknown: the process ends."""
 

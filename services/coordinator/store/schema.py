@@ -7,7 +7,9 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
+ANOTHER_PROGRAM = "start the release of heterorl that wrote it, or a newer one"
+"""What to do about a store of a schema that this program does not know."""
 _BY_FLAVOUR = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -66,6 +68,30 @@ CREATE INDEX samples_by_group ON samples (site, incarnation, sequence);
 CREATE TABLE sample_payloads (id INTEGER PRIMARY KEY, content BLOB NOT NULL, note BLOB);
 CREATE TABLE sample_totals (kind TEXT PRIMARY KEY, num_samples INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
 """
+_EVALUATIONS = """
+CREATE TABLE IF NOT EXISTS evaluation_jobs (
+    job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
+    state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
+    task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
+    sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
+CREATE INDEX IF NOT EXISTS evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
+CREATE TABLE IF NOT EXISTS evaluation_parts (
+    part INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL,
+    site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
+    is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
+CREATE INDEX IF NOT EXISTS evaluation_parts_of_job ON evaluation_parts (job, is_done);
+CREATE INDEX IF NOT EXISTS evaluation_parts_open ON evaluation_parts (job, part) WHERE is_leased = 0 AND is_done = 0;
+CREATE INDEX IF NOT EXISTS evaluation_parts_out ON evaluation_parts (site, incarnation, part) WHERE is_leased = 1;
+CREATE TABLE IF NOT EXISTS evaluation_results (
+    job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
+    PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
+"""
+_PROMPTS = """
+CREATE TABLE IF NOT EXISTS prompts (
+    prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+"""
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
@@ -100,6 +126,8 @@ CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_BY_FLAVOUR}
 {_CHECKS}
 {_SAMPLES}
+{_EVALUATIONS}
+{_PROMPTS}
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
@@ -107,33 +135,7 @@ CREATE INDEX IF NOT EXISTS work_open ON work (assignment) WHERE is_leased = 0;
 CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);
 CREATE INDEX IF NOT EXISTS audit_by_subject ON audit (kind, subject);
 """
-"""Made at a start where an earlier program did not: they hold nothing that the tables do not."""
-EVALUATIONS = """
-CREATE TABLE IF NOT EXISTS evaluation_jobs (
-    job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
-    state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
-    task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
-    sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
-CREATE INDEX IF NOT EXISTS evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
-CREATE TABLE IF NOT EXISTS evaluation_parts (
-    part INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL,
-    site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
-    is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
-CREATE INDEX IF NOT EXISTS evaluation_parts_of_job ON evaluation_parts (job, is_done);
-CREATE INDEX IF NOT EXISTS evaluation_parts_open ON evaluation_parts (job, part) WHERE is_leased = 0 AND is_done = 0;
-CREATE INDEX IF NOT EXISTS evaluation_parts_out ON evaluation_parts (site, incarnation, part) WHERE is_leased = 1;
-CREATE TABLE IF NOT EXISTS evaluation_results (
-    job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
-    PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
-"""
-"""Made at a start where an earlier program did not: no other table knows of them, so that one can go on without."""
-PROMPTS = """
-CREATE TABLE IF NOT EXISTS prompts (
-    prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-"""
-"""Made at a start where an earlier program did not, which can go on without: it passes no assignment over."""
+"""Of a store of this schema. In a file they can wait for room: they hold nothing that the tables do not."""
 _MOVED = ("payloads", "signatures", "verified", "canaries")
 FROM_1 = (
     """
@@ -161,10 +163,19 @@ ALTER TABLE sites ADD COLUMN work_ahead_s REAL NOT NULL DEFAULT 0;
 """Makes a store of schema 3, where no site worked ahead, one of schema 4."""
 FROM_4 = _SAMPLES
 """Makes a store of schema 4, which kept no samples, one of schema 5."""
-EARLIER = {
-    1: FROM_1 + FROM_2 + FROM_3 + FROM_4,
-    2: FROM_2 + FROM_3 + FROM_4,
-    3: FROM_3 + FROM_4,
-    4: FROM_4,
-}
-"""What makes a store of an earlier schema one of this."""
+FROM_5 = _EVALUATIONS + _PROMPTS
+"""Makes a store of schema 5 one of schema 6. Programs of schema 5 made these tables from some release on, hence the IF
+NOT EXISTS; no table since has any."""
+STEPS = {1: FROM_1, 2: FROM_2, 3: FROM_3, 4: FROM_4, 5: FROM_5}
+"""What makes a store of each earlier schema one of the next."""
+
+
+def steps_from(version: int) -> str:
+    """What makes a store of an earlier schema one of this.
+
+    Raises:
+        KeyError: no program knows that schema, or this one does not.
+    """
+    if version > SCHEMA_VERSION:
+        raise KeyError(version)
+    return "".join(STEPS[each] for each in range(version, SCHEMA_VERSION))

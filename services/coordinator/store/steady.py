@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from heterorl.common.errors import CorruptStore, Draining, HeterorlError
+from heterorl.common.errors import HeterorlError
 from heterorl.common.process.clock import Clock, ring_or_time
 from heterorl.common.process.metrics import LOOP_FAILURES
+from heterorl.coordinator.store.database import ENDED
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 5.0
@@ -31,11 +32,11 @@ class Steady:
         """Run one turn; returns whether it ended well.
 
         Raises:
-            CorruptStore, Draining: the store has ended.
+            CorruptStore, StoreLost, Draining: the store has ended.
         """
         try:
             await turn()
-        except (CorruptStore, Draining):
+        except ENDED:
             raise
         except Exception as error:  # noqa: BLE001 - said, counted and tried again
             self._tell(error)

@@ -20,7 +20,7 @@ from heterorl.cli.link import find_link
 from heterorl.cli.live.sites import site_tables
 from heterorl.cli.live.status import status_json, status_tables
 from heterorl.cli.main import app, main
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, StoreLost
 from heterorl.common.process.config import load, parse_override
 from heterorl.common.types.incarnations import fold
 from heterorl.common.types.rollout import DropReason
@@ -184,6 +184,18 @@ def test_typed_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
 
     assert end.value.code == 2
     assert "colour: unknown key" in capsys.readouterr().err
+
+
+def test_what_another_try_may_not_meet_ends_with_code_1(monkeypatch, capsys):
+    def away(*_arguments, **_options):
+        raise StoreLost("PostgreSQL cannot be reached")
+
+    monkeypatch.setattr("heterorl.cli.main.app", away)
+    with pytest.raises(SystemExit) as end:
+        main()
+
+    assert end.value.code == 1
+    assert "cannot be reached" in capsys.readouterr().err
 
 
 def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp_path):

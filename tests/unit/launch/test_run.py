@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.process.config import load
+from heterorl.launch.check import InvalidNodes, check_nodes
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
 from tests.support.launches import NODES, RUN, run_file
@@ -64,6 +65,33 @@ def test_coordinators_that_stand_by_need_a_place_that_both_reach():
         run_file(coordinator={"host": "a.example", "postgres": postgres})
 
 
+@pytest.mark.parametrize("standby", [["a.example"], ["b.example", "b.example"]])
+def test_coordinators_have_hosts_of_their_own(standby):
+    postgres = {"url": "postgresql://heterorl@db.example/run", "standby": standby}
+
+    with pytest.raises(ValueError, match=r"coordinator\.postgres\.standby: \w\.example has a coordinator already"):
+        run_file(coordinator={"host": "a.example", "data_dir": "/shared", "postgres": postgres})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hunter2@db/run",
+        "host=db password=hunter2",
+        "postgresql://me:hunter2\u2100@db/run",
+        "mysql://hunter2",
+    ],
+)
+def test_password_of_a_store_is_refused_by_the_key_that_has_it_and_not_repeated(url, tmp_path):
+    path = tmp_path / "run.toml"
+    table = f'[coordinator]\ndata_dir = "/shared"\npostgres = {{url = "{url}"}}\n'
+    path.write_text(RUN.replace("[coordinator]\n", table))
+
+    with pytest.raises(ConfigError, match=r"coordinator\.postgres\.url") as refused:
+        load(RunFile, path)
+    assert "hunter2" not in f"{refused.value} {refused.value.action}"
+
+
 WRONG = {
     'id = "my-run"': ('id = "my run"', "run.id"),
     'model_dir = "/models/start"': ("", "run.model_dir"),
@@ -99,7 +127,10 @@ SERVICES_REFUSE = {
     "threads = 2": ("treads = 2", "samplers.engine"),
     "max_staleness_versions = 32": ("max_staleness = 32", "coordinator.config.max_staleness"),
     "lr = 1e-6": ("lr = -1.0", "learner.backend"),
-}
+    "config = {max_staleness_versions = 32}": (
+        'config = {store = {url = "postgresql://me:x@db/run"}}', "coordinator.config.store.url: has a password"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("right", SERVICES_REFUSE)
@@ -113,6 +144,23 @@ def test_command_refuses_what_a_service_would_and_writes_nothing(right, tmp_path
     assert isinstance(result.exception, HeterorlError)
     assert said in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_problem_of_a_key_is_said_where_the_run_has_it():
+    def nodes(**coordinator):
+        postgres = {"url": "postgresql://heterorl@db.example/run"}
+        return nodes_of(run_file(coordinator={"host": "a.example", "postgres": postgres, **coordinator}))
+
+    def refuse_all(kind, table):
+        return [(key, "is wrong") for key in ("store.url", "run_id", "keep_versions") if kind == "coordinator"]
+
+    with pytest.raises(InvalidNodes) as refused:
+        check_nodes(nodes(), refuse_all)
+    assert [line.partition(":")[0] for line in refused.value.args[0].splitlines()[1:]] == [
+        "coordinator.postgres.url", "run.id", "coordinator.config.keep_versions",
+    ]  # fmt: skip
+    with pytest.raises(InvalidNodes, match=r"coordinator\.config\.store\.url: is wrong"):
+        check_nodes(nodes(config={"store": {"url": "postgresql://other@db.example/run"}}), refuse_all)
 
 
 def test_command_writes_once_and_never_over_what_is_there(tmp_path):

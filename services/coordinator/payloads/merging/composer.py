@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.errors import CorruptData, CorruptStore, Draining, LimitExceeded, UnknownVersion
+from heterorl.common.errors import CorruptData, LimitExceeded, UnknownVersion
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
@@ -35,7 +35,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.spans import Span, due_blocks
 from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.database import ENDED, Database
 from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours, lineage
@@ -135,7 +135,7 @@ class Composer:
                 if await steady.attempt(work) and not self._wake.is_set():
                     self._idle.set()
                 await steady.pause(self._wake)
-        except (CorruptStore, Draining):
+        except ENDED:
             return
         finally:
             self._stopping.set()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
+from heterorl.common.process.address import split_url
 from heterorl.common.process.config import Config
 
 
@@ -41,7 +41,7 @@ class BucketConfig(Config):
     @field_validator("endpoint")
     @classmethod
     def _check_endpoint(cls, endpoint: str) -> str:
-        parts = urlsplit(endpoint)
+        parts = split_url(endpoint)
         if not endpoint:
             return endpoint
         if parts.scheme not in ("https", "http") or not parts.hostname:

@@ -19,12 +19,13 @@ from collections.abc import AsyncIterator, Container, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from heterorl.common.errors import Busy, CorruptStore, Draining
+from heterorl.common.errors import Busy
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.store.bucket import settling
 from heterorl.coordinator.store.bucket.files import CopyFiles
 from heterorl.coordinator.store.bucket.home import BucketHome
+from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.files import BUSY_S
 from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Steady
@@ -99,7 +100,7 @@ class BucketCopies(Copies):
         try:
             while self._owed and not await steady.attempt(self.give):
                 await steady.pause(asyncio.Event())
-        except (CorruptStore, Draining):
+        except ENDED:
             return
 
     @asynccontextmanager

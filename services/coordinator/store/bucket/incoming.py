@@ -13,11 +13,12 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, Draining, PayloadMissing
+from heterorl.common.errors import Busy, DigestMismatch, PayloadMissing
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_PLACE, PutPlace
 from heterorl.coordinator.store.bucket.objects import Objects, Piece
+from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.home import Incoming
 from heterorl.coordinator.store.steady import Steady
 
@@ -131,7 +132,7 @@ class BucketIncoming(Incoming):
             while True:
                 await self._clock.sleep(SWEEP_S)
                 await steady.attempt(self.sweep)
-        except (CorruptStore, Draining):
+        except ENDED:
             return
 
 

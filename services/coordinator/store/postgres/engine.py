@@ -16,21 +16,22 @@ import uuid
 from typing import Any
 
 import psycopg
-from psycopg import errors
 
-from heterorl.common.errors import CorruptStore, DiskFull, HeterorlError, OperatorError
+from heterorl.common.errors import CorruptStore, HeterorlError, OperatorError
 from heterorl.coordinator.store.engine import Fault
-from heterorl.coordinator.store.postgres import tallies
+from heterorl.coordinator.store.postgres import faults, tallies
 from heterorl.coordinator.store.postgres.connection import PostgresConnection
-from heterorl.coordinator.store.postgres.schema import WRITER, migrated_from
-from heterorl.coordinator.store.schema import SCHEMA_VERSION
+from heterorl.coordinator.store.postgres.schema import MIGRATIONS, WRITER
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM
 
 _LOG = logging.getLogger(__name__)
-_OPERATION_ERRORS = (errors.IntegrityError, errors.ProgrammingError, errors.DataError, errors.NotSupportedError)
 MIN_SERVER = 150000
 CONNECT_S = 5
 ENDING_S = 1.0
 """A server notices within milliseconds that a session was closed, on a busy machine somewhat later."""
+LOCK_S = 3
+"""How long a start waits for somebody else's lock before it asks anew, and says so: nothing that it does needs one that
+readers hold, but for a migration."""
 _DEAD_S = 5
 _LINK: dict[str, Any] = {
     "autocommit": True,
@@ -69,14 +70,17 @@ class PostgresEngine:
 
         Raises:
             CorruptStore: the store was written by another schema.
+            StoreLost: the session ended meanwhile, or somebody keeps a table from being migrated.
+            OperatorError: the session's user may not write.
         """
         self._raw = raw
         self.connection = PostgresConnection(raw)
         try:
             self.store_id, self.epoch = _begin_epoch(raw)
         except psycopg.Error as error:
+            is_broken = raw.broken
             raw.close()
-            raise _failure(error) from error
+            raise faults.of_opening(error, is_broken=is_broken) from error
         except HeterorlError:
             raw.close()
             raise
@@ -119,11 +123,7 @@ class PostgresEngine:
 
     def fault(self, error: Exception) -> Fault:
         """What one of PostgreSQL's errors says."""
-        if self._raw.broken or isinstance(error, _Fenced):
-            return Fault.FATAL
-        if isinstance(error, errors.DiskFull):
-            return Fault.FULL
-        return Fault.OPERATION if isinstance(error, _OPERATION_ERRORS) else Fault.FATAL
+        return faults.of_statement(error, is_broken=self._raw.broken)
 
     def close(self) -> None:
         """End the session, and with it the lock."""
@@ -134,21 +134,21 @@ def connect(url: str) -> psycopg.Connection[Any]:
     """Begin a session that waits for nobody else's limits and in which a dead end of it is noticed in seconds.
 
     Raises:
-        OperatorError: the server cannot be reached, or is none that keeps what it acknowledges.
+        StoreLost: the server cannot be reached, or takes nobody for now.
+        OperatorError: it refuses the session, or is none that keeps what it acknowledges.
     """
     try:
         raw = psycopg.connect(url, **_LINK)
     except psycopg.Error as error:
-        raise OperatorError(
-            f"PostgreSQL cannot be reached: {_brief(error)}",
-            action="check store.url, the server and the password (PGPASSFILE or PGPASSWORD)",
-        ) from error
+        # Without its cause: libpq's words may repeat the url.
+        raise faults.of_connecting(error) from None
     try:
         raw.execute(_SESSION)
         _check_server(raw)
     except psycopg.Error as error:
+        is_broken = raw.broken
         raw.close()
-        raise OperatorError(f"PostgreSQL refuses the session: {_brief(error)}") from error
+        raise faults.of_opening(error, is_broken=is_broken) from error
     except HeterorlError:
         raw.close()
         raise
@@ -175,11 +175,26 @@ def open_store(url: str) -> PostgresEngine:
     """Take the store at once.
 
     Raises:
-        OperatorError: the server cannot be reached, or another coordinator has the store.
+        StoreLost: the server cannot be reached.
+        OperatorError: it refuses the session, or another coordinator has the store.
         CorruptStore: the store was written by another schema.
     """
-    raw = connect(url)
-    if not lock_soon(raw):
+    return take(connect(url))
+
+
+def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
+    """Take the store by a session that has just begun; it is closed where that fails.
+
+    Raises:
+        StoreLost, OperatorError, CorruptStore: as `open_store`.
+    """
+    try:
+        is_ours = lock_soon(raw)
+    except psycopg.Error as error:
+        is_broken = raw.broken
+        raw.close()
+        raise faults.of_opening(error, is_broken=is_broken) from error
+    if not is_ours:
         raw.close()
         raise OperatorError(
             "another coordinator has the store", action="stop it, or start this one with --standby to follow it"
@@ -210,23 +225,24 @@ def _check_server(raw: psycopg.Connection[Any]) -> None:
 
 def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
     with raw.transaction():
-        raw.execute("SET LOCAL client_min_messages = warning")
+        raw.execute(f"SET LOCAL client_min_messages = warning; SET LOCAL lock_timeout = '{LOCK_S}s'")
         raw.execute(WRITER)
         row = raw.execute("SELECT schema_version FROM store FOR UPDATE").fetchone()
         version = 0 if row is None else int(row[0])
         try:
-            script = migrated_from(version)
+            script = MIGRATIONS.statements(version)
         except KeyError as error:
-            raise CorruptStore(f"the store has schema {version}, this program needs {SCHEMA_VERSION}") from error
-        if version not in (0, SCHEMA_VERSION):
-            _LOG.info("the store is brought from schema %d to %d", version, SCHEMA_VERSION)
-        raw.execute(script.encode())
+            raise CorruptStore(
+                f"the store has schema {version}, this program needs {MIGRATIONS.version}", action=ANOTHER_PROGRAM
+            ) from error
+        if version not in (0, MIGRATIONS.version):
+            _LOG.info("the store is brought from schema %d to %d", version, MIGRATIONS.version)
+        raw.execute((script + tallies.BEGIN).encode())
         if row is None:
             name_store(raw)
-        raw.execute(tallies.BEGIN)
         row = raw.execute(
             "UPDATE store SET schema_version = %s, epoch = epoch + 1, taken = now() RETURNING id, epoch",
-            (SCHEMA_VERSION,),
+            (MIGRATIONS.version,),
         ).fetchone()
     assert row is not None
     return str(row[0]), int(row[1])
@@ -235,15 +251,5 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
 def name_store(raw: psycopg.Connection[Any]) -> str:
     """Give a store that has just been made its name; returns it."""
     name = uuid.uuid4().hex
-    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, SCHEMA_VERSION))
+    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, MIGRATIONS.version))
     return name
-
-
-def _failure(error: psycopg.Error) -> HeterorlError:
-    if isinstance(error, errors.DiskFull):
-        return DiskFull("PostgreSQL's data directory")
-    return CorruptStore(f"the store in PostgreSQL cannot be opened: {_brief(error)}")
-
-
-def _brief(error: psycopg.Error) -> str:
-    return " ".join(str(error).split())[:300]

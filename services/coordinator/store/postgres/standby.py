@@ -1,7 +1,8 @@
-"""Waiting for the store of a coordinator that may die: the lock is asked for until it is given, or the wait is over.
+"""Waiting for the store: for a server that is away, and for the coordinator that has the store to end.
 
 A session of PostgreSQL keeps the lock as long as its process lives: it ends with the process at once, and within
-seconds after its host is gone.
+seconds after its host is gone. What a server refuses before the first session that it grants is for a person to see;
+after that everything is waited for, as the coordinator that has the store waits for its network.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import psycopg
 
-from heterorl.common.errors import OperatorError
-from heterorl.coordinator.store.postgres.engine import PostgresEngine, connect, try_lock
+from heterorl.common.errors import DiskFull, OperatorError, StoreLost
+from heterorl.coordinator.store.postgres.engine import PostgresEngine, connect, take, try_lock
 
 _LOG = logging.getLogger(__name__)
 ASK_EVERY_S = 0.5
@@ -23,12 +25,17 @@ ASK_EVERY_S = 0.5
 class Standby:
     """A wait for the store at a url. `wait` belongs to a thread of its own.
 
-    `check` is asked about a store with payloads before the wait: a standby that could not serve it ends at once.
+    Args:
+        url: of the store.
+        check: is asked about a store with payloads before the wait: a standby that could not serve it ends at once.
+        is_patient: whether another coordinator that has the store is waited for; else it is refused.
     """
 
-    def __init__(self, url: str, check: Callable[[str], None]) -> None:
+    def __init__(self, url: str, check: Callable[[str], None], *, is_patient: bool = True) -> None:
         self._url = url
         self._check = check
+        self._is_patient = is_patient
+        self._has_met = False
         self._is_over = threading.Event()
 
     def give_up(self) -> None:
@@ -36,43 +43,64 @@ class Standby:
         self._is_over.set()
 
     def wait(self) -> PostgresEngine | None:
-        """Take the store as soon as nobody has it; None when the wait was given up.
+        """Take the store as soon as that can be; None when the wait was given up.
 
         Raises:
             ConfigError: the payloads at hand are not the store's.
+            OperatorError: the server refuses the session, or another coordinator has the store and is not waited for.
             CorruptStore: the store was written by another schema.
         """
         problem = ""
         while not self._is_over.is_set():
             try:
-                raw = connect(self._url)
-            except OperatorError as error:
-                # A server that restarts is waited for, as the coordinator that holds it is.
+                raw = self._session()
+                engine = self._taken(raw)
+            except (StoreLost, DiskFull) as error:
+                if isinstance(error, DiskFull) and not self._is_patient:
+                    raise
                 if str(error) != problem:
                     problem = str(error)
-                    _LOG.warning("standing by: %s", problem)
+                    _LOG.warning("waiting for the store: %s", problem)
                 self._is_over.wait(ASK_EVERY_S)
                 continue
+            if engine is not None:
+                return engine
             problem = ""
-            try:
-                self._check_store(raw)
-            except BaseException:
-                raw.close()
-                raise
-            if self._holds(raw):
-                return PostgresEngine(raw)
-            with contextlib.suppress(psycopg.Error):
-                raw.close()
         return None
 
-    def _check_store(self, raw: psycopg.Connection[tuple[object, ...]]) -> None:
+    def _session(self) -> psycopg.Connection[Any]:
+        try:
+            raw = connect(self._url)
+        except OperatorError as error:
+            if not (self._is_patient and self._has_met):
+                raise
+            raise StoreLost(error.args[0], action=error.action) from None
+        self._has_met = True
+        return raw
+
+    def _taken(self, raw: psycopg.Connection[Any]) -> PostgresEngine | None:
+        """The store, taken by a session that has just begun; None when the session ended first, or the wait did."""
+        try:
+            self._check_store(raw)
+            if not self._is_patient:
+                return take(raw)
+            if self._holds(raw):
+                return PostgresEngine(raw)
+        except BaseException:
+            raw.close()
+            raise
+        with contextlib.suppress(psycopg.Error):
+            raw.close()
+        return None
+
+    def _check_store(self, raw: psycopg.Connection[Any]) -> None:
         with contextlib.suppress(psycopg.Error):
             # None of the tables is there before the first coordinator has begun.
             row = raw.execute("SELECT id FROM store WHERE EXISTS (SELECT 1 FROM payloads)").fetchone()
             if row is not None:
                 self._check(str(row[0]))
 
-    def _holds(self, raw: psycopg.Connection[tuple[object, ...]]) -> bool:
+    def _holds(self, raw: psycopg.Connection[Any]) -> bool:
         """Whether the session got the lock; False when it ended, or the wait did."""
         try:
             while not self._is_over.is_set():
@@ -80,5 +108,5 @@ class Standby:
                     return True
                 self._is_over.wait(ASK_EVERY_S)
         except psycopg.Error as error:
-            _LOG.warning("standing by: the session ended: %s", type(error).__name__)
+            _LOG.warning("waiting for the store: the session ended: %s", type(error).__name__)
         return False

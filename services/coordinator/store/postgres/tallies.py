@@ -1,7 +1,8 @@
 """What `store/tallies.py` counts, counted in PostgreSQL: by triggers as there, in tables that are never logged.
 
-They are made anew by each coordinator that takes the store; PostgreSQL empties them when it crashes, and the
-coordinator ends with it. Temporary tables would be nearer to SQLite's, but no trigger of a lasting table may name them
+They are counted anew by each coordinator that takes the store; PostgreSQL empties them when it crashes, and the
+coordinator ends with it. Rows are deleted and no table is dropped, so that nobody who only reads is waited for, as
+pg_dump does for hours. Temporary tables would be nearer to SQLite's, but no trigger of a lasting table may name them
 while two coordinators follow one another, and nobody vacuums them.
 """
 
@@ -9,27 +10,26 @@ from __future__ import annotations
 
 from heterorl.coordinator.store.tallies import SOON
 
-_TABLES = f"""
-DROP TABLE IF EXISTS tally, waiting, out_work, holder, sharer;
-CREATE UNLOGGED TABLE tally (name TEXT COLLATE "C" PRIMARY KEY, count BIGINT NOT NULL) WITH (fillfactor = 10);
-INSERT INTO tally VALUES ('pending', 0), ('leased', 0), ('out', 0), ('away', 0), ('wanting', 0);
-CREATE UNLOGGED TABLE waiting (site TEXT COLLATE "C" PRIMARY KEY, num_groups BIGINT NOT NULL,
+_COUNTS = f"""
+CREATE UNLOGGED TABLE IF NOT EXISTS tally (name TEXT COLLATE "C" PRIMARY KEY, count BIGINT NOT NULL)
+    WITH (fillfactor = 10);
+CREATE UNLOGGED TABLE IF NOT EXISTS waiting (site TEXT COLLATE "C" PRIMARY KEY, num_groups BIGINT NOT NULL,
     num_bytes BIGINT NOT NULL) WITH (fillfactor = 50);
-CREATE UNLOGGED TABLE out_work (
+CREATE UNLOGGED TABLE IF NOT EXISTS out_work (
     assignment BIGINT PRIMARY KEY, site TEXT COLLATE "C" NOT NULL, incarnation TEXT COLLATE "C" NOT NULL,
     request_id TEXT COLLATE "C" NOT NULL, since DOUBLE PRECISION, is_away BIGINT NOT NULL DEFAULT 0);
-CREATE INDEX out_by_holder ON out_work (site, incarnation, since);
-CREATE INDEX out_by_request ON out_work (site, incarnation, request_id);
-CREATE UNLOGGED TABLE holder (
+CREATE INDEX IF NOT EXISTS out_by_holder ON out_work (site, incarnation, since);
+CREATE INDEX IF NOT EXISTS out_by_request ON out_work (site, incarnation, request_id);
+CREATE UNLOGGED TABLE IF NOT EXISTS holder (
     site TEXT COLLATE "C" NOT NULL, incarnation TEXT COLLATE "C" NOT NULL, held BIGINT NOT NULL,
     away BIGINT NOT NULL DEFAULT 0, due DOUBLE PRECISION NOT NULL DEFAULT {SOON},
     PRIMARY KEY (site, incarnation)) WITH (fillfactor = 50);
-CREATE INDEX holder_due ON holder (due);
-CREATE UNLOGGED TABLE sharer (
+CREATE INDEX IF NOT EXISTS holder_due ON holder (due);
+CREATE UNLOGGED TABLE IF NOT EXISTS sharer (
     site TEXT COLLATE "C" PRIMARY KEY, held BIGINT NOT NULL DEFAULT 0, counted BIGINT NOT NULL DEFAULT 0,
     asked DOUBLE PRECISION, owed BIGINT NOT NULL DEFAULT 0) WITH (fillfactor = 50);
-CREATE INDEX sharer_asked ON sharer (asked) WHERE asked IS NOT NULL;
-CREATE INDEX sharer_owed ON sharer (owed) WHERE owed > 0;
+CREATE INDEX IF NOT EXISTS sharer_asked ON sharer (asked) WHERE asked IS NOT NULL;
+CREATE INDEX IF NOT EXISTS sharer_owed ON sharer (owed) WHERE owed > 0;
 """
 _GROUPS = """
 CREATE OR REPLACE FUNCTION tally_group() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -114,5 +114,16 @@ INSERT INTO waiting SELECT site, count(*), sum(num_bytes) FROM groups
 INSERT INTO out_work (assignment, site, incarnation, request_id)
     SELECT assignment, site, incarnation, request_id FROM work WHERE is_leased = 1;
 """
-BEGIN = _TABLES + _GROUPS + _WORK + _OUT + _FILL
-"""Counts what waits and what is out, and goes on counting; once for each coordinator that takes the store."""
+_NONE = """
+ALTER TABLE out_work DISABLE TRIGGER out_counts;
+DELETE FROM tally; DELETE FROM waiting; DELETE FROM out_work; DELETE FROM holder; DELETE FROM sharer;
+ALTER TABLE out_work ENABLE TRIGGER out_counts;
+INSERT INTO tally VALUES ('pending', 0), ('leased', 0), ('out', 0), ('away', 0), ('wanting', 0);
+"""
+TABLES = _COUNTS + _GROUPS + _WORK + _OUT
+"""Of a store's schema; programs of schema 5 made them at each start."""
+BEGIN = _NONE + _FILL
+"""Counts what waits and what is out; once for each coordinator that takes the store."""
+PAUSE = "ALTER TABLE groups DISABLE TRIGGER group_counts; ALTER TABLE work DISABLE TRIGGER work_counts;"
+"""Stops counting, while rows are copied in by the thousand."""
+RESUME = "ALTER TABLE groups ENABLE TRIGGER group_counts; ALTER TABLE work ENABLE TRIGGER work_counts;"

@@ -19,8 +19,9 @@ import psycopg
 from psycopg import sql
 
 from heterorl.common.errors import CorruptStore
+from heterorl.coordinator.store.postgres import tallies
 from heterorl.coordinator.store.postgres.engine import connect
-from heterorl.coordinator.store.schema import EVALUATIONS, INDEXES, PROMPTS, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _TYPES = {"INTEGER": "int8", "REAL": "float8", "TEXT": "text", "BLOB": "bytea"}
 _BYTES = ("contract",)
@@ -52,12 +53,15 @@ def read_into(url: str, path: Path) -> None:
     file = sqlite3.connect(path, isolation_level=None)
     try:
         # What fails is thrown away as a whole.
-        file.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {SCHEMA} {EVALUATIONS} {PROMPTS}")
+        file.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {SCHEMA}")
         with connect(url) as raw, raw.transaction():
             raw.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             row = raw.execute("SELECT schema_version FROM store").fetchone()
             if row is None or row[0] != SCHEMA_VERSION:
-                raise CorruptStore(f"the store has schema {row and row[0]}, this program needs {SCHEMA_VERSION}")
+                raise CorruptStore(
+                    f"the store has schema {row and row[0]}, this program needs {SCHEMA_VERSION}",
+                    action=ANOTHER_PROGRAM,
+                )
             file.execute("BEGIN")
             for table in tables_of(file):
                 _read_table(raw, file, table)
@@ -73,6 +77,7 @@ def write_from(file: sqlite3.Connection, raw: psycopg.Connection[Any]) -> None:
     Raises:
         psycopg.Error: PostgreSQL refuses a row.
     """
+    raw.execute(tallies.PAUSE)
     for table in tables_of(file):
         with raw.cursor() as cursor, cursor.copy(table.copy("FROM STDIN")) as copy:
             copy.set_types(table.types)
@@ -84,6 +89,7 @@ def write_from(file: sqlite3.Connection, raw: psycopg.Connection[Any]) -> None:
                 raw.execute(
                     "SELECT setval(pg_get_serial_sequence(%s, %s), %s)", (table.name, table.counted, int(given[0]))
                 )
+    raw.execute(tallies.RESUME)
 
 
 def tables_of(file: sqlite3.Connection) -> Iterator[_Table]:

@@ -16,7 +16,7 @@ from heterorl.common.errors import CorruptStore, DiskFull
 from heterorl.common.process.files import make_directory
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.engine import Fault
-from heterorl.coordinator.store.schema import EARLIER, EVALUATIONS, INDEXES, PROMPTS, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, INDEXES, SCHEMA, SCHEMA_VERSION, STEPS, steps_from
 from heterorl.coordinator.store.sqlite.soundness import check_file
 
 _LOG = logging.getLogger(__name__)
@@ -105,12 +105,13 @@ def connect(path: Path) -> sqlite3.Connection:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version in EARLIER:
+        elif version in STEPS:
             _LOG.info("%s is brought from schema %d to %d", path, version, SCHEMA_VERSION)
-            connection.executescript(f"BEGIN; {EARLIER[version]} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+            connection.executescript(f"BEGIN; {steps_from(version)} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
-            raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
-        connection.executescript(EVALUATIONS + PROMPTS)
+            raise CorruptStore(
+                f"{path} has schema {version}, this program needs {SCHEMA_VERSION}", action=ANOTHER_PROGRAM
+            )
         _make_indexes(connection)
         tallies.begin(connection)
     except sqlite3.OperationalError as error:

@@ -1,5 +1,6 @@
 """What a node pushes stands on the page as if it were scraped, and nothing else can."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,12 +8,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.federation.series import MAX_BYTES, page, rendered, series_of
+from heterorl.common.federation.series import LIMITS, lines_of, page, rendered, series_of
 from heterorl.common.process import metrics
 from heterorl.common.types.series import Series
 
 OF_A = {"run": "r", "service": "sampler", "instance": "site-a", "site": "site-a"}
 TOKENS, RPCS = "heterorl_tokens_total", "heterorl_rpc_seconds_count"
+MOST = LIMITS["sampler"]
+
+
+def call(method):
+    return f'code="OK",method="{method}",side="client"'
 
 
 def one(name=TOKENS, labels=("",), values=(1.0,)):
@@ -80,12 +86,33 @@ def test_names_that_are_not_the_services_own_are_left_out(name):
     "labels",
     [
         'site="other"', 'code="OK",instance="other"', 'run="other"', 'job="other"', 'service="learner"',
+        # What Prometheus refuses a whole page for.
+        'code="OK",code="OK",method="m",side="s"', '__name__="up"', 'code="\0",method="m",side="s"',
         'a="b"} 1\nup{c="d"', 'a="b"\nup 1\n', 'a="b', 'a="\\x"', 'a=""b"', "a", ",", 'a="b",', '0="b"', 'a="b" ',
     ],
 )  # fmt: skip
 def test_labels_that_say_more_than_a_nodes_own_are_refused(labels):
     with pytest.raises(InvalidRequest, match="no node's own"):
         rendered(one(RPCS, (labels,)), service="sampler", added=OF_A)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    ["", 'code="OK",method="m"', 'code="OK",method="m",more="x",side="s"', 'side="s",method="m",code="OK"', 'le="1.0"'],
+)
+def test_numbers_under_other_labels_than_their_metric_has_are_left_out(labels):
+    pushed = [*one(RPCS, (call("a"), labels), (1.0, 2.0)), *one()]
+
+    assert rendered(pushed, service="sampler", added=OF_A).keys() == {TOKENS}
+
+
+def test_buckets_have_their_bound_among_the_labels():
+    labels = 'code="OK",le="+Inf",method="m",side="client"'
+
+    found = rendered(one("heterorl_rpc_seconds_bucket", (labels,)), service="sampler", added=OF_A)
+    assert list(lines_of(found)) == [
+        f'heterorl_rpc_seconds_bucket{{run="r",service="sampler",instance="site-a",site="site-a",{labels}}}'
+    ]
 
 
 def test_learner_may_speak_of_sites():
@@ -103,10 +130,21 @@ def test_learner_may_speak_of_sites():
         (one() + one(), "a name stands in two entries"),
         (one(labels=("", "")), "2 labels for 1 numbers"),
         (one(RPCS, ('a="b"', 'a="b"'), (1.0, 2.0)), "two numbers under the same labels"),
-        (one(RPCS, (f'a="{"x" * MAX_BYTES}"',)), "more than"),
-        (one(RPCS, (), (0.0,) * (MAX_BYTES // 8 + 1)), "more than"),
+        (one(RPCS, (call("x" * MOST.num_bytes),)), "bytes"),
+        (one(RPCS, (), (0.0,) * (MOST.lines + 1)), "more than 4096 numbers"),
     ],
 )
 def test_what_is_no_measurement_is_refused(series, problem):
     with pytest.raises(InvalidRequest, match=problem):
         rendered(series, service="sampler", added=OF_A)
+
+
+def test_what_a_push_adds_to_the_page_is_bounded(monkeypatch):
+    pushed = one(RPCS, tuple(call(n) for n in range(100)), (1.0,) * 100)
+    size = len(rendered(pushed, service="sampler", added=OF_A)[RPCS])
+
+    # As bytes on the page count, and not as they came.
+    limits = {"sampler": dataclasses.replace(MOST, rendered=size - 1)}
+    monkeypatch.setattr("heterorl.common.federation.series.LIMITS", limits)
+    with pytest.raises(InvalidRequest, match="on the page"):
+        rendered(pushed, service="sampler", added=OF_A)

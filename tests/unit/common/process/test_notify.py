@@ -106,14 +106,27 @@ async def test_watchdog_hears_the_loop_twice_per_interval(manager):
     clock = Ticks(3)
 
     with pytest.raises(asyncio.CancelledError):
-        await notify.feed_watchdog(Notifier(address, watchdog_s=30.0), clock)
+        await notify.feed_watchdog(Notifier(address, watchdog_s=30.0), clock, notify.Watch())
 
     assert clock.sleeps == [15.0, 15.0, 15.0]
     assert heard(listener) == ["WATCHDOG=1"] * 3
 
 
+async def test_watchdog_is_not_fed_while_what_must_answer_is_silent(manager, caplog):
+    listener, address = manager
+    silences = [0.0, 14.9, 15.0, 30.0, 0.0]
+
+    with pytest.raises(asyncio.CancelledError):
+        await notify.feed_watchdog(
+            Notifier(address, watchdog_s=30.0), Ticks(5), notify.Watch(silent_s=lambda: silences.pop(0))
+        )
+
+    assert heard(listener) == ["WATCHDOG=1"] * 3
+    assert len(caplog.messages) == 2
+
+
 async def test_watchdog_that_nobody_asked_for_ends_at_once():
-    await notify.feed_watchdog(Notifier("@heterorl-nobody"), Ticks(1))
+    await notify.feed_watchdog(Notifier("@heterorl-nobody"), Ticks(1), notify.Watch())
 
 
 async def test_supervision_ends_with_its_body_and_passes_errors_on(manager):

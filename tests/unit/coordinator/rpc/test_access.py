@@ -52,6 +52,7 @@ ALLOWED = {
     # For itself; what it carries is judged by the node whose it is.
     Role.RELAY: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "Diagnose",
+        "PushRelayMetrics",
     },
 }  # fmt: skip
 
@@ -91,6 +92,13 @@ def test_protocol_of_a_role_has_what_the_table_opens_to_it_and_no_more(protocol,
 
     assert {name.replace("signed_", "").title().replace("_", "") for name in methods} == open_to_it
     assert all(getattr(protocol, name).__doc__ for name in methods)
+
+
+def test_nobody_keeps_the_coordinator_busy_by_metrics():
+    pushes = {method: rule for method, rule in RULES.items() if "/heterorl.v1.MetricsService/" in method}
+
+    assert {rule.at_once for rule in pushes.values()} == {2}
+    assert all(rule.site == ("site",) and len(rule.roles) == 1 for rule in pushes.values())
 
 
 def test_unknown_rpc_is_open_to_nobody_and_run_comes_before_role():

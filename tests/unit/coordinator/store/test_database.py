@@ -166,6 +166,28 @@ async def test_damage_of_any_page_is_found_at_the_start_or_harmless(tmp_path):
     assert found >= len(good) // 4096 - 1
 
 
+async def test_store_that_owes_an_answer_says_for_how_long_and_copies_of_all_do_not_count(database):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(_connection):
+        begun.set()
+        go_on.wait(30)
+        return database.silent_s()
+
+    assert database.silent_s() == 0.0
+    for submit, is_silent in ((database.run, True), (database.run_alone, False)):
+        begun.clear()
+        go_on.clear()
+        running = asyncio.create_task(submit(slow))
+        await asyncio.to_thread(begun.wait, 30)
+        assert (database.silent_s() > 0.0) is is_silent
+        go_on.set()
+        assert (await running > 0.0) is is_silent
+    await database.run(lambda _: None)
+    await database.close()
+    assert database.silent_s() == 0.0
+
+
 async def test_closing_commits_what_was_queued_before_it(tmp_path):
     database = await Database.open(tmp_path / "store.sqlite")
     gate = threading.Event()

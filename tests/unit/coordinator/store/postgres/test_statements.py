@@ -1,5 +1,7 @@
 """Statements of operations in PostgreSQL's words, and values as SQLite would have them."""
 
+import hashlib
+
 import pytest
 
 from heterorl.coordinator.store import dialect, schema
@@ -7,7 +9,7 @@ from heterorl.coordinator.store import dialect, schema
 pytest.importorskip("psycopg")
 
 from heterorl.coordinator.store.postgres.connection import translated
-from heterorl.coordinator.store.postgres.schema import in_postgres, migrated_from
+from heterorl.coordinator.store.postgres.schema import MIGRATIONS, in_postgres
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_types_are_those_that_hold_what_sqlite_holds():
 
 
 def test_nothing_of_sqlite_alone_is_left_in_the_tables():
-    text = migrated_from(0)
+    text = MIGRATIONS.statements(0)
 
     for word in ("ROWID", "AUTOINCREMENT", "RAISE(", "BLOB", " REAL"):
         assert word not in text
@@ -47,4 +49,12 @@ def test_nothing_of_sqlite_alone_is_left_in_the_tables():
 def test_store_of_an_unknown_schema_is_refused():
     for version in (4, schema.SCHEMA_VERSION + 1):
         with pytest.raises(KeyError):
-            migrated_from(version)
+            MIGRATIONS.statements(version)
+
+
+def test_statement_of_the_schema_that_changes_has_a_new_number():
+    texts = (schema.SCHEMA, MIGRATIONS.whole)
+    found = [hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16] for text in texts]
+
+    # A store of this number is taken as it is: whoever changes what makes it writes a step, then the digests.
+    assert (schema.SCHEMA_VERSION, found) == (6, ["f05add0ac16e8ce0", "952cd55d6e262d1c"])

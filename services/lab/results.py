@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from heterorl.lab.world import Outcome
 
 LATER_KEYS: Mapping[str, frozenset[str]] = {
-    "loss": frozenset({"dual_clip", "baseline", "negative_keep", "reference_kl", "negative_weight", "tempering_ess"}),
+    "loss": frozenset(
+        {"dual_clip", "baseline", "negative_keep", "reference_kl", "negative_weight", "tempering_ess", "drift_limit"}
+    ),
     "delay": frozenset({"default"}),
     "task": frozenset({"lr", "warm_start_lr"}),
     "prompts": frozenset({"data", "system_prompt", "rewards", "sources"}),

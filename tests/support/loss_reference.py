@@ -112,9 +112,8 @@ class Reference:
         return self.gepo_with_bad(i, a, min(1.0, self.product(i)))
 
     def gepo_whole(self, i: int, a: float) -> list[float]:
-        """A bad rollout gets its gradient as long as all of it is at least .6 times as likely as it was."""
-        w = self.p(i) / self.group_mean(i, "")
-        return self.rows(i, 0.6 * a if a < 0 and self.product(i) < 0.6 else w * a)
+        """A bad rollout takes part as long as all of it is at least e^-.1 times as likely as it was."""
+        return self.rows(i, 0.0) if a < 0 and self.product(i) < math.exp(-0.1) else self.gepo_1s(i, a)
 
     def gepo_quantile(self, i: int, a: float) -> list[float]:
         """Leave out the bad rollout of the smallest ratio, one at a time, while the share allows it."""

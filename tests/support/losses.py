@@ -189,7 +189,7 @@ CATALOGUE: dict[str, LossConfig] = {
     "gepo_product": GepoProductConfig(),
     "gepo_quantile": GepoQuantileConfig(),
     "gepo_tempered": GepoTemperedConfig(tempering_ess=0.9),
-    "gepo_whole": GepoWholeConfig(eps_low=0.4),
+    "gepo_whole": GepoWholeConfig(drift_limit=0.1),
     "gepo_plus": GepoPlusConfig(kl_threshold=0.05),
     "ds_gepo": DsGepoConfig(defensive_fraction=0.2),
     "eqp": EqpConfig(),

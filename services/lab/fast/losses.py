@@ -32,7 +32,7 @@ _LAID_OUT = frozenset(
     {
         "level", "denominator", "normalisation", "kl_threshold", "defensive_fraction", "proximal", "behaviour_cap",
         "clip", "low", "high", "clip_on", "positive_weight", "advantage", "aggregation", "length_power",
-        "opsm_threshold", "kl_coefficient", "max_log_weight", "step_size", "dual_clip", "trace_cap",
+        "opsm_threshold", "drift_limit", "kl_coefficient", "max_log_weight", "step_size", "dual_clip", "trace_cap",
         "negative_weight", "mixture_slope", "mixture_age", "mixture_gradient",
     }
 )  # fmt: skip

@@ -42,13 +42,12 @@ class GepoProductConfig(GroupDenominatorConfig):
 
 
 class GepoWholeConfig(GroupDenominatorConfig):
-    """GEPO without upper clip for good rollouts; bad ones keep its weight until their whole completion is 1 - eps_low
-    times as likely as when it was drawn."""
+    """GEPO without upper clip for good rollouts; bad ones keep its weight and lower clip until their whole completion
+    has become drift_limit nats less likely than when it was drawn."""
 
     kind: Literal["gepo_whole"] = "gepo_whole"
-    eps_low: float = Field(default=0.67, ge=0.0, le=1.0)
     eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
-    clip_on: Literal["own", "gepo", "gspo", "whole"] = "whole"
+    drift_limit: float = Field(default=1.1, ge=0.0)
 
 
 class GepoQuantileConfig(GroupDenominatorConfig):

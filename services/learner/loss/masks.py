@@ -20,8 +20,11 @@ def has_not_drifted(
     advantages_B: torch.Tensor,
     *,
     limit: float,
+    is_total: bool = False,
 ) -> torch.Tensor:
     """Off-policy sequence mask of DeepSeek-V3.2: False where A < 0 and mean_t(log q - log p) > limit; bool [B].
+
+    With `is_total` the sum over the completion takes the mean's place.
 
     Args:
         learner_BT: log p.
@@ -29,8 +32,10 @@ def has_not_drifted(
         mask_BT: bool, True at completion tokens.
         advantages_B: A.
         limit: nats.
+        is_total: whether the limit is for the whole completion, not for its mean token.
     """
-    drift_B = masked_mean(sampler_BT.detach() - learner_BT.detach(), mask_BT)
+    drift_BT = torch.where(mask_BT, sampler_BT.detach() - learner_BT.detach(), 0.0)
+    drift_B = drift_BT.sum(1) if is_total else masked_mean(drift_BT, mask_BT)
     return ~((advantages_B < 0) & (drift_B > limit))
 
 

@@ -27,6 +27,9 @@ class LossOptions(Config):
     """Reward minus the group's mean, that over the group's standard deviation, or that over a Beta density (BNPO)."""
     opsm_threshold: float = Field(default=0.0, ge=0.0)
     """Rollouts worse than their group whose mean of log q - log p exceeds this, nats, are left out; 0 turns it off."""
+    drift_limit: float = Field(default=0.0, ge=0.0)
+    """Rollouts worse than their group whose sum of log q - log p over the completion exceeds this, nats, are left out;
+    it means the same at every length; 0 turns it off."""
     m2_budget: float = Field(default=0.0, ge=0.0)
     """Harmful tokens with the largest log ratios are left out until their mean square is at most this; 0 is off."""
     max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
@@ -70,9 +73,8 @@ class SequenceLossConfig(RatioLossConfig):
 
     clip: Literal["zero", "preserve", "none"] = "zero"
     """Beyond the clip range: no gradient, the gradient of the bound (c-GEPO and c-GSPO), or no clipping at all."""
-    clip_on: Literal["own", "gepo", "gspo", "whole"] = "own"
-    """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's; whole: the ratio prod_t p / q of the
-    completion for rollouts worse than their group, the loss's own for better ones."""
+    clip_on: Literal["own", "gepo", "gspo"] = "own"
+    """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
     """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
     the upper clip or with it."""

@@ -86,11 +86,10 @@ def policy_loss(
     advantages_B = inputs.advantages_B.detach()
 
     is_kept_BT = mask_BT & inputs.is_selected_BT
-    if rule.opsm_threshold > 0.0:
-        is_kept_BT = (
-            is_kept_BT
-            & has_not_drifted(learner_BT, sampler_BT, mask_BT, advantages_B, limit=rule.opsm_threshold)[:, None]
-        )
+    for limit, is_total in ((rule.opsm_threshold, False), (rule.drift_limit, True)):
+        if limit > 0.0:
+            is_kept_B = has_not_drifted(learner_BT, sampler_BT, mask_BT, advantages_B, limit=limit, is_total=is_total)
+            is_kept_BT = is_kept_BT & is_kept_B[:, None]
     coefficients_BT = torch.where(is_kept_BT, coefficients_BT, 0.0)
 
     if rule.level == "token":
@@ -195,9 +194,7 @@ def _sequence_objective(
     is_spread = rule.level == "spread" or rule.m2_budget > 0.0
     log_weights = importance.spread(log_weights_B, learner_BT) if is_spread else log_weights_B[:, None]
     decision = None
-    if rule.clip_on == "whole":
-        decision = torch.where(advantages_B1 < 0, (learner_BT - sampler_BT).sum(1, keepdim=True), log_weights)
-    elif rule.clip_on != "own":
+    if rule.clip_on != "own":
         bases_B = inputs.log_expectations_B if rule.clip_on == "gepo" else masked_mean(sampler_BT, mask_BT)
         decision = (masked_mean(learner_BT, mask_BT) - bases_B)[:, None]
     objective = _objective(rule, log_weights, learner_BT, advantages_B1, decision=decision)

@@ -48,9 +48,8 @@ class Rule:
     """Lower end of the range: a ratio; under token_log a log ratio, nats."""
     high: float = float("inf")
     """Upper end of the range, in the unit of `low`."""
-    clip_on: Literal["own", "gepo", "gspo", "whole"] = "own"
-    """Weight that decides whether a rollout is clipped: the rule's own, that of another algorithm, or, where A < 0,
-    prod_t p / q."""
+    clip_on: Literal["own", "gepo", "gspo"] = "own"
+    """Weight that decides whether a rollout is clipped: the rule's own, or that of another algorithm."""
     dual_clip: float = 0.0
     """Largest weight for A < 0; 0 turns it off."""
     trace_cap: float = 0.0
@@ -71,6 +70,7 @@ class Rule:
     aggregation: Aggregation = "sequence_mean"
     length_power: float = 1.0
     opsm_threshold: float = 0.0
+    drift_limit: float = 0.0
     m2_budget: float = 0.0
     negative_keep: float = 0.0
     """Least share of the step's rollouts with A < 0 that take part, by ratio; 0 is all."""

@@ -54,10 +54,7 @@ def test_clip_range_is_the_reference_implementation_s(kind):
         ({"kind": "mis", "level": "geometric"}, {"level": "sequence", "normalisation": "length", "high": 3.0}),
         ({"kind": "gepo_1s"}, {"low": 0.8, "high": 101.0, "denominator": "contraharmonic", "negative_weight": "own"}),
         ({"kind": "gepo_product"}, {"high": 101.0, "negative_weight": "product", "needs_first_pass": False}),
-        (
-            {"kind": "gepo_whole", "eps_low": 0.5},
-            {"low": 0.5, "high": 101.0, "clip_on": "whole", "negative_weight": "own"},
-        ),
+        ({"kind": "gepo_whole"}, {"low": 0.8, "high": 101.0, "drift_limit": 1.1}),
         ({"kind": "gepo_quantile"}, {"negative_keep": 0.3, "negative_weight": "one", "needs_first_pass": True}),
         ({"kind": "gepo_tempered"}, {"negative_weight": "tempered", "tempering_ess": 0.5, "needs_first_pass": True}),
         ({"kind": "gspo", "negative_weight": "product"}, {"negative_weight": "product", "denominator": "own"}),

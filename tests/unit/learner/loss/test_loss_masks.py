@@ -23,6 +23,20 @@ def test_drifted_rollouts_are_left_out_only_if_they_are_worse_than_their_group()
     assert kept.tolist() == [False, True, True, True]
 
 
+def test_a_limit_for_whole_completions_means_the_same_at_every_length():
+    # .3 nats a token: .6 over two tokens, 1.2 over four; what stands in padding does not count.
+    sampler = torch.zeros(3, 4, dtype=F64)
+    learner = torch.full((3, 4), -0.3, dtype=F64)
+    mask_BT = torch.tensor([[True, True, False, False], [True] * 4, [True] * 4])
+    learner[0, 2:] = float("nan")
+
+    kept = has_not_drifted(
+        learner, sampler, mask_BT, torch.tensor([-1.0, -1.0, 1.0], dtype=F64), limit=1.0, is_total=True
+    )
+
+    assert kept.tolist() == [True, False, True]
+
+
 def test_second_moment_selection_by_hand():
     # Harmful: .1 (A > 0), -.3 (A < 0), .5 (A > 0); squares .01, .09, .25. Means .01, .05, .117: two are left at .05.
     log_ratios = torch.tensor([0.1, -0.9, -0.3, 0.5, 2.0], dtype=F64)

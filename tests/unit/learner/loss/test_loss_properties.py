@@ -105,7 +105,7 @@ PLAIN = [
     "gepo", "gepo arithmetic", "gepo geometric", "gepo raw", "gepo clipped on gspo", "gepo with opsm", "gepo with topr",
     "gspo", "gspo clipped on gepo", "gspo without clip", "gmpo", "grpo", "dr_grpo", "dapo", "bnpo", "delta_l", "m2po",
     "opsm", "gepo leaving itself out", "gepo with dual clip", "gepo_1s", "grpo with dual clip", "mois differentiated",
-    "reinforce", "gepo_tempered", "gepo_quantile", "tba",
+    "gepo_whole", "reinforce", "gepo_tempered", "gepo_quantile", "tba",
 ]  # fmt: skip
 
 

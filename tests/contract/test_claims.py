@@ -43,7 +43,7 @@ def test_evidence_that_keeps_every_rule_is_of_experiments_that_do():
     decided = [row for row in rows if row["evidence"] in {"protocol", "confirmation"}]
 
     assert {row["experiment"] for row in decided if not row["relaxed"]} == {
-        "horizon", "sawtooth", "horizon+sawtooth", "candidates", "confirm",
+        "horizon", "sawtooth", "horizon+sawtooth", "candidates", "confirm", "whole",
     }  # fmt: skip
     assert all("8 seeds" in row["relaxed"] for row in decided if row["experiment"] in {"ladder", "arms", "lengths"})
     ends = [row for row in decided if row["experiment"] in {"ladder", "candidates_ends"}]

@@ -437,6 +437,7 @@ async def test_a_store_of_an_earlier_program_is_opened(tmp_path):
     with sqlite3.connect(tmp_path / "data" / "coordinator.sqlite") as connection:
         for table in ("jobs", "parts", "results", "sets"):
             connection.execute(f"DROP TABLE evaluation_{table}")
+        connection.execute("PRAGMA user_version=5")
     connection.close()
     await world.again()
     try:

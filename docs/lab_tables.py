@@ -276,7 +276,6 @@ LAB: dict[str, Callable[[], str]] = {
     "whole-beside": lambda: _rates_beside("whole", "gepo-whole"),
     "whole-ends": lambda: accuracies(_lab("whole_ends"), _ENDS),
     "whole-ends-beside": lambda: _beside("whole_ends", "gepo-whole", _ENDS),
-    "whole-lengths": lambda: _by("whole_lengths", _LENGTHS, lambda run: run.task, _own, less=""),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
     "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),

@@ -15,7 +15,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from docs.markdown import SOURCES
-from heterorl.lab.report import curves, differences, ladders, plane, sweeps
+from heterorl.lab.report import curves, differences, forest, ladders, plane, sweeps
 from heterorl.lab.report.data import Results
 from heterorl.lab.report.drawing.canvas import Picture, beside, save
 from heterorl.lab.report.drawing.drawn import digest
@@ -87,6 +87,19 @@ def _product() -> Picture:
     return replace(picture, panels=["101 tokens, no delay, learning rate 1e-4", _RATES["t101"]])
 
 
+def _whole() -> Picture:
+    rates, ends = (_lab(name).finished for name in ("whole", "whole_ends"))
+    settings = {
+        "no delay, 5 tokens": [run for run in ends if run.delay == 0.0],
+        **{
+            f"64 versions, 5 tokens, rate {rate:g}": [run for run in rates if run.lr == rate]
+            for rate in sorted({run.lr for run in rates if run.lr is not None})
+        },
+        "256 versions, 5 tokens": [run for run in ends if run.delay == 256.0],
+    }
+    return forest.forest(settings, "gepo-whole")
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "horizon": _horizon,
     "ladder": _ladder,
@@ -96,6 +109,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "plane": _plane,
     "product": _product,
     "sweeps": _sweeps,
+    "whole": _whole,
 }
 """Name of the file to what is drawn, from committed results alone."""
 

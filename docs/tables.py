@@ -25,6 +25,7 @@ DOCUMENTS = (
     "docs/lengths.md",
     "docs/earlier.md",
     "docs/one-side.md",
+    "docs/whole.md",
     "docs/plan.md",
     "docs/machines.md",
     "docs/launch.md",

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 ResultT = TypeVar("ResultT")
+_GONE = object()
+"""The last word of a rank that ended by an error, as the end of its process closes its connections."""
 
 
 class _Wires:
@@ -17,6 +19,14 @@ class _Wires:
         self.lines: dict[tuple[int, int], queue.Queue[Any]] = {
             (one, other): queue.Queue() for one in range(world_size) for other in range(world_size)
         }
+
+
+def _next(line: queue.Queue[Any]) -> Any:
+    value = line.get(timeout=30)
+    if value is _GONE:
+        line.put(value)
+        raise RuntimeError("Connection closed by peer")
+    return value
 
 
 class _Aside:
@@ -27,13 +37,13 @@ class _Aside:
         self._lines[self._rank, rank].put(values.clone())
 
     def receive(self, values: torch.Tensor, *, rank: int) -> None:
-        values.copy_(self._lines[rank, self._rank].get(timeout=30))
+        values.copy_(_next(self._lines[rank, self._rank]))
 
     def send_bytes(self, data: bytes, *, rank: int) -> None:
         self._lines[self._rank, rank].put(data)
 
     def receive_bytes(self, *, rank: int) -> bytes:
-        data: bytes = self._lines[rank, self._rank].get(timeout=30)
+        data: bytes = _next(self._lines[rank, self._rank])
         return data
 
 
@@ -50,7 +60,7 @@ class ThreadRanks:
     def _all_to_all(self, values: list[Any]) -> list[Any]:
         for rank, value in enumerate(values):
             self._lines[self.rank, rank].put(value)
-        return [self._lines[rank, self.rank].get(timeout=30) for rank in range(self.world_size)]
+        return [_next(self._lines[rank, self.rank]) for rank in range(self.world_size)]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._all_to_all([data] * self.world_size)
@@ -75,7 +85,7 @@ class ThreadRanks:
         self._lines[self.rank, rank].put(values.clone())
 
     def receive(self, values: torch.Tensor, *, rank: int) -> None:
-        values.copy_(self._lines[rank, self.rank].get(timeout=30))
+        values.copy_(_next(self._lines[rank, self.rank]))
 
 
 def on_all_ranks(world_size: int, work: Callable[[ThreadRanks], ResultT]) -> list[ResultT | Exception]:
@@ -86,6 +96,9 @@ def on_all_ranks(world_size: int, work: Callable[[ThreadRanks], ResultT]) -> lis
         try:
             return work(ThreadRanks(rank, world_size, wires, aside))
         except Exception as error:  # noqa: BLE001 - handed to the test
+            for (one, _), line in [*wires.lines.items(), *aside.lines.items()]:
+                if one == rank:
+                    line.put(_GONE)
             return error
 
     with ThreadPoolExecutor(world_size) as executor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,21 +48,25 @@ class RelayedFile:
         """See TensorFile; in this process's memory.
 
         Raises:
-            CorruptStore: on rank 0, which cannot read it; the others have received something.
+            CorruptStore: on all ranks: rank 0 cannot read it. Any other error is this rank's alone, which must then
+                end: the others are inside the broadcast, or past it.
         """
         meta = self.tensors[name]
-        values = torch.empty(meta.numel(), dtype=meta.dtype)
+        size = meta.numel() * meta.dtype.itemsize
+        # The last byte says that the others are of the file.
+        data = torch.zeros(size + 1, dtype=torch.uint8)
         problem: Exception | None = None
         if self._own is not None:
             try:
-                values = self._own.flat(name).clone()
-            except Exception as error:  # noqa: BLE001 - raised below, when the others have received
+                data[:size] = self._own.flat(name).view(torch.uint8)
+                data[size] = 1
+            except Exception as error:  # noqa: BLE001 - told by the last byte
                 problem = error
-        if meta.numel():
-            self._ranks.broadcast(values.view(torch.uint8))
-        if problem is not None:
-            raise problem
-        return values
+        self._ranks.broadcast(data)
+        if not data[size]:
+            text = "" if problem is None else f": {first_line(problem)}"
+            raise CorruptStore(f"rank 0 cannot read {name}{text}") from problem
+        return data[:size].view(meta.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,42 +83,53 @@ class CheckpointFiles:
         Raises:
             CorruptStore: on all ranks, where one could not; what is trained is then of this checkpoint in parts.
         """
-        problem: Exception | None = None
-        for part in self._parts(state):
-            try:
-                part()
-            except Exception as error:  # noqa: BLE001 - the others may receive the next part; raised below
-                problem = problem or error
-        if not ranks.all_agree(problem is None):
+        names = sorted(state.shapes)
+        keys: tuple[Key, ...] = ("", *MOMENTS)
+        problems: list[Exception] = []
+        counts = [self._read(f"step/{name}", problems) for name in names if f"step/{name}" in self.moments.tensors]
+        with _noted(problems):
+            state.reset(steps=int(max((float(count) for count in counts if count is not None), default=0.0)))
+        for name in names:
+            for key in keys:
+                entry = f"{key}/{name}" if key else name
+                if key and entry not in self.moments.tensors:
+                    continue
+                values = self._read(entry, problems, is_master=not key)
+                if values is not None:
+                    with _noted(problems):
+                        state.put(name, key, values)
+        random = self._read("random/cpu", problems)
+        if random is not None:
+            with _noted(problems):
+                torch.set_rng_state(random.clone())
+        if not ranks.all_agree(not problems):
             raise CorruptStore(
-                "a checkpoint cannot be read by another rank"
-                if problem is None
-                else f"a checkpoint cannot be read: {first_line(problem)}"
-            ) from problem
+                f"a checkpoint cannot be read: {first_line(problems[0])}"
+                if problems
+                else "a checkpoint cannot be read by another rank"
+            ) from next(iter(problems), None)
         return self.applied_steps
 
-    def _parts(self, state: DividedState) -> Iterator[Callable[[], None]]:
-        """What there is to do, in an order that all ranks have: whatever becomes of one, the others are done."""
-        names = sorted(state.shapes)
-        steps: list[float] = []
-        for name in names:
-            if f"step/{name}" in self.moments.tensors:
-                yield partial(_note, steps, self.moments, f"step/{name}")
-        yield lambda: state.reset(steps=int(max(steps, default=0.0)))
-        for name in names:
-            yield partial(_put, state, name, "", self.weights, name)
-            for key in MOMENTS:
-                if f"{key}/{name}" in self.moments.tensors:
-                    yield partial(_put, state, name, key, self.moments, f"{key}/{name}")
-        yield lambda: torch.set_rng_state(self.moments.flat("random/cpu").clone())
+    def _read(self, entry: str, problems: list[Exception], *, is_master: bool = False) -> torch.Tensor | None:
+        """A tensor; None where the disk does not give it: this rank goes on, as the others may receive the next one.
+
+        Whatever else fails may have left a broadcast that the others are in. It is no part of the checkpoint's
+        trouble, and ends this rank.
+        """
+        try:
+            return (self.weights if is_master else self.moments).flat(entry)
+        except (CorruptStore, OSError) as error:
+            problems.append(error)
+            return None
 
 
-def _note(steps: list[float], file: TensorFile | RelayedFile, entry: str) -> None:
-    steps.append(float(file.flat(entry)))
-
-
-def _put(state: DividedState, name: str, key: Key, file: TensorFile | RelayedFile, entry: str) -> None:
-    state.put(name, key, file.flat(entry))
+@contextmanager
+def _noted(problems: list[Exception]) -> Iterator[None]:
+    """Around what no other rank takes part in: whatever fails there is told when all are through."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised when all are through
+        problems.append(error)
 
 
 def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Collectives) -> CheckpointFiles:

@@ -98,7 +98,10 @@ def _sees(directory: Path, token: bytes) -> bool:
 
 @contextmanager
 def _together(ranks: Collectives) -> Iterator[None]:
-    """An error of one rank, of the disk or any other, is raised on all, when all are through."""
+    """An error of one rank, of the disk or any other, is raised on all, when all are through.
+
+    Not around a collective operation: a rank that leaves one would go into another than the ranks that wait for it.
+    """
     problem: Exception | None = None
     try:
         yield
@@ -143,14 +146,18 @@ def write_gathered(layout: CheckpointLayout, state: DividedState, ranks: Collect
     if ranks.rank == 0:
         _LOG.warning("not all ranks can write into %s: rank 0 receives everything and writes it", layout.directory)
     masters, rest = _masters(state), _moments(state, layout.steps, sorted(state.shapes))
-    with _together(ranks):
-        try:
-            if ranks.rank == 0:
-                write_tensors(layout.directory / WEIGHTS_FILE, layout.weights.table, _present(masters))
-                write_tensors(layout.directory / OPTIMIZER_FILE, layout.moments.table, _present(rest))
-        finally:
-            for _ in itertools.chain(masters, rest):
-                pass
+    problem: OSError | None = None
+    try:
+        if ranks.rank == 0:
+            write_tensors(layout.directory / WEIGHTS_FILE, layout.weights.table, _present(masters))
+            write_tensors(layout.directory / OPTIMIZER_FILE, layout.moments.table, _present(rest))
+    except OSError as error:
+        # Of the disk, told below. Whatever else fails may leave a tensor unsent that rank 0 waits for: it ends this
+        # rank, and by that the others.
+        problem = error
+    for _ in itertools.chain(masters, rest):
+        pass
+    raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
 
 
 def _masters(state: DividedState) -> Iterator[torch.Tensor | None]:

@@ -1,6 +1,7 @@
 """Ranks write one checkpoint together: the files of one process, also where ranks cannot see rank 0's directory."""
 
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from heterorl.common.errors import CorruptStore, HeterorlError
-from heterorl.learner.backends.ranks.checkpoints import beside, layout, write
+from heterorl.learner.backends.ranks.checkpoints import beside, layout, read, write
 from heterorl.learner.backends.ranks.checkpoints.beside import Writing
 from heterorl.learner.backends.ranks.checkpoints.read import open_together, read_checkpoint_files
 from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
@@ -157,6 +158,54 @@ def test_read_that_fails_on_one_rank_fails_on_all_and_none_waits(alone, tmp_path
     assert "Stale file handle" in str(answers[bad])
 
 
+def test_tensor_that_rank_0_cannot_read_is_put_nowhere(alone, tmp_path):
+    def work(ranks):
+        state, put = _State(ranks), set()
+        files = open_together(tmp_path if ranks.rank else alone, state.shapes, ranks)
+        state.reset = lambda *, steps: None
+        state.put = lambda name, key, whole: put.add((name, key))
+        if not ranks.rank:
+            own = files.moments._own.flat
+            files.moments._own.flat = lambda name: {}["disk"] if name == "exp_avg_sq/a" else own(name)
+        with pytest.raises(CorruptStore, match="rank 0 cannot read exp_avg_sq/a"):
+            files.restore(state, ranks)
+        return put
+
+    whole = {(name, key) for name in SHAPES for key in ("", "exp_avg", "exp_avg_sq")}
+    assert on_all_ranks(2, work) == [whole - {("a", "exp_avg_sq")}] * 2
+
+
+@pytest.mark.parametrize("what", ["memory", "broadcast"])
+def test_rank_that_cannot_receive_a_tensor_ends_and_by_that_the_others(alone, tmp_path, monkeypatch, what):
+    """It has left a broadcast that the others are in: what it went into next would be taken for that one."""
+    here = threading.local()
+
+    def fail(*_, **__):
+        raise RuntimeError("can't allocate memory")
+
+    class Torch:
+        def __getattr__(self, name):
+            return fail if name == "zeros" and here.is_full else getattr(torch, name)
+
+    monkeypatch.setattr(read, "torch", Torch())
+
+    def work(ranks):
+        here.is_full = False
+        state = _State(ranks)
+        files = open_together(tmp_path if ranks.rank else alone, state.shapes, ranks)
+        state.reset = lambda *, steps: None
+        state.put = lambda *_: None
+        here.is_full = ranks.rank == 1 and what == "memory"
+        if ranks.rank == 1 and what == "broadcast":
+            ranks.broadcast = fail
+        files.restore(state, ranks)
+
+    first, second = on_all_ranks(2, work)
+
+    assert (type(first), str(first)) == (RuntimeError, "Connection closed by peer")
+    assert (type(second), str(second)) == (RuntimeError, "can't allocate memory")
+
+
 def test_state_before_the_first_step_has_no_moments(tmp_path):
     assert _write([tmp_path] * 2, world_size=2, steps=0) == [None, None]
 
@@ -274,6 +323,51 @@ def test_error_of_one_rank_that_is_no_disks_is_an_error_of_all(tmp_path, monkeyp
         write_checkpoint_files(tmp_path, state, ranks, applied_steps=5)
 
     assert [type(answer) for answer in on_all_ranks(2, work)] == [HeterorlError, HeterorlError]
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+@pytest.mark.parametrize("place", [0, 1])
+def test_rank_that_leaves_the_gathering_of_a_checkpoint_ends_and_by_that_the_others(tmp_path, place, is_beside):
+    """Rank 0 waits for its tensor, and would wait for ever beside a rank that tells of it in another operation."""
+    directories = [tmp_path / "0", tmp_path / "1"]
+
+    def work(ranks):
+        directory = directories[ranks.rank]
+        directory.mkdir()
+        state = _State(ranks)
+        gather_all = state.gather_all
+
+        def gathered(key=""):
+            for number, pair in enumerate(gather_all(key)):
+                if number == 1 and key == "exp_avg" and ranks.rank == place:
+                    raise RuntimeError("can't allocate memory")
+                yield pair
+
+        state.gather_all = gathered
+        write = Writing if is_beside else write_checkpoint_files
+        write(directory, state, ranks, applied_steps=5)
+
+    answers = on_all_ranks(2, work)
+
+    assert [(type(answer), str(answer)) for answer in (answers[place], answers[1 - place])] == [
+        (RuntimeError, "can't allocate memory"),
+        (RuntimeError, "Connection closed by peer"),
+    ]
+
+
+def test_disk_that_fills_up_under_what_rank_0_receives_is_an_error_of_all_and_none_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "write_tensors", _full)
+
+    def work(ranks):
+        directory = tmp_path / str(ranks.rank)
+        directory.mkdir()
+        write_checkpoint_files(directory, _State(ranks), ranks, applied_steps=5)
+
+    first, second = on_all_ranks(2, work)
+
+    assert isinstance(first, OSError)
+    assert first.errno == errno.ENOSPC
+    assert isinstance(second, HeterorlError)
 
 
 def _full(*_, **__):

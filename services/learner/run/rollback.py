@@ -195,12 +195,14 @@ async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restore
     """Make the head the masters' state again; returns the number of steps in it.
 
     Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments: an
-    older checkpoint would be exact too, but would abandon versions that are sound and used.
+    older checkpoint would be exact too, but would abandon versions that are sound and used. A checkpoint that was begun
+    to be restored, and could not be, may have left moments of its own in parts: the optimizer then starts anew.
     """
     position = publisher.position
     shadow = position.shadow
     assert shadow is not None, "a session begins with a published version"
     root = await in_thread(shadow.state_root)
+    keep_optimizer, why = True, "has no checkpoint"
     for path in await in_thread(restorer.store.paths):
         cursor = await restorer.read(path)
         if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
@@ -208,13 +210,15 @@ async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restore
                 await restorer.restore(path, cursor)
             except (CorruptData, OSError) as error:
                 _LOG.error("%s cannot be restored: %s", path, error)
+                keep_optimizer, why = False, "has no checkpoint that can be restored"
             else:
                 _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)
                 return cursor.step
     _LOG.warning(
-        "version %d has no checkpoint: its published weights become the masters, any later step is gone,"
-        " the optimizer keeps its moments",
+        "version %d %s: its published weights become the masters, any later step is gone, the optimizer %s",
         position.head_version,
+        why,
+        "keeps its moments" if keep_optimizer else "starts anew",
     )
-    await in_thread(backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=True)
+    await in_thread(backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=keep_optimizer)
     return manifest_from_bytes(await published.manifest(position.head_version)).step

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from heterorl.common.errors import GroupNotAvailable
+from heterorl.common.errors import CorruptStore, GroupNotAvailable
 from heterorl.common.types.rollout import DropReason, PushStatus
 from heterorl.common.wire.policy import manifest_from_bytes
 from tests.support.learner_world import (
@@ -194,4 +194,31 @@ async def test_refused_step_leaves_the_optimizer_its_moments(tmp_path):
     await asyncio.gather(learn(config, Refusing(core, 2), backend), fill(core, 6))
 
     assert seen == [(True, True, True)]
+    await core.close()
+
+
+async def test_checkpoint_that_could_not_be_restored_leaves_no_moments_of_its_own(tmp_path, caplog):
+    """It may have been restored in parts: they are of other weights, or of none."""
+    core = await open_coordinator(tmp_path)
+    backend, seen = NumpyBackend(), []
+    load = backend.load_published
+
+    def restore(directory):
+        backend.momentum[:] = np.nan
+        raise CorruptStore("a checkpoint cannot be read: Input/output error")
+
+    def noting(arena, *, keep_optimizer=False):
+        load(arena, keep_optimizer=keep_optimizer)
+        seen.append(bool(backend.momentum.any()))
+
+    backend.restore, backend.load_published = restore, noting
+    config = learner_config(tmp_path, max_steps=3, checkpoint_every_versions=1)
+
+    result, _ = await asyncio.gather(learn(config, Refusing(core, 2), backend), fill(core, 6))
+
+    assert seen == [False]
+    assert (result.step, result.version) == (3, 3)
+    assert "version 1 has no checkpoint that can be restored" in caplog.text
+    assert "the optimizer starts anew" in caplog.text
+    assert "keeps its moments" not in caplog.text
     await core.close()

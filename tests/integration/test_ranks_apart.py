@@ -24,6 +24,16 @@ def fail(*_, **__):
     from heterorl.common.errors import CorruptStore
     raise CorruptStore("a file is lost here alone")
 """
+FAIL_ONCE = """
+def fail_once(call):
+    has_failed = []
+    def either(*arguments, **options):
+        if has_failed:
+            return call(*arguments, **options)
+        has_failed.append(1)
+        raise MemoryError("no room here alone")
+    return either
+"""
 READ = "module._fill = fail"
 STEP = "module.DividedBackend._train = fail"
 
@@ -53,6 +63,31 @@ def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path
     # From where both have loaded torch; before that nobody counts.
     assert time.monotonic() - started < 60 + 1.25 * TIMEOUT_S
     assert (tmp_path / "built").exists() is (change == STEP)
+
+
+@pytest.mark.parametrize("is_alone", [False, True], ids=["all", "rank-1"])
+def test_step_that_cannot_begin_is_rank_0s_error_and_leaves_all_ranks_there(tmp_path, is_alone):
+    """A publication under way then takes the time that it needs, whatever a rank waits for one that has left."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    module = "heterorl.learner.backends.ranks.backend"
+    change = f"if {is_alone} and '--rank' in sys.argv: module.build_batch = fail_once(module.build_batch)"
+    path = patched_path(tmp_path / "path", module, change, FAIL_ONCE)
+    config = LearnerConfig.model_validate(
+        {
+            "model_dir": str(tmp_path / "model"),
+            "sampling": {"max_new_tokens": 16},
+            "loss": {"kind": "bnpo"},
+            "backend": {"kind": "fsdp2", "threads": 1, "micro_batch_tokens": 64},
+        }
+    )
+    ranks = Ranks(2, first_on_path=path, timeout_s=TIMEOUT_S)
+
+    first, then = ranks.ask(config, [["train_rewarded", 0, 0.5 if is_alone else 5.0], ["train_rewarded", 1, 0.5]])
+
+    assert first["error"] == ("RanksDiffer" if is_alone else "ConfigError")
+    assert ("rank 1 has met" if is_alone else "beta needs rewards in [0, 1]") in first["message"]
+    assert then["num_groups"] == 5
+    assert ranks.close() == 0
 
 
 # Rank 1 stands still in the midst of making the groups, or after it has met the others.

@@ -46,6 +46,15 @@ def _train(backend: Any, seed: int, num_groups: int = 5) -> dict[str, Any]:
     return {**dataclasses.asdict(report), **{f"extra_{key}": value for key, value in backend.last_extras.items()}}
 
 
+def _train_rewarded(backend: Any, seed: int, reward: float) -> dict[str, Any]:
+    """A step of which every rollout has this reward."""
+    groups = []
+    for queued in random_groups(5, seed=seed):
+        rollouts = tuple(dataclasses.replace(rollout, reward=reward) for rollout in queued.group.rollouts)
+        groups.append(dataclasses.replace(queued, group=dataclasses.replace(queued.group, rollouts=rollouts)))
+    return dataclasses.asdict(backend.train_step(groups, head_version=2, step=seed))
+
+
 def _train_routed(backend: Any, seed: int, num_experts: int, top_k: int, num_layers: int) -> dict[str, Any]:
     """A step on rollouts of which most have a record of experts that the routers would hardly choose."""
     rng = np.random.default_rng(seed)
@@ -186,6 +195,7 @@ _OPERATIONS = {
     "divide": _divide,
     "train": _train,
     "train_bad": _train_bad,
+    "train_rewarded": _train_rewarded,
     "train_routed": _train_routed,
     "explode": _explode,
     "store": _store,

@@ -136,9 +136,10 @@ class _Ranks(_Training):
     """What backends of several processes have."""
 
     rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
-    """How long a process of the learner may give no sign of life, seconds, where they were started by torchrun; then
-    all of them end, on all machines, with exit code 1, and by SIGKILL one that stands still. A quarter more passes at
-    most."""
+    """How long a process of the learner that a launcher started may give no sign of life, seconds; then all of them
+    end, on all machines, with exit code 1, and by SIGKILL one that stands still. A quarter more passes at most. Also
+    how long any process but the first, of a launcher or of --nproc, waits after an error for the first one to meet it
+    too; then all of them end in the same way."""
     overlap_checkpoint: bool = True
     """Copy masters and moments to the host's memory, 12 bytes a parameter of each process's share, and write the copy
     while the next step computes; false writes them between two steps, without a copy. Only with overlap_publication."""

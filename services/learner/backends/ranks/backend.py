@@ -29,8 +29,8 @@ from heterorl.learner import progress
 from heterorl.learner.backends.ranks.checkpoints.beside import Writing
 from heterorl.learner.backends.ranks.checkpoints.read import open_together
 from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
-from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.ranks.collectives import Collectives, MetByAll, make_together
+from heterorl.learner.backends.ranks.commands import AGREED, Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.division import Division
 from heterorl.learner.backends.ranks.passes import Passes
 from heterorl.learner.backends.ranks.versions.divided import DividedVersions, Source
@@ -43,8 +43,6 @@ from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
 from heterorl.learner.train.step import StepEnd, end_step
 
 _LOG = logging.getLogger(__name__)
-_AGREED = frozenset({Do.SAVE, Do.FREEZE, Do.RESTORE, Do.STAGE, Do.DIVIDE})
-"""What fails on all ranks or on none."""
 
 
 class DividedBackend:
@@ -187,8 +185,7 @@ class DividedBackend:
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
-        directory = self._tell(Command(do=Do.SAVE, directory=directory.absolute())).directory
-        self._save(directory)
+        self._save(self._tell(Command(do=Do.SAVE, directory=directory.absolute())).directory)
 
     def restore(self, directory: Path) -> None:
         """Read what `save` of this or the torch backend wrote, at whatever number of ranks.
@@ -215,7 +212,7 @@ class DividedBackend:
                     return
                 self._obey(command)
             except HeterorlError as error:
-                if command.do not in _AGREED:
+                if command.do not in AGREED and not isinstance(error, MetByAll):
                     # Rank 0 may be inside an operation that waits for this rank.
                     raise
                 # Rank 0 has met the same and has told its caller, who may have another way.
@@ -245,8 +242,9 @@ class DividedBackend:
             self._versions.obey(command)
 
     def _train(self, groups: Sequence[Group], head_version: int, step: int) -> StepEnd:
+        batch = make_together(lambda: build_batch(groups, loss=self._loss, head_version=head_version), self._ranks)
         with self._division.computing():
-            samples = self._passes.accumulate(build_batch(groups, loss=self._loss, head_version=head_version))
+            samples = self._passes.accumulate(batch)
         end = end_step(
             samples,
             rule=self._rule,

@@ -1,5 +1,8 @@
 """What the ranks of one learner say to each other: bytes and plain tensors over gloo, no pickle.
 
+A rank that fails alone inside collective operations can tell nobody. What needs no other rank is therefore made before
+them, and a word of each rank stands between (`make_together`).
+
 Guarantees: waiting for a command may take for ever, anything else may not; a rank that dies ends the waits of the
 others with an error, because its sockets close. Everything here runs on the CPU: gathering weights takes no memory of
 an accelerator.
@@ -9,12 +12,18 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from heterorl.common.errors import HeterorlError, OperatorError
+from heterorl.common.model.directory import first_line
 from heterorl.learner.backends.ranks.place import Place
+
+ResultT = TypeVar("ResultT")
 
 _FOREVER = datetime.timedelta(days=365)
 OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
@@ -143,6 +152,39 @@ class Aside:
         data = torch.empty(int(size), dtype=torch.uint8)
         self.receive(data, rank=rank)
         return data.numpy().tobytes()
+
+
+class RanksDiffer(OperatorError):
+    """A rank met an error that rank 0 did not."""
+
+    action = "see its log above; the learner starts again from the newest checkpoint"
+    exit_code = 1
+
+
+class MetByAll(HeterorlError):
+    """What rank 0 has met or heard of too, as have all: it tells its caller, and this rank waits for what is next."""
+
+
+def make_together(make: Callable[[], ResultT], ranks: Collectives) -> ResultT:
+    """What this rank makes by itself, when all have made theirs; all ranks call.
+
+    Raises:
+        Exception: on rank 0: its own error; there is one on all, where ranks make the same.
+        RanksDiffer: on rank 0: of another rank alone.
+        MetByAll: on the others, of any rank's error.
+    """
+    problem: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:  # noqa: BLE001 - raised below, when all know of it
+        problem = error
+    if ranks.all_agree(problem is None):
+        return made
+    words = ranks.all_gather_bytes(b"" if problem is None else first_line(problem).encode())
+    number, word = next((number, word.decode()) for number, word in enumerate(words) if word)
+    if ranks.rank:
+        raise MetByAll(f"rank {number}: {word}") from problem
+    raise problem or RanksDiffer(f"rank {number} has met what rank 0 has not: {word}")
 
 
 def rank_device(kind: str, place: Place) -> torch.device:

@@ -33,6 +33,10 @@ class Do(Enum):
     STOP = "stop"
 
 
+AGREED = frozenset({Do.SAVE, Do.FREEZE, Do.RESTORE, Do.STAGE, Do.DIVIDE})
+"""What fails by a HeterorlError on all ranks or on none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """One command.

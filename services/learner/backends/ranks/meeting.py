@@ -18,7 +18,7 @@ import time
 from torch.distributed import FileStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from heterorl.common.errors import OperatorError
-from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.collectives import Collectives, RanksDiffer
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.ranks.rounds import CONNECT, POLL_S, enter_round, is_newest, open_round, read
 
@@ -30,12 +30,6 @@ class RanksApart(OperatorError):
     """The ranks did not find each other."""
 
     action = "see that MASTER_ADDR and MASTER_PORT can be reached from every machine, and that all of them were started"
-
-
-class RanksDiffer(OperatorError):
-    """A rank met an error that rank 0 did not."""
-
-    action = "see its log above; the learner starts again from the newest checkpoint"
 
 
 class Meeting:

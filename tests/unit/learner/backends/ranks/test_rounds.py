@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from heterorl.learner.backends.ranks import rounds
-from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart, RanksDiffer
+from heterorl.learner.backends.ranks.collectives import RanksDiffer
+from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart
 from heterorl.learner.backends.ranks.place import Place, local_place
 from heterorl.learner.backends.ranks.rounds import enter_round, open_round
 

@@ -1,6 +1,7 @@
 """What the ranks of one learner must have in common beside the configuration: packages, devices, the model's bytes.
 
-Guarantees: what is different on one rank is refused on all, by its key, before anything is built.
+Guarantees: what is different on one rank is refused on all, by its key, before anything is built. The release of
+heterorl is compared earlier, at the meeting: another one may not read rank 0's configuration.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 import blake3
 import torch
 
-import heterorl
 from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.loading.shards import weight_files
 from heterorl.learner.backends.ranks.collectives import Collectives, missing_device
@@ -51,10 +51,12 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
         if row[2]:
             raise ConfigError("backend.device", row[2], action="start as many processes of a machine as it has GPUs")
     for rank, (others, *_) in enumerate(rows):
-        differing = [name for name, release in rows[0][0].items() if others[name] != release]
+        differing = [name for name, release in rows[0][0].items() if others.get(name) != release]
         if differing:
             first = rows[0][0]
-            problem = "; ".join(f"{name} {first[name]} at rank 0, {others[name]} at rank {rank}" for name in differing)
+            problem = "; ".join(
+                f"{name} {first[name]} at rank 0, {others.get(name, 'none')} at rank {rank}" for name in differing
+            )
             raise ConfigError("backend.kind", problem, action="install the same releases on every machine")
     others = [rank for rank, row in enumerate(rows) if row[1] and row[1] != rows[0][1]]
     if others:
@@ -77,7 +79,6 @@ def packages_of(config: BackendConfig) -> list[str]:
 def releases_of(packages: Sequence[str]) -> dict[str, str]:
     """What is installed here; nothing is imported for it."""
     found = {
-        "heterorl": heterorl.__version__,
         "torch": str(torch.__version__),
         "python": ".".join(platform.python_version_tuple()[:2]),
     }

@@ -1,11 +1,12 @@
 """Where the ranks of one learner meet: a store of torch.distributed, before there is a group and beside it.
 
     ROUND/config/N    what rank 0 says is to be trained, in the N-th place; empty: the end
-    ROUND/heard/R     rank R has heard of the end
+    ROUND/heard/R     rank R has heard of the end, or of ranks with other releases
     ROUND/beat/R      see `watch`
 
 Who is in a round, `rounds` decides. Guarantees: all ranks train by the configuration of rank 0, bit for bit; the others
-need no file of it. No rank waits for what a rank 0 that has ended would have said.
+need no file of it, and read it by the release of heterorl that wrote it. No rank waits for what a rank 0 that has ended
+would have said.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import contextlib
 import dataclasses
 import datetime
 import time
+from collections.abc import Sequence
 
 from torch.distributed import FileStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from heterorl.common.errors import OperatorError
+from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.learner.backends.ranks.collectives import Collectives, RanksDiffer
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.ranks.rounds import CONNECT, POLL_S, enter_round, is_newest, open_round, read
@@ -44,6 +46,7 @@ class Meeting:
 
         Raises:
             RanksApart: the store or another rank was not there in time.
+            ConfigError: on all ranks: one has another release of heterorl, which may not read rank 0's configuration.
         """
         self._place = place
         self._num_said = 0
@@ -63,6 +66,21 @@ class Meeting:
         if not place.local_world_size:
             here = met.hosts.count(met.hosts[place.rank])
             self.place = dataclasses.replace(place, local_world_size=here)
+        self._check_releases(met.releases)
+
+    def _check_releases(self, releases: Sequence[str]) -> None:
+        differing = [rank for rank, release in enumerate(releases) if release != releases[0]]
+        if not differing:
+            return
+        if self.place.rank:
+            with contextlib.suppress(RuntimeError):
+                self.note_end()
+        else:
+            # The store may end with this process, and the others are to have read in it what is wrong.
+            self._await_heard()
+        first, other = (releases[rank] or "an unstated release" for rank in (0, differing[0]))
+        problem = f"heterorl {first} at rank 0, {other} at rank {differing[0]}"
+        raise ConfigError("backend.kind", problem, action="install the same release on every machine")
 
     def connect(self) -> Store:
         """One more connection: a store serves one caller at a time, and one may wait for long."""
@@ -114,6 +132,9 @@ class Meeting:
     def end(self) -> None:
         """Tell the others that all is done, and wait a little for them, as the store may end with this process."""
         self.say("")
+        self._await_heard()
+
+    def _await_heard(self) -> None:
         others = [f"heard/{rank}" for rank in range(1, self.place.world_size)]
         # What is late sees the store gone.
         with contextlib.suppress(RuntimeError):

@@ -3,8 +3,10 @@
     round                   the newest round's name
     hello/R                 rank R's newest process is there, by a word that it made up
     welcome/R/WORD          rank 0 has seen it, and names the round
-    ROUND/here/R/WORD       rank R has seen that, and names its machine
-    ROUND/whole             every rank's newest process is here: their machines, and how long one may be silent
+    ROUND/release/R/WORD    rank R has seen that, and names its release of heterorl
+    ROUND/here/R/WORD       after it: rank R names its machine
+    ROUND/releases          every rank's release, by rank
+    ROUND/whole             after it: all newest processes are here: their machines, and how long a rank may be silent
 
 A launcher may start the ranks again one by one. Rank 0 looks at all words until the last rank is here, so a process
 that was started again takes the place of the one before; a rank goes into every round that it is welcomed to.
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+import heterorl
 from heterorl.learner.backends.ranks.place import Place
 
 CONNECT = datetime.timedelta(minutes=5)
@@ -38,6 +41,8 @@ class Round:
     """Name of each rank's machine, by rank."""
     timeout_s: float
     """How long a rank may be silent."""
+    releases: tuple[str, ...]
+    """Each rank's of heterorl, by rank; empty of one that does not say it, as earlier ones do not."""
 
 
 def open_round(store: Store, place: Place, *, timeout_s: float) -> Round:
@@ -50,6 +55,7 @@ def open_round(store: Store, place: Place, *, timeout_s: float) -> Round:
     store.set(_NEWEST, name)
     words: dict[int, str] = {}
     hosts = {0: socket.gethostname()}
+    releases = {0: heterorl.__version__}
     deadline = time.monotonic() + CONNECT.total_seconds()
     while True:
         for rank in range(1, place.world_size):
@@ -64,13 +70,20 @@ def open_round(store: Store, place: Place, *, timeout_s: float) -> Round:
             host = read(store, f"{name}/here/{rank}/{word}")
             if host is not None:
                 hosts[rank] = host
+                releases[rank] = read(store, f"{name}/release/{rank}/{word}") or ""
         missing = set(range(place.world_size)) - hosts.keys()
         if not missing:
             break
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing is heard of rank {min(missing)}")
         time.sleep(POLL_S)
-    whole = Round(name=name, hosts=tuple(hosts[rank] for rank in sorted(hosts)), timeout_s=timeout_s)
+    whole = Round(
+        name=name,
+        hosts=tuple(hosts[rank] for rank in sorted(hosts)),
+        timeout_s=timeout_s,
+        releases=tuple(releases[rank] for rank in sorted(hosts)),
+    )
+    store.set(f"{name}/releases", json.dumps(whole.releases))
     store.set(f"{name}/whole", json.dumps([whole.hosts, whole.timeout_s]))
     return whole
 
@@ -90,12 +103,16 @@ def enter_round(store: Store, place: Place) -> Round:
         if welcome is not None and welcome != name:
             # Also when rank 0 was started again meanwhile.
             name = welcome
+            store.set(f"{name}/release/{place.rank}/{word}", heterorl.__version__)
             store.set(f"{name}/here/{place.rank}/{word}", socket.gethostname())
             deadline = time.monotonic() + CONNECT.total_seconds()
         told = read(store, f"{name}/whole") if name else None
         if told is not None and is_newest(store, name):
             hosts, timeout_s = json.loads(told)
-            return Round(name=name, hosts=tuple(hosts), timeout_s=timeout_s)
+            stated = read(store, f"{name}/releases")
+            # A rank 0 of an earlier release says none.
+            releases = json.loads(stated) if stated else ["", *[heterorl.__version__] * (place.world_size - 1)]
+            return Round(name=name, hosts=tuple(hosts), timeout_s=timeout_s, releases=tuple(releases))
         if time.monotonic() > deadline:
             raise RuntimeError("rank 0 waits for another one" if name else "nothing is heard of rank 0")
         time.sleep(POLL_S)

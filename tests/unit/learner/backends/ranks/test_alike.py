@@ -35,6 +35,13 @@ def test_package_that_one_machine_has_otherwise_is_named_on_all(monkeypatch, mod
     assert all("deepspeed 0.19.8 at rank 0, none at rank 1" in str(answer) for answer in answers)
 
 
+def test_package_of_which_one_rank_does_not_speak_is_named_on_all(monkeypatch, models):
+    answers = _checked(monkeypatch, [{"torch": "2.13.0"}, {}], models=models("weights", "weights"))
+
+    assert [type(answer) for answer in answers] == [ConfigError, ConfigError]
+    assert all("torch 2.13.0 at rank 0, none at rank 1" in str(answer) for answer in answers)
+
+
 def test_model_that_one_machine_has_otherwise_is_named_on_all(monkeypatch, models):
     assert _checked(monkeypatch, [{}, {}], models=models("weights", "weights")) == [None, None]
 

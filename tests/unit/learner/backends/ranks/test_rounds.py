@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+import heterorl
+from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.ranks import rounds
 from heterorl.learner.backends.ranks.collectives import RanksDiffer
 from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart
@@ -136,6 +138,77 @@ def test_rank_that_nobody_welcomes_gives_up(connect, monkeypatch):
         enter_round(connect(), _place(1))
     with pytest.raises(RuntimeError, match="nothing is heard of rank 1"):
         open_round(connect(), _place(0), timeout_s=9.0)
+
+
+def _versions(monkeypatch, releases):
+    """Each thread's heterorl has the release of its rank."""
+    here = threading.local()
+
+    class Release:
+        @property
+        def __version__(self):
+            return releases[here.rank]
+
+    monkeypatch.setattr(rounds, "heterorl", Release())
+
+    def meet(place):
+        here.rank = place.rank
+        with pytest.raises(ConfigError) as caught:
+            Meeting(place, timeout_s=7.0)
+        return str(caught.value)
+
+    return meet
+
+
+def test_another_release_of_one_rank_is_refused_on_all_before_a_configuration_is_said(tmp_path, monkeypatch, run):
+    places = [local_place(rank, num_ranks=3, file=tmp_path / "store") for rank in range(3)]
+    meet = _versions(monkeypatch, ["0.2.0", "0.2.0", "0.1.0"])
+    monkeypatch.setattr(Meeting, "say", lambda *_: pytest.fail("it may not be read"))
+
+    told = [answer.result(20) for answer in [run(meet, place) for place in places]]
+
+    assert all("backend.kind: heterorl 0.2.0 at rank 0, 0.1.0 at rank 2" in text for text in told)
+
+
+def test_rank_0_that_has_other_releases_beside_it_waits_until_all_have_read_it(connect, run):
+    """Its store may end with it, and what a rank finds then is no store."""
+    zero = run(open_round, connect(), _place(0, 2), timeout_s=9.0)
+    met = run(enter_round, connect(), _place(1, 2)).result(20)
+    assert zero.result(20).releases == met.releases == (heterorl.__version__,) * 2
+
+    waited = []
+
+    class Store:
+        def wait(self, keys, _):
+            waited.append(keys)
+
+    first = object.__new__(Meeting)
+    first.place, first._store = _place(0, 2), Store()
+    with pytest.raises(ConfigError):
+        first._check_releases(["0.2.0", "0.1.0"])
+    assert waited == [["heard/1"]]
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_release_that_does_not_say_what_it_is_is_another_one(connect, run, old):
+    """As those that did not compare."""
+    store = connect()
+    if old == 1:
+        zero = run(open_round, connect(), _place(0, 2), timeout_s=9.0)
+        store.set("hello/1", "old")
+        store.wait(["welcome/1/old"])
+        store.set(f"{store.get('welcome/1/old').decode()}/here/1/old", "its machine")
+        releases = zero.result(20).releases
+    else:
+        one = run(enter_round, connect(), _place(1, 2))
+        store.wait(["hello/1"])
+        store.set("round", "old")
+        store.set(f"welcome/1/{store.get('hello/1').decode()}", "old")
+        store.set("old/whole", '[["its machine", "another"], 9.0]')
+        releases = one.result(20).releases
+
+    assert releases[old] == ""
+    assert releases[1 - old] == heterorl.__version__
 
 
 @pytest.mark.parametrize(("names", "counted"), [(("a", "b"), [1, 1]), (("a", "a"), [2, 2])])

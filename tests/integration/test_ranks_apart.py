@@ -4,6 +4,7 @@ The ranks are processes. What goes wrong on one is put into it when a module is 
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -143,3 +144,27 @@ def test_rank_that_stands_still_while_ranks_join_ends_all_of_them_within_the_sta
             process.wait()
             process.stdout.close()
             process.stderr.close()
+
+
+# Nothing of torch's ends this in less than five minutes, and it holds the thread that it is in.
+MEETING = """
+import sys
+from heterorl.common.process import logs
+from heterorl.learner.backends.ranks import company
+from heterorl.learner.backends.ranks.place import Place
+
+logs.configure(level="WARNING")
+company.MEETING_S = 0.5
+place = Place(rank=1, local_rank=0, world_size=2, local_world_size=1, host="127.0.0.1", port=int(sys.argv[1]))
+company.Company(place)
+"""
+
+
+def test_rank_whose_store_does_not_answer_ends_within_the_stated_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-c", MEETING, str(silent.getsockname()[1])]
+
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert ended.returncode == 1
+    assert "rank 1 has not met the others in 0.5 s" in ended.stderr

@@ -32,6 +32,7 @@ class Company:
 
         Raises:
             RanksApart: the others cannot be reached.
+            ConfigError: on all ranks: one has another release of heterorl.
         """
         is_launched = place.file is None
         problem = RanksApart(f"rank {place.rank} has not met the others in {MEETING_S:g} s")

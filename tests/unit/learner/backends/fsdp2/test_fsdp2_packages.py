@@ -1,16 +1,28 @@
 """What the packages around FSDP2 do to a process is met before it can do harm."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, DependencyUnsupported
+from heterorl.common.model import packages
+from heterorl.common.model.contract import SamplingConfig
+from heterorl.common.model.lora import LoraConfig
+from heterorl.learner import assembly
+from heterorl.learner.backends.fsdp2 import backend as fsdp2_backend
 from heterorl.learner.backends.fsdp2 import state
+from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
 from heterorl.learner.backends.fsdp2.state import ShardedState
 from heterorl.learner.backends.ranks.division import check_experts
+from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.ranks.state import Piece
+from heterorl.learner.backends.zero import backend as zero_backend
+from heterorl.learner.backends.zero.backend import DeepSpeedBackend
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.train.config import Fsdp2BackendConfig
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig
 from tests.support.patched import patched_path
 from tests.support.rank_processes import Ranks
 from tests.support.thread_ranks import on_all_ranks
@@ -56,6 +68,63 @@ def test_experts_that_are_modules_of_their_own_are_refused_where_ranks_meet_diff
 
     assert on_all_ranks(1, work) == [None]
     assert [type(answer) for answer in on_all_ranks(2, work)] == [ConfigError, ConfigError]
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "config"),
+    [
+        (fsdp2_backend, Fsdp2Backend, Fsdp2BackendConfig()),
+        (zero_backend, DeepSpeedBackend, DeepSpeedBackendConfig(stage=3)),
+        (zero_backend, DeepSpeedBackend, DeepSpeedBackendConfig(stage=2)),
+    ],
+    ids=["fsdp2", "zero-3", "zero-2"],
+)
+def test_backend_whose_ranks_reduce_by_parameter_asks_for_the_experts_of_its_model(
+    monkeypatch, module, backend, config
+):
+    """Stage 2 reduces what lies end to end, whoever had a gradient."""
+
+    class EngineBuilt(Exception):
+        pass
+
+    def build_engine(*_, **__):
+        raise EngineBuilt
+
+    def open_together(*_):
+        model = tiny_model()
+        model.experts = nn.ModuleList([nn.Linear(2, 2)])
+        return SimpleNamespace(model=model)
+
+    monkeypatch.setattr(module, "open_together", open_together)
+    monkeypatch.setattr(module, "shard" if module is fsdp2_backend else "build_engine", build_engine)
+    loss, sampling = GepoConfig(), SamplingConfig(max_new_tokens=16).semantics()
+    options = {"lora": LoraConfig()} if backend is Fsdp2Backend else {}
+
+    def work(ranks):
+        ranks.place = Place(rank=ranks.rank, local_rank=ranks.rank, world_size=2, local_world_size=2)
+        return backend(model_dir="none", config=config, loss=loss, sampling=sampling, ranks=ranks, **options)
+
+    answers = on_all_ranks(2, work)
+
+    if config == DeepSpeedBackendConfig(stage=2):
+        assert [type(answer) for answer in answers] == [EngineBuilt, EngineBuilt]
+    else:
+        assert [getattr(answer, "key", answer) for answer in answers] == ["model_dir", "model_dir"]
+
+
+@pytest.mark.parametrize(("name", "found"), [("torch", "2.9.1"), ("transformers", "4.57.3")])
+def test_package_that_trains_wrongly_when_divided_is_refused_before_another_rank_begins(monkeypatch, name, found):
+    own = packages.installed
+    monkeypatch.setattr(packages, "installed", lambda asked: found if asked == name else own(asked))
+    monkeypatch.setattr(assembly, "LocalRanks", lambda _: pytest.fail("another rank begins"))
+    config = LearnerConfig.model_validate(
+        {"model_dir": "none", "sampling": {"max_new_tokens": 16}, "backend": {"kind": "fsdp2"}}
+    )
+
+    with pytest.raises(DependencyUnsupported, match=name):
+        assembly.build_backend(config, 2)
+    with pytest.raises(DependencyUnsupported, match=name):
+        assembly._check_divided(config)
 
 
 @pytest.mark.slow

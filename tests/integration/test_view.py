@@ -32,6 +32,8 @@ async def viewing(*words):
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "heterorl", "view", *words,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+        # A shell that runs the tests beside other work has SIGINT ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     line = (await process.stdout.readline()).decode()
     found = re.match(r"(http://127\.0\.0\.1:\d+)/\?key=\S+", line)

@@ -110,8 +110,8 @@ The evidence of a row is one of three kinds:
   the rate of another rule) in place of one that was chosen for each. A verdict on relaxed evidence is weaker
   than its p.
 - *Confirmation*: the runs are on seeds that are kept for that and chose nothing.
-- *Exploratory*: the runs kept no protocol, or are of fewer seeds than their protocol asks for, or the very seeds of the
-  test suggested the claim.
+- *Exploratory*: the runs kept no protocol, or are of fewer seeds than their protocol asks for or than five, or the very
+  seeds of the test suggested the claim.
 
 A learning rate at an end of its grid is noted. Runs that failed have no number, on either side; their seeds are in no
 difference. A run whose loss was not finite has not failed: it has collapsed, and its last accuracy is 0. On the task of

@@ -18,6 +18,7 @@ _ENDS = (0.0, 256.0)
 _LADDER = (0.0, 8.0, 64.0, 256.0)
 _PLANE = (0.0, 8.0, 64.0, 192.0)
 _LENGTHS = {"t5": "5 tokens", "t21": "21 tokens", "t101": "101 tokens", "t101-slow": "101 tokens, 3e-5"}
+_WHOLE_LENGTHS = {task: _LENGTHS[task] for task in ("t21", "t101")}
 _LARGE_TOKENS = 101
 # Results hold each series as the means of ten stretches, here of 20 steps.
 _LARGE_STRETCHES = {4: "KL a token, steps 81 to 100", 6: "121 to 140", 9: "181 to 200"}
@@ -160,6 +161,10 @@ def _minus_gepo(algorithm: str, runs: Sequence[Run]) -> str:
     return paired(algorithm, "gepo", runs, runs[0].delay) if runs else "-"
 
 
+def _minus_whole(algorithm: str, runs: Sequence[Run]) -> str:
+    return paired(algorithm, "gepo-whole", runs, runs[0].delay) if runs else "-"
+
+
 def _by_law(shown: Callable[[str, Sequence[Run]], str], *, baseline: str = "") -> str:
     """A row for each algorithm but the baseline, a column for each law of delays in seconds."""
     runs = _lab("s6_latency").runs
@@ -276,6 +281,10 @@ LAB: dict[str, Callable[[], str]] = {
     "whole-beside": lambda: _rates_beside("whole", "gepo-whole"),
     "whole-ends": lambda: accuracies(_lab("whole_ends"), _ENDS),
     "whole-ends-beside": lambda: _beside("whole_ends", "gepo-whole", _ENDS),
+    "whole-lengths": lambda: _by("whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _own, less=""),
+    "whole-lengths-beside": lambda: _by(
+        "whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _minus_whole, less="gepo-whole"
+    ),
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
     "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),

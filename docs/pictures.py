@@ -88,7 +88,7 @@ def _product() -> Picture:
 
 
 def _whole() -> Picture:
-    rates, ends = (_lab(name).finished for name in ("whole", "whole_ends"))
+    rates, ends, lengths = (_lab(name).finished for name in ("whole", "whole_ends", "whole_lengths"))
     settings = {
         "no delay, 5 tokens": [run for run in ends if run.delay == 0.0],
         **{
@@ -96,6 +96,10 @@ def _whole() -> Picture:
             for rate in sorted({run.lr for run in rates if run.lr is not None})
         },
         "256 versions, 5 tokens": [run for run in ends if run.delay == 256.0],
+        **{
+            f"64 versions, {TOKENS[task]} tokens": [run for run in lengths if run.task == task]
+            for task in ("t21", "t101")
+        },
     }
     return forest.forest(settings, "gepo-whole")
 

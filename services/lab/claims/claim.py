@@ -8,8 +8,8 @@ test.
 
 p values are corrected by Holm over all claims that answer one `question`, whatever experiment answers them; those on
 exploratory evidence apart, so that a look at old data costs nothing. A test that two claims ask, each from its side,
-counts once. Evidence is exploratory where the runs kept no protocol or were fewer seeds than it asks for, and where the
-claim was suggested by the very seeds that it is tested on. Then
+counts once. Evidence is exploratory where the runs kept no protocol or were fewer seeds than it asks for or than five,
+and where the claim was suggested by the very seeds that it is tested on. Then
 
     shown           corrected p < 0.05, and the mean is on the claimed side
     contradicted    corrected p < 0.05, and the mean is on the other side

@@ -20,6 +20,8 @@ from heterorl.lab.report.data import Results, Run
 from heterorl.lab.report.reading import load_table
 
 _LOG = logging.getLogger(__name__)
+FEW = 5
+"""Fewer seeds than these are exploratory, even where a protocol asks for as few."""
 _DIGITS = 4
 _HEAD = "| claim | experiment | seeds | difference | p, Holm | evidence | verdict |\n|---|---|---:|---:|---:|---|---|"
 _MARKED = {"shown", "contradicted"}
@@ -47,11 +49,11 @@ class Source:
 
     @property
     def evidence(self) -> Evidence:
-        """Exploratory without a protocol, on fewer seeds than it asks for, or on a seed that suggested the claim."""
+        """Exploratory without a protocol, on few seeds, or on a seed that suggested the claim."""
         seeds = {run.seed for run in self.own}
         if seeds & self.suggested_on or any(table.protocol is None for table in self.tables):
             return "exploratory"
-        if any(len(seeds) < (table.protocol or {}).get("least_seeds", 0) for table in self.tables):
+        if any(len(seeds) < max((table.protocol or {}).get("least_seeds", 0), FEW) for table in self.tables):
             return "exploratory"
         return "confirmation" if seeds and seeds <= set(CONFIRMATION) else "protocol"
 

@@ -199,18 +199,20 @@ def evidence_of(directory, claim):
 
 
 def test_evidence_needs_a_protocol_and_seeds_that_did_not_suggest_the_claim(tmp_path):
-    def runs(first):
-        return [make_run(name, 8, seed) for name in ("gepo", "gspo") for seed in (first, first + 1)]
+    def runs(first, count=5):
+        return [make_run(name, 8, first + seed) for name in ("gepo", "gspo") for seed in range(count)]
 
     kept_results(tmp_path, "e", runs(200))
     kept_results(tmp_path, "confirm", runs(300))
     kept_results(tmp_path, "pilot", runs(201))
     results_of(tmp_path, "old", runs(0))
 
-    kept_results(tmp_path, "begun", runs(200), protocol={"tune": False, "least_seeds": 3})
+    kept_results(tmp_path, "begun", runs(200), protocol={"tune": False, "least_seeds": 6})
+    kept_results(tmp_path, "few", runs(200, 4), protocol={"tune": False, "least_seeds": 4})
 
     assert evidence_of(tmp_path, claim_of()) == "protocol"
     assert evidence_of(tmp_path, claim_of(experiment="begun")) == "exploratory"
+    assert evidence_of(tmp_path, claim_of(experiment="few")) == "exploratory"
     assert evidence_of(tmp_path, claim_of(experiment="old")) == "exploratory"
     assert evidence_of(tmp_path, claim_of(experiment="e+old")) == "exploratory"
     assert evidence_of(tmp_path, claim_of(suggested_by=("old",))) == "protocol"
@@ -236,6 +238,7 @@ def test_failed_runs_edges_of_the_grid_and_flat_curves_stand_in_the_row(tmp_path
     gepo = Side(algorithm="gepo", delay="8 versions")
     start = Side(algorithm="gepo", delay="8 versions", metric="warm_start_accuracy")
     monkeypatch.setattr(verdicts, "CLAIMS", (claim_of(), claim_of(a=gepo, b=start)))
+    monkeypatch.setattr(verdicts, "FEW", 0)
 
     write_claims(tmp_path, tmp_path / "claims.json")
     both, alone = json.loads((tmp_path / "claims.json").read_text())

@@ -220,6 +220,46 @@ async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, serv
     engine.close()
 
 
+@pytest.mark.timeout(120)
+async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_nothing(url, caplog):
+    async def write_until_refused():
+        # The server's sessions hear of a setting a moment after it was made.
+        while True:
+            await active.run(lambda c: set_meta(c, "late", "1"))
+
+    active = await open_at(url)
+    await active.run(lambda c: set_meta(c, "key", "kept"))
+    standby = Standby(url, lambda _: None)
+    waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
+    with psycopg.connect(url, autocommit=True) as operator:
+        # Its session is there before: the next one would not begin.
+        asking = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT pg_try_advisory_lock%'"
+        await shown(lambda: operator.execute(asking).fetchone() == (1,))
+        try:
+            operator.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+            operator.execute("SELECT pg_reload_conf()")
+            with pytest.raises(StoreLost, match="starts again") as lost:
+                await asyncio.wait_for(write_until_refused(), 30)
+            assert "read-only" in str(lost.value)
+            await active.close()
+            with pytest.raises(StoreLost, match="session is read-only"):
+                await open_at(url)
+            await shown(lambda: "waiting for the store: PostgreSQL gave the store up" in caplog.text)
+            await shown(lambda: "waiting for the store: PostgreSQL cannot be reached" in caplog.text)
+            assert not waiting.done()
+        finally:
+            operator.execute("ALTER SYSTEM RESET default_transaction_read_only")
+            operator.execute("SELECT pg_reload_conf()")
+            await active.close()
+            await asyncio.wait((waiting,), timeout=30)
+            standby.give_up()
+    engine = await waiting
+    assert engine is not None
+    assert engine.epoch == 2
+    assert get_meta(engine.connection, "key") == "kept"
+    engine.close()
+
+
 def shown_by(port, path="/metrics"):
     return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read().decode()
 

@@ -20,6 +20,7 @@
         StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
       StoreLost               the coordinator's database is away: it starts again, and nothing acknowledged is lost
+      StoreHeld               another session has the coordinator's database: it starts again, until that one has ended
 
 `ValueError` and `assert` are for our own mistakes. The file is over 300 lines because it is one tree.
 """
@@ -325,6 +326,16 @@ class StoreLost(HeterorlError):
     """The coordinator cannot reach its database, or has lost it; what it acknowledged is there."""
 
     action = "nothing acknowledged is lost: the coordinator starts again and waits for it; if it stays, see PostgreSQL"
+    exit_code = 1
+
+
+class StoreHeld(HeterorlError):
+    """Another session has the coordinator's database; it may be that of a process that is gone.
+
+    Which of the two it is, nobody can tell from here, and the second one passes: so a start is tried again.
+    """
+
+    action = "stop that coordinator, or start this one with --standby to follow it"
     exit_code = 1
 
 

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from heterorl.common.errors import ConfigError, OperatorError, StoreLost
+from heterorl.common.errors import ConfigError, StoreHeld, StoreLost
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
@@ -25,7 +25,7 @@ from tests.support.run import Run
 psycopg = pytest.importorskip("psycopg")
 
 from heterorl.coordinator.store.postgres import engine as engines  # noqa: E402 - needs psycopg
-from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402
+from heterorl.coordinator.store.postgres.engine import connect, open_store, try_lock  # noqa: E402
 from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 from tests.support.prometheus import metrics_port  # noqa: E402
@@ -69,10 +69,11 @@ def started(tmp_path, url, *options, name="alone"):
     return start("coordinator", name=name, tables=config, directory=tmp_path, options=options)
 
 
-async def test_second_coordinator_is_refused_and_one_that_was_passed_over_commits_nothing_more(url):
+async def test_second_coordinator_is_refused_and_one_that_was_passed_over_commits_nothing_more(url, monkeypatch):
+    monkeypatch.setattr(engines, "HELD_S", 0.0)
     first = await open_at(url)
     await first.run(lambda c: set_meta(c, "key", "first"))
-    with pytest.raises(OperatorError, match="--standby"):
+    with pytest.raises(StoreHeld, match="--standby"):
         await open_at(url)
 
     # As if the lock had been lost without the session: somebody else began an epoch.
@@ -200,6 +201,91 @@ def test_what_a_server_refuses_is_for_a_person(url, tmp_path, options):
         stop([child])
 
 
+@pytest.fixture
+def operator(url):
+    with psycopg.connect(url, autocommit=True) as session:
+        yield session
+
+
+def abandoned(url, operator, statement, waits_for):
+    """Leave a session that has the lock by a statement that waits, as a coordinator does that is killed meanwhile."""
+    raw = connect(url)
+    assert try_lock(raw)
+    raw.pgconn.send_query(statement.encode())
+    pid, seen = raw.info.backend_pid, "SELECT wait_event FROM pg_stat_activity WHERE pid = %s"
+    while operator.execute(seen, (pid,)).fetchone() != (waits_for,):
+        pass
+    raw.close()
+    return pid
+
+
+@pytest.mark.timeout(120)
+def test_start_behind_a_dead_coordinator_whose_commit_waits_for_a_replica_is_worth_another(url, operator, tmp_path):
+    children = []
+    try:
+        operator.execute("ALTER SYSTEM SET synchronous_standby_names = 'gone'")
+        operator.execute("SELECT pg_reload_conf()")
+        pid = abandoned(url, operator, "CREATE TABLE written ()", "SyncRep")
+        children.append(started(tmp_path, url, name="first"))
+        # Code 2 would be the end of the run: the unit starts nothing again after it.
+        assert children[0].process.wait(30) == 1
+        said = " ".join(children[0].log.read_text().split())
+        assert (
+            f"another coordinator has the store: session {pid} of PostgreSQL, from its own host, waits for Syn" in said
+        )
+        assert f"pg_terminate_backend({pid})" in said
+        assert "--standby" in said
+    finally:
+        operator.execute("ALTER SYSTEM RESET synchronous_standby_names")
+        operator.execute("SELECT pg_reload_conf()")
+        stop(children)
+    open_store(url).close()
+
+
+@pytest.mark.timeout(120)
+def test_session_of_a_dead_coordinator_ends_although_its_statement_waits(url, operator, monkeypatch):
+    monkeypatch.setattr(engines, "HELD_S", 20.0)
+    operator.execute("SELECT pg_advisory_lock(1)")
+    abandoned(url, operator, "SELECT pg_advisory_lock(1)", "advisory")
+
+    open_store(url).close()
+
+
+def test_server_that_cannot_look_for_its_client_serves(url, monkeypatch):
+    monkeypatch.setattr(engines, "_CHECK", "SET client_connection_check_interval = -1")
+    open_store(url).close()
+
+
+@pytest.mark.parametrize(("user", "place"), [("test", "its own host"), ("other", "a host that this user may not see")])
+def test_holder_is_named_as_far_as_the_user_may_see_it(url, operator, monkeypatch, user, place):
+    monkeypatch.setattr(engines, "HELD_S", 0.0)
+    first = open_store(url)
+    try:
+        operator.execute("CREATE ROLE other LOGIN")
+        operator.execute(
+            "GRANT USAGE ON SCHEMA " + operator.execute("SELECT current_schema()").fetchone()[0] + " TO other"
+        )
+        with pytest.raises(StoreHeld, match=f"session [0-9]+ of PostgreSQL, from {place}; if no process"):
+            open_store(url.replace("user=test", f"user={user}"))
+    finally:
+        operator.execute("DROP OWNED BY other; DROP ROLE other")
+        first.close()
+
+
+def test_signal_while_a_held_store_is_asked_for_is_an_orderly_end(url, monkeypatch):
+    first = open_store(url)
+    alone = Standby(url, lambda _: None, is_patient=False)
+    monkeypatch.setattr(engines, "lock_soon", lambda _: alone.give_up())
+    assert alone.wait() is None
+    first.close()
+
+
+def test_holder_that_cannot_be_seen_is_said_to_be_so(url):
+    raw = connect(url)
+    assert engines._holder(raw) == "its session cannot be seen"
+    raw.close()
+
+
 async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, server, monkeypatch):
     begin, deaths = engines._begin_epoch, []
 
@@ -217,6 +303,46 @@ async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, serv
         server.start()
     engine = await asyncio.wait_for(waiting, 30)
     assert engine.epoch == 1
+    engine.close()
+
+
+@pytest.mark.timeout(120)
+async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_nothing(url, caplog):
+    async def write_until_refused():
+        # The server's sessions hear of a setting a moment after it was made.
+        while True:
+            await active.run(lambda c: set_meta(c, "late", "1"))
+
+    active = await open_at(url)
+    await active.run(lambda c: set_meta(c, "key", "kept"))
+    standby = Standby(url, lambda _: None)
+    waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
+    with psycopg.connect(url, autocommit=True) as operator:
+        # Its session is there before: the next one would not begin.
+        asking = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT pg_try_advisory_lock%'"
+        await shown(lambda: operator.execute(asking).fetchone() == (1,))
+        try:
+            operator.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+            operator.execute("SELECT pg_reload_conf()")
+            with pytest.raises(StoreLost, match="starts again") as lost:
+                await asyncio.wait_for(write_until_refused(), 30)
+            assert "read-only" in str(lost.value)
+            await active.close()
+            with pytest.raises(StoreLost, match="session is read-only"):
+                await open_at(url)
+            await shown(lambda: "waiting for the store: PostgreSQL gave the store up" in caplog.text)
+            await shown(lambda: "waiting for the store: PostgreSQL cannot be reached" in caplog.text)
+            assert not waiting.done()
+        finally:
+            operator.execute("ALTER SYSTEM RESET default_transaction_read_only")
+            operator.execute("SELECT pg_reload_conf()")
+            await active.close()
+            await asyncio.wait((waiting,), timeout=30)
+            standby.give_up()
+    engine = await waiting
+    assert engine is not None
+    assert engine.epoch == 2
+    assert get_meta(engine.connection, "key") == "kept"
     engine.close()
 
 

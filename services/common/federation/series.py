@@ -102,7 +102,8 @@ def rendered(series: Sequence[Series], *, service: Service, added: Mapping[str, 
 def lines_of(blocks: Mapping[str, str]) -> Iterator[str]:
     """What tells the numbers of a node's lines from one another: name and labels."""
     for block in blocks.values():
-        for line in block.splitlines():
+        # Not splitlines: it also ends a line at U+2028 and others, which a label's value may have.
+        for line in block.split("\n")[:-1]:
             yield line.rpartition(" ")[0]
 
 

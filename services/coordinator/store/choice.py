@@ -32,7 +32,8 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Engi
     Raises:
         ConfigError: the payloads there belong to another store.
         StoreLost: PostgreSQL cannot be reached.
-        OperatorError: it refuses the session, or another coordinator has the store.
+        OperatorError: it refuses the session.
+        StoreHeld: another coordinator has the store.
         CorruptStore, DiskFull: the store cannot be opened.
     """
     path, mark = data_dir / "coordinator.sqlite", data_dir / "postgres"

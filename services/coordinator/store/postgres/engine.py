@@ -10,6 +10,7 @@ Never through a pooler that hands sessions around: the lock would stay behind in
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -17,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from heterorl.common.errors import CorruptStore, HeterorlError, OperatorError
+from heterorl.common.errors import CorruptStore, HeterorlError, OperatorError, StoreHeld
 from heterorl.coordinator.store.engine import Fault
 from heterorl.coordinator.store.postgres import faults, tallies
 from heterorl.coordinator.store.postgres.connection import PostgresConnection
@@ -27,8 +28,10 @@ from heterorl.coordinator.store.schema import ANOTHER_PROGRAM
 _LOG = logging.getLogger(__name__)
 MIN_SERVER = 150000
 CONNECT_S = 5
-ENDING_S = 1.0
-"""A server notices within milliseconds that a session was closed, on a busy machine somewhat later."""
+HELD_S = 5.0
+"""How long a start waits for a session that has the lock: that of a process that has just ended is noticed within
+milliseconds where it was idle, and by the next CHECK_MS where a statement of it runs."""
+CHECK_MS = 2000
 LOCK_S = 3
 """How long a start waits for somebody else's lock before it asks anew, and says so: nothing that it does needs one that
 readers hold, but for a migration."""
@@ -53,7 +56,20 @@ SET idle_session_timeout = 0; SET default_transaction_isolation = 'read committe
 SET standard_conforming_strings = on; SET timezone = 'UTC'; SET jit = off;
 """
 """The server notices in seconds that this host is gone, and frees the lock; nothing else ends the session."""
+_CHECK = f"SET client_connection_check_interval = {CHECK_MS}"
+"""A running statement notices too that this process is gone, and frees the lock. Not a COMMIT that waits for a
+synchronous replica: PostgreSQL lets nothing but the replica or pg_terminate_backend end that."""
 _KEY = "hashtextextended('heterorl ' || current_schema(), 0)"
+_HOLDER = f"""
+SELECT pid, CASE WHEN client_port = -1 THEN 'its own host' ELSE host(client_addr) END,
+    CASE WHEN wait_event_type <> 'Client' THEN wait_event END
+FROM pg_locks LEFT JOIN pg_stat_activity USING (pid)
+WHERE locktype = 'advisory' AND objsubid = 1 AND granted
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND classid::bigint << 32 | objid::bigint = {_KEY}
+"""
+"""An advisory lock stands in pg_locks by the two halves of its key. A session at the server's socket has port -1; one
+of another user has none that is shown."""
 
 
 class _Fenced(psycopg.OperationalError):
@@ -145,6 +161,9 @@ def connect(url: str) -> psycopg.Connection[Any]:
     try:
         raw.execute(_SESSION)
         _check_server(raw)
+        # Servers on some systems cannot look, and refuse any number but 0.
+        with contextlib.suppress(psycopg.DataError):
+            raw.execute(_CHECK)
     except psycopg.Error as error:
         is_broken = raw.broken
         raw.close()
@@ -162,8 +181,8 @@ def try_lock(raw: psycopg.Connection[Any]) -> bool:
 
 
 def lock_soon(raw: psycopg.Connection[Any]) -> bool:
-    """Take the store's lock, and give a session that is just ending a moment; returns whether nobody has it."""
-    deadline = time.monotonic() + ENDING_S
+    """Take the store's lock, and give a session that is just ending HELD_S; returns whether nobody has it."""
+    deadline = time.monotonic() + HELD_S
     while not try_lock(raw):
         if time.monotonic() > deadline:
             return False
@@ -176,7 +195,8 @@ def open_store(url: str) -> PostgresEngine:
 
     Raises:
         StoreLost: the server cannot be reached.
-        OperatorError: it refuses the session, or another coordinator has the store.
+        OperatorError: it refuses the session.
+        StoreHeld: another session has had the store for HELD_S.
         CorruptStore: the store was written by another schema.
     """
     return take(connect(url))
@@ -186,20 +206,33 @@ def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
     """Take the store by a session that has just begun; it is closed where that fails.
 
     Raises:
-        StoreLost, OperatorError, CorruptStore: as `open_store`.
+        StoreLost, OperatorError, StoreHeld, CorruptStore: as `open_store`.
     """
     try:
         is_ours = lock_soon(raw)
+        holder = "" if is_ours else _holder(raw)
     except psycopg.Error as error:
         is_broken = raw.broken
         raw.close()
         raise faults.of_opening(error, is_broken=is_broken) from error
     if not is_ours:
         raw.close()
-        raise OperatorError(
-            "another coordinator has the store", action="stop it, or start this one with --standby to follow it"
-        )
+        raise StoreHeld(f"another coordinator has the store: {holder}")
     return PostgresEngine(raw)
+
+
+def _holder(raw: psycopg.Connection[Any]) -> str:
+    """Who has the store's lock, as far as this user may see it, and how to end a session whose process is gone."""
+    row = raw.execute(_HOLDER).fetchone()
+    if row is None:
+        # Ended since, or of a server that keeps pg_locks to itself.
+        return "its session cannot be seen"
+    pid, address, waits_for = row
+    return (
+        f"session {pid} of PostgreSQL, from {address or 'a host that this user may not see'}"
+        f"{f', waits for {waits_for}' if waits_for else ''};"
+        f" if no process is at its other end, end it by SELECT pg_terminate_backend({pid})"
+    )
 
 
 def _check_server(raw: psycopg.Connection[Any]) -> None:

@@ -13,7 +13,16 @@ from heterorl.common.errors import CorruptStore, DiskFull, HeterorlError, Operat
 from heterorl.coordinator.store.engine import Fault
 
 _OPERATION_ERRORS = (errors.IntegrityError, errors.ProgrammingError, errors.DataError, errors.NotSupportedError)
-_DAMAGE = (errors.InternalError, errors.IoError)
+_DAMAGE = (
+    errors.InternalError_,
+    errors.DataCorrupted,
+    errors.IndexCorrupted,
+    errors.IoError,
+    errors.UndefinedFile,
+    errors.DuplicateFile,
+)
+"""XX000 to XX002, and what class 58 says of the database's own files. Not psycopg's InternalError, which has class 25
+too: a server that is read-only for a while, as managed ones are while their disk is full, has lost nothing."""
 _REFUSALS = (
     " does not exist",
     "authentication failed",
@@ -51,14 +60,14 @@ def of_opening(error: psycopg.Error, *, is_broken: bool) -> HeterorlError:
             "another session keeps the store's tables locked",
             action="asked again; pg_locks names the session: end it, or let it end",
         )
-    if is_broken or (isinstance(error, psycopg.OperationalError) and not isinstance(error, _DAMAGE)):
-        return StoreLost(f"PostgreSQL gave the store up: {brief(error)}")
-    if isinstance(error, _OPERATION_ERRORS):
+    if not is_broken and isinstance(error, _OPERATION_ERRORS):
         return OperatorError(
             f"PostgreSQL refuses the store's tables: {brief(error)}",
             action="the user of store.url must own the database or schema, and nobody else's tables may be in it",
         )
-    return CorruptStore(f"the store in PostgreSQL cannot be opened: {brief(error)}")
+    if not is_broken and isinstance(error, _DAMAGE):
+        return CorruptStore(f"the store in PostgreSQL cannot be opened: {brief(error)}")
+    return StoreLost(f"PostgreSQL gave the store up: {brief(error)}")
 
 
 def of_statement(error: Exception, *, is_broken: bool) -> Fault:

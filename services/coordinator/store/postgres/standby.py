@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 
-from heterorl.common.errors import DiskFull, OperatorError, StoreLost
+from heterorl.common.errors import DiskFull, OperatorError, StoreHeld, StoreLost
 from heterorl.coordinator.store.postgres.engine import PostgresEngine, connect, take, try_lock
 
 _LOG = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class Standby:
 
         Raises:
             ConfigError: the payloads at hand are not the store's.
-            OperatorError: the server refuses the session, or another coordinator has the store and is not waited for.
+            OperatorError: the server refuses the session.
+            StoreHeld: another coordinator has the store and is not waited for.
             CorruptStore: the store was written by another schema.
         """
         problem = ""
@@ -86,8 +87,11 @@ class Standby:
                 return take(raw)
             if self._holds(raw):
                 return PostgresEngine(raw)
-        except BaseException:
+        except BaseException as error:
             raw.close()
+            # Whoever was told to stop meanwhile did, and met no fault.
+            if isinstance(error, StoreHeld) and self._is_over.is_set():
+                return None
             raise
         with contextlib.suppress(psycopg.Error):
             raw.close()

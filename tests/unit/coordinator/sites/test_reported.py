@@ -79,8 +79,8 @@ async def test_node_that_pushes_all_the_time_is_told_to_wait_and_the_others_are_
     assert sorted(shown(reported).values()) == [1.0, 2.0]
 
 
-def calls(first, number):
-    labels = tuple(f'code="OK",method="{n}",side="client"' for n in range(first, first + number))
+def calls(first, number, method="{}"):
+    labels = tuple(f'code="OK",method="{method.format(n)}",side="client"' for n in range(first, first + number))
     return [Series(name="heterorl_rpc_seconds_count", labels=labels, values=(1.0,) * number)]
 
 
@@ -99,6 +99,19 @@ async def test_node_that_states_ever_new_numbers_is_refused_until_an_hour_is_ove
 
     clock.advance(VARIETY_S)
     assert await reported.put("sampler", "a", calls(VARIETY * most, 1))
+
+
+# Each of them ends a line for str.splitlines, and none does on the page.
+@pytest.mark.parametrize("mark", "\x0b\x0c\r\x1c\x1d\x1e\x85\u2028\u2029", ids=ascii)
+async def test_numbers_count_as_different_whatever_separators_their_labels_have(mark):
+    clock, most = ManualClock(), LIMITS["sampler"].lines
+    reported = Reported(run_id="r", most_nodes=8, clock=clock)
+    for turn in range(VARIETY):
+        clock.advance(BETWEEN_S)
+        assert await reported.put("sampler", "a", calls(turn * most, most, f" {{}}{mark}"))
+    clock.advance(BETWEEN_S)
+    with pytest.raises(InvalidRequest, match="different ones within an hour"):
+        await reported.put("sampler", "a", calls(VARIETY * most, 1, f" {{}}{mark}"))
 
 
 async def test_names_that_nobody_has_take_no_memory():

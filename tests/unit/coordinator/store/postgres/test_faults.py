@@ -70,14 +70,22 @@ def test_url_that_cannot_be_read_is_not_repeated():
         (errors.AdminShutdown(), False, StoreLost, Fault.LOST),
         (errors.LockNotAvailable(), False, StoreLost, Fault.LOST),
         (errors.QueryCanceled(), False, StoreLost, Fault.LOST),
+        # A standby server, or one that its disk made read-only: it writes again later, and lost nothing.
+        (errors.ReadOnlySqlTransaction(), False, StoreLost, Fault.LOST),
+        (errors.InFailedSqlTransaction(), False, StoreLost, Fault.LOST),
+        (errors.SystemError(), False, StoreLost, Fault.LOST),
         (psycopg.OperationalError("the connection is lost"), True, StoreLost, Fault.LOST),
         # Whatever a session says last: it is the session that ended.
         (errors.UniqueViolation(), True, StoreLost, Fault.LOST),
         (errors.DiskFull(), False, DiskFull, Fault.FULL),
         (errors.InsufficientPrivilege(), False, OperatorError, Fault.OPERATION),
         (errors.UniqueViolation(), False, OperatorError, Fault.OPERATION),
+        (errors.InternalError_(), False, CorruptStore, Fault.FATAL),
+        (errors.DataCorrupted(), False, CorruptStore, Fault.FATAL),
         (errors.IndexCorrupted(), False, CorruptStore, Fault.FATAL),
         (errors.IoError(), False, CorruptStore, Fault.FATAL),
+        (errors.UndefinedFile(), False, CorruptStore, Fault.FATAL),
+        (errors.DuplicateFile(), False, CorruptStore, Fault.FATAL),
     ],
 )
 def test_only_damage_is_called_so(error, is_broken, of_opening, of_statement):

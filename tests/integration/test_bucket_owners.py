@@ -113,6 +113,35 @@ async def test_restored_copy_without_a_bucket_has_its_payloads_in_files(config, 
     await core.close()
 
 
+@pytest.mark.parametrize("engine", ["sqlite", "postgres"])
+async def test_coordinator_on_the_directory_of_a_backup_has_no_right_to_the_prefix(
+    server, config, prefix, tmp_path, engine
+):
+    if engine == "postgres" and binaries() is None:
+        pytest.skip("PostgreSQL is not installed: make programs")
+    postgres = PostgresServer() if engine == "postgres" else None
+    try:
+        url = postgres.make_schema(str(tmp_path)) if postgres else ""
+        live = await Coordinator.open(config("live", url=url), SystemClock())
+        run = await begun(live, tmp_path / "run", versions=2)
+        backup = await live.backups.make("one")
+        await run.publish(snapshot=True)
+        before = server.names(prefix)
+        with pytest.raises(ConfigError, match="has the payloads of another store"):
+            await Coordinator.open(config(backup.path), SystemClock())
+        assert server.names(prefix) == before
+        forget_copies(tmp_path / "live")
+        assert (await pulled(live, run, tmp_path / "spool")).state_root == run.roots[2]
+        await live.close()
+        # It starts where nothing is another's: in files.
+        core = await Coordinator.open(config(backup.path, where=""), SystemClock())
+        assert (await pulled(core, run, tmp_path / "spool-copy")).state_root == run.roots[1]
+        await core.close()
+    finally:
+        if postgres:
+            postgres.stop()
+
+
 async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_ends(server, config, prefix, tmp_path):
     live = await Coordinator.open(config("live"), SystemClock())
     run = await begun(live, tmp_path / "run", versions=3)

@@ -1,7 +1,8 @@
 """Backups of a running coordinator: one moment of the store, and every payload that it names, in a directory.
 
     backups/<name>.partial    under way; removed by the next backup
-    backups/<name>            whole and durable: a data_dir, from which a coordinator starts
+    backups/<name>            whole and durable: a data_dir, from which a coordinator starts with its payloads as files;
+                              the prefix of a bucket stays with the run that has it
 
 A store in SQLite is copied by its own thread between two transactions; one in PostgreSQL is read in a session of the
 backup's own, from one snapshot, into a file of SQLite's with the same tables: every backup has one form. Deletion waits
@@ -33,6 +34,7 @@ from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.choice import MOVING, OWNER
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import typed_error
@@ -213,9 +215,16 @@ def _begin(directory: Path, partial: Path) -> None:
     make_directory(partial / "blobs")
 
 
-def _take_store(copy: Path) -> int:
-    _sync(copy)
-    return copy.stat().st_size
+def _take_store(path: Path) -> int:
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as copy:
+            # By this name the run has a bucket's prefix: who starts from the copy has no right to delete there.
+            copy.execute("DELETE FROM meta WHERE key IN (?, ?)", (OWNER, MOVING))
+            copy.commit()
+    except sqlite3.Error as error:
+        raise _of_copy(error) from error
+    _sync(path)
+    return path.stat().st_size
 
 
 def _sync_folders(target: Path) -> None:

@@ -27,7 +27,7 @@ from heterorl.coordinator.store.bucket.files import CopyFiles
 from heterorl.coordinator.store.bucket.home import BucketHome
 from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.files import BUSY_S
-from heterorl.coordinator.store.home import Copies
+from heterorl.coordinator.store.home import Copies, Cure
 from heterorl.coordinator.store.steady import Steady
 
 _LOG = logging.getLogger(__name__)
@@ -125,17 +125,20 @@ class BucketCopies(Copies):
                 self._give_back(digest)
             self._left.ring()
 
-    async def heal(self, digest: Digest) -> bool:
-        """Fetch a payload again whose copy is gone or wrong; False where the copy is right or the bucket's is not."""
-        if self._home.size(digest) is None or await asyncio.to_thread(self._files.is_right, digest):
-            return False
+    async def heal(self, digest: Digest) -> Cure:
+        """Fetch a payload again whose copy is gone or wrong, unless somebody else did; lost is what the bucket lost."""
+        if self._home.size(digest) is None:
+            return Cure.LOST
+        if await asyncio.to_thread(self._files.is_right, digest):
+            return Cure.RIGHT
         _LOG.warning("the copy of payload %s is gone or damaged, and fetched again", digest[:12])
         await self._drop(digest)
         try:
             async with self.at_hand([digest]):
-                return await asyncio.to_thread(self._files.has, digest)
+                # Whether the copy is still there says nothing: another reader may just have it replaced too.
+                return Cure.LOST if self._home.size(digest) is None else Cure.CURED
         except FileNotFoundError:
-            return False
+            return Cure.LOST
 
     async def make_room(self, missing_bytes: int) -> None:
         """Delete copies that nobody reads, whole ones and begun ones, the longest unused first."""

@@ -241,6 +241,28 @@ async def test_backup_outlasts_a_moment_without_the_bucket(server, opened, tmp_p
             assert (await core.backups.make("one")).num_payloads == 4
 
 
+async def test_backup_that_lacks_one_payload_fetches_no_other_one_to_say_so(
+    server, prefix, opened, tmp_path, monkeypatch
+):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=4)
+        named = "SELECT DISTINCT digest FROM payloads"
+        lost, *others = await core.database.run(lambda connection: [row[0] for row in connection.execute(named)])
+        await core.parts.copies.make_room(1 << 40)
+        server.remove(prefix, f"blobs/{lost[:2]}/{lost}")
+        fetches, fetch = [], Objects.fetch
+
+        async def noted(self, digest, path):
+            fetches.append(digest)
+            await fetch(self, digest, path)
+
+        monkeypatch.setattr(Objects, "fetch", noted)
+        with pytest.raises(Busy, match=lost[:12]):
+            await core.backups.make("one")
+        assert set(fetches) == {lost}
+        assert (await core.backups.make("one")).num_payloads == len(others) == 3
+
+
 async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
     server, prefix, opened, tmp_path, monkeypatch
 ):

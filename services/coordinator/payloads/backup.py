@@ -119,16 +119,11 @@ class Backups:
                 else:
                     digests, head, audit_digest = await self._database.run_alone(lambda c: _copy(c, copy))
                 made_s = self._clock.wall()
-                try:
-                    num_bytes = await asyncio.to_thread(_take_store, copy)
-                    for digest in digests:
-                        # One after another: together they may be more than there is room for here.
-                        num_bytes += await self._bring(digest, partial)
-                    await asyncio.to_thread(_sync_folders, partial)
-                except FileNotFoundError as error:
-                    # The next attempt is without it.
-                    await self._damage.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
-                    raise Busy("a payload of the run is gone", retry_after_s=_BUSY_S) from error
+                num_bytes = await asyncio.to_thread(_take_store, copy)
+                for digest in digests:
+                    # One after another: together they may be more than there is room for here.
+                    num_bytes += await self._bring(digest, partial)
+                await asyncio.to_thread(_sync_folders, partial)
             backup = Backup(
                 path=str((self._directory / name).resolve()),
                 head_version=stated_version(head),
@@ -154,6 +149,11 @@ class Backups:
                 if not left:
                     raise
                 await self._clock.sleep(error.retry_after_s)
+            except FileNotFoundError as error:
+                # This one alone: copies of others may be gone only because there was no room for them. The next backup
+                # is without it.
+                await self._damage.put_aside_missing([(digest, self._blobs.path(digest))])
+                raise Busy(f"payload {digest[:12]} of the run is gone", retry_after_s=_BUSY_S) from error
         raise AssertionError("the last try returns or raises")
 
     def _take(self, digest: Digest, target: Path) -> int:

@@ -39,7 +39,7 @@ def server():
 
 @pytest.fixture
 def prefix(request):
-    return f"copies/{request.node.name}"
+    return f"copies/{request.node.name}".replace("[", ".").replace("]", "")
 
 
 @pytest.fixture
@@ -417,6 +417,15 @@ async def test_proof_that_saw_a_copy_before_it_was_replaced_is_made_again(opened
         assert len(proofs) == 2
         assert not core.damage._doubted
         assert (await core.get_status()).snapshot_version == 0
+
+
+@pytest.mark.parametrize("end", ["erase", "set_aside"])
+async def test_payload_that_is_in_the_bucket_no_longer_is_forgotten(opened, tmp_path, end):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=2)
+        gone, kept = sorted(core.parts.home.digests())
+        await getattr(core.parts.home, end)(gone)
+        assert [*core.parts.copies._order] == [kept]
 
 
 def test_what_whole_files_are():

@@ -1,5 +1,7 @@
 """Whose payloads a prefix of a bucket has: a restored copy beside the live run, a prefix taken over, a run that moves."""
 
+import asyncio
+
 import pytest
 
 from heterorl.common.errors import Busy, ConfigError, CorruptStore
@@ -153,9 +155,6 @@ async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_e
     core = await Coordinator.open(config("new", take_over=mark), SystemClock())
     before = server.names(prefix)
 
-    # Retired by the one that had the prefix, and not deleted.
-    await run.publish(snapshot=True)
-    await run.publish(snapshot=True)
     digest = next(iter(live.parts.home.digests()))
     with pytest.raises(CorruptStore, match="another store has taken the prefix"):
         await live.parts.home.erase(digest)
@@ -171,6 +170,21 @@ async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_e
     await core.close()
     # The key may stay where it was: the name is no longer there.
     core = await Coordinator.open(config("new", take_over=mark), SystemClock())
+    await core.close()
+
+
+@pytest.mark.parametrize("when", ["put", "turn"])
+async def test_who_had_the_prefix_puts_nothing_there_any_more_and_ends(server, config, prefix, tmp_path, when):
+    live = await Coordinator.open(config("live"), SystemClock())
+    run = await begun(live, tmp_path / "run", versions=1)
+    core = await Coordinator.open(config("new", take_over=server.read(prefix, "run")), SystemClock())
+    before = server.names(prefix)
+    with pytest.raises(CorruptStore, match="another store has taken the prefix"):
+        await (run.publish(snapshot=True) if when == "put" else live.parts.incoming.sweep())
+    await asyncio.wait([live.on_fatal], timeout=20)
+    assert live.on_fatal.done(), "the process ends"
+    assert server.names(prefix) == before
+    await live.close()
     await core.close()
 
 

@@ -223,7 +223,7 @@ async def test_upload_is_complete_when_the_bucket_has_it(server, prefix, tmp_pat
         payloads = server.config(tmp_path, prefix=prefix, endpoint=f"http://127.0.0.1:{relay.port}")
         async with run_at(tmp_path / "run", payloads) as run:
             relay.cut()
-            with pytest.raises(Busy, match="bucket of the payloads cannot take a payload now"):
+            with pytest.raises(Busy, match="bucket of the payloads cannot be read now"):
                 await run.run.prepare()
             assert len(payloads_of(server.names(prefix))) == 1
             (new,) = {path.name for path in copies(run)} - {n.rpartition("/")[2] for n in server.names(prefix)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 
 import pytest
@@ -11,10 +12,13 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.payloads import keeper
+from heterorl.coordinator.payloads.snapshots import DamagedPayload
 from heterorl.coordinator.store import blobs
 from heterorl.coordinator.store.bucket import copies as bucket_copies
 from heterorl.coordinator.store.bucket import settling
 from heterorl.coordinator.store.bucket.objects import Objects
+from heterorl.coordinator.store.home import Cure
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
 from tests.support.clock import ManualClock
@@ -35,7 +39,7 @@ def server():
 
 @pytest.fixture
 def prefix(request):
-    return f"copies/{request.node.name}"
+    return f"copies/{request.node.name}".replace("[", ".").replace("]", "")
 
 
 @pytest.fixture
@@ -237,6 +241,28 @@ async def test_backup_outlasts_a_moment_without_the_bucket(server, opened, tmp_p
             assert (await core.backups.make("one")).num_payloads == 4
 
 
+async def test_backup_that_lacks_one_payload_fetches_no_other_one_to_say_so(
+    server, prefix, opened, tmp_path, monkeypatch
+):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=4)
+        named = "SELECT DISTINCT digest FROM payloads"
+        lost, *others = await core.database.run(lambda connection: [row[0] for row in connection.execute(named)])
+        await core.parts.copies.make_room(1 << 40)
+        server.remove(prefix, f"blobs/{lost[:2]}/{lost}")
+        fetches, fetch = [], Objects.fetch
+
+        async def noted(self, digest, path):
+            fetches.append(digest)
+            await fetch(self, digest, path)
+
+        monkeypatch.setattr(Objects, "fetch", noted)
+        with pytest.raises(Busy, match=lost[:12]):
+            await core.backups.make("one")
+        assert set(fetches) == {lost}
+        assert (await core.backups.make("one")).num_payloads == len(others) == 3
+
+
 async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
     server, prefix, opened, tmp_path, monkeypatch
 ):
@@ -291,6 +317,115 @@ async def test_file_with_other_bytes_than_its_name_says_is_not_given_to_the_buck
         assert name not in server.names(prefix)
         assert not path.exists()
         assert is_counted_right(core, tmp_path / "data")
+
+
+def damage(path):
+    """Change late bytes of a file, as a disk does: nothing else tells."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-8, 2)
+        last = file.read()
+        file.seek(-8, 2)
+        file.write(bytes(byte ^ 1 for byte in last))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+async def test_reader_of_the_old_file_of_a_copy_that_another_one_had_healed_strikes_nothing_out(
+    server, prefix, opened, tmp_path
+):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=1)
+        (digest,) = core.parts.home.digests()
+        slow = core.read_payload(digest=digest, offset=0)
+        await anext(slow)
+        damage(core.blobs.path(digest))
+        with pytest.raises(Busy, match="fetched again"):
+            await read(core, digest)
+        size = await read(core, digest)
+        with pytest.raises(Busy, match="fetched again"):
+            async for _ in slow:
+                pass
+        assert await read(core, digest) == size
+        assert f"blobs/{digest[:2]}/{digest}" in server.names(prefix)
+        plan = await core.plan_pull(have_version=-1, have_root="", want_version=-1)
+        assert [payload.digest for payload in plan.payloads] == [digest]
+
+
+async def test_copy_is_replaced_or_right_or_lost(server, prefix, opened, tmp_path, monkeypatch):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=1)
+        (digest,) = core.parts.home.digests()
+        copies, path = core.parts.copies, core.blobs.path(digest)
+        assert await copies.heal(digest) is Cure.RIGHT
+        damage(path)
+        assert await copies.heal(digest) is Cure.CURED
+        assert await read(core, digest) > 0
+        at_hand = copies.at_hand
+
+        @contextlib.asynccontextmanager
+        async def raced(digests):
+            async with at_hand(digests):
+                # Another one found the old bytes too, and replaces what was just fetched.
+                await core.blobs.drop(digest)
+                yield
+
+        damage(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(copies, "at_hand", raced)
+            assert await copies.heal(digest) is Cure.CURED
+        assert await read(core, digest) > 0
+        server.remove(prefix, f"blobs/{digest[:2]}/{digest}")
+        path.unlink()
+        assert await copies.heal(digest) is Cure.LOST
+        assert await copies.heal("f" * 64) is Cure.LOST
+
+
+async def test_payload_that_came_back_is_not_missing(opened, tmp_path):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=1)
+        (digest,) = core.parts.home.digests()
+        nowhere = tmp_path / "nowhere"
+        await core.damage.put_aside_missing([(digest, nowhere)])
+        assert await read(core, digest) > 0
+
+
+async def test_payload_whose_copy_is_right_is_proved_twice_before_it_is_put_aside(server, prefix, opened, tmp_path):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=1)
+        (digest,) = core.parts.home.digests()
+        assert await core.damage.put_aside_unproved(digest, "it leads elsewhere")
+        assert payloads_of(server.names(prefix)) == [f"blobs/{digest[:2]}/{digest}"]
+        assert not await core.damage.put_aside_unproved(digest, "it leads elsewhere")
+        assert payloads_of(server.names(prefix)) == []
+
+
+async def test_proof_that_saw_a_copy_before_it_was_replaced_is_made_again(opened, tmp_path, monkeypatch):
+    async with opened() as core:
+        run = LargeRun(core, tmp_path)
+        await run.begin()
+        await run.publish(snapshot=True)
+        verify, proofs = keeper.verify_way, []
+
+        def refuted_once(*args, **options):
+            proofs.append(args)
+            if len(proofs) == 1:
+                raise DamagedPayload(0, "it leads elsewhere")
+            verify(*args, **options)
+
+        monkeypatch.setattr(keeper, "verify_way", refuted_once)
+        await core.keeper.work()
+        assert len(proofs) == 2
+        assert not core.damage._doubted
+        assert (await core.get_status()).snapshot_version == 0
+
+
+@pytest.mark.parametrize("end", ["erase", "set_aside"])
+async def test_payload_that_is_in_the_bucket_no_longer_is_forgotten(opened, tmp_path, end):
+    async with opened() as core:
+        await begun(core, tmp_path, versions=2)
+        gone, kept = sorted(core.parts.home.digests())
+        await getattr(core.parts.home, end)(gone)
+        assert [*core.parts.copies._order] == [kept]
 
 
 def test_what_whole_files_are():

@@ -1,5 +1,7 @@
 """Whose payloads a prefix of a bucket has: a restored copy beside the live run, a prefix taken over, a run that moves."""
 
+import asyncio
+
 import pytest
 
 from heterorl.common.errors import Busy, ConfigError, CorruptStore
@@ -113,6 +115,35 @@ async def test_restored_copy_without_a_bucket_has_its_payloads_in_files(config, 
     await core.close()
 
 
+@pytest.mark.parametrize("engine", ["sqlite", "postgres"])
+async def test_coordinator_on_the_directory_of_a_backup_has_no_right_to_the_prefix(
+    server, config, prefix, tmp_path, engine
+):
+    if engine == "postgres" and binaries() is None:
+        pytest.skip("PostgreSQL is not installed: make programs")
+    postgres = PostgresServer() if engine == "postgres" else None
+    try:
+        url = postgres.make_schema(str(tmp_path)) if postgres else ""
+        live = await Coordinator.open(config("live", url=url), SystemClock())
+        run = await begun(live, tmp_path / "run", versions=2)
+        backup = await live.backups.make("one")
+        await run.publish(snapshot=True)
+        before = server.names(prefix)
+        with pytest.raises(ConfigError, match="has the payloads of another store"):
+            await Coordinator.open(config(backup.path), SystemClock())
+        assert server.names(prefix) == before
+        forget_copies(tmp_path / "live")
+        assert (await pulled(live, run, tmp_path / "spool")).state_root == run.roots[2]
+        await live.close()
+        # It starts where nothing is another's: in files.
+        core = await Coordinator.open(config(backup.path, where=""), SystemClock())
+        assert (await pulled(core, run, tmp_path / "spool-copy")).state_root == run.roots[1]
+        await core.close()
+    finally:
+        if postgres:
+            postgres.stop()
+
+
 async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_ends(server, config, prefix, tmp_path):
     live = await Coordinator.open(config("live"), SystemClock())
     run = await begun(live, tmp_path / "run", versions=3)
@@ -124,9 +155,6 @@ async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_e
     core = await Coordinator.open(config("new", take_over=mark), SystemClock())
     before = server.names(prefix)
 
-    # Retired by the one that had the prefix, and not deleted.
-    await run.publish(snapshot=True)
-    await run.publish(snapshot=True)
     digest = next(iter(live.parts.home.digests()))
     with pytest.raises(CorruptStore, match="another store has taken the prefix"):
         await live.parts.home.erase(digest)
@@ -142,6 +170,21 @@ async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_e
     await core.close()
     # The key may stay where it was: the name is no longer there.
     core = await Coordinator.open(config("new", take_over=mark), SystemClock())
+    await core.close()
+
+
+@pytest.mark.parametrize("when", ["put", "turn"])
+async def test_who_had_the_prefix_puts_nothing_there_any_more_and_ends(server, config, prefix, tmp_path, when):
+    live = await Coordinator.open(config("live"), SystemClock())
+    run = await begun(live, tmp_path / "run", versions=1)
+    core = await Coordinator.open(config("new", take_over=server.read(prefix, "run")), SystemClock())
+    before = server.names(prefix)
+    with pytest.raises(CorruptStore, match="another store has taken the prefix"):
+        await (run.publish(snapshot=True) if when == "put" else live.parts.incoming.sweep())
+    await asyncio.wait([live.on_fatal], timeout=20)
+    assert live.on_fatal.done(), "the process ends"
+    assert server.names(prefix) == before
+    await live.close()
     await core.close()
 
 

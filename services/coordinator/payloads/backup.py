@@ -1,7 +1,8 @@
 """Backups of a running coordinator: one moment of the store, and every payload that it names, in a directory.
 
     backups/<name>.partial    under way; removed by the next backup
-    backups/<name>            whole and durable: a data_dir, from which a coordinator starts
+    backups/<name>            whole and durable: a data_dir, from which a coordinator starts with its payloads as files;
+                              the prefix of a bucket stays with the run that has it
 
 A store in SQLite is copied by its own thread between two transactions; one in PostgreSQL is read in a session of the
 backup's own, from one snapshot, into a file of SQLite's with the same tables: every backup has one form. Deletion waits
@@ -33,6 +34,7 @@ from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.choice import MOVING, OWNER
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import typed_error
@@ -117,16 +119,11 @@ class Backups:
                 else:
                     digests, head, audit_digest = await self._database.run_alone(lambda c: _copy(c, copy))
                 made_s = self._clock.wall()
-                try:
-                    num_bytes = await asyncio.to_thread(_take_store, copy)
-                    for digest in digests:
-                        # One after another: together they may be more than there is room for here.
-                        num_bytes += await self._bring(digest, partial)
-                    await asyncio.to_thread(_sync_folders, partial)
-                except FileNotFoundError as error:
-                    # The next attempt is without it.
-                    await self._damage.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
-                    raise Busy("a payload of the run is gone", retry_after_s=_BUSY_S) from error
+                num_bytes = await asyncio.to_thread(_take_store, copy)
+                for digest in digests:
+                    # One after another: together they may be more than there is room for here.
+                    num_bytes += await self._bring(digest, partial)
+                await asyncio.to_thread(_sync_folders, partial)
             backup = Backup(
                 path=str((self._directory / name).resolve()),
                 head_version=stated_version(head),
@@ -152,6 +149,11 @@ class Backups:
                 if not left:
                     raise
                 await self._clock.sleep(error.retry_after_s)
+            except FileNotFoundError as error:
+                # This one alone: copies of others may be gone only because there was no room for them. The next backup
+                # is without it.
+                await self._damage.put_aside_missing([(digest, self._blobs.path(digest))])
+                raise Busy(f"payload {digest[:12]} of the run is gone", retry_after_s=_BUSY_S) from error
         raise AssertionError("the last try returns or raises")
 
     def _take(self, digest: Digest, target: Path) -> int:
@@ -213,9 +215,16 @@ def _begin(directory: Path, partial: Path) -> None:
     make_directory(partial / "blobs")
 
 
-def _take_store(copy: Path) -> int:
-    _sync(copy)
-    return copy.stat().st_size
+def _take_store(path: Path) -> int:
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as copy:
+            # By this name the run has a bucket's prefix: who starts from the copy has no right to delete there.
+            copy.execute("DELETE FROM meta WHERE key IN (?, ?)", (OWNER, MOVING))
+            copy.commit()
+    except sqlite3.Error as error:
+        raise _of_copy(error) from error
+    _sync(path)
+    return path.stat().st_size
 
 
 def _sync_folders(target: Path) -> None:

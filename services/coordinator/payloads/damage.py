@@ -23,7 +23,7 @@ from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import BUSY_S, file_size, unreadable
-from heterorl.coordinator.store.home import Copies
+from heterorl.coordinator.store.home import Copies, Cure
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -38,6 +38,8 @@ class Damage:
         self._blobs = blobs
         self._merges = merges
         self._told: set[Digest] = set()
+        self._doubted: set[Digest] = set()
+        """Those that a proof refused once although their copies are right."""
 
     async def of_read(self, digest: Digest, error: OSError | DamagedFile) -> RemoteError:
         """What a read that ended so means for its caller; what is not what its name says is never offered again.
@@ -46,7 +48,8 @@ class Damage:
             UnknownPayload: not there, or not what it was; the caller plans again.
             Busy: it cannot be read now.
         """
-        if isinstance(error, FileNotFoundError | DamagedFile) and await self._copies.heal(digest):
+        if isinstance(error, FileNotFoundError | DamagedFile) and await self._copies.heal(digest) is not Cure.LOST:
+            # Also where it is right by now: who reads on in the file that was replaced still finds the old bytes.
             return Busy(f"payload {digest[:12]} was fetched again", retry_after_s=BUSY_S)
         if isinstance(error, FileNotFoundError):
             self._check_is_there()
@@ -63,10 +66,25 @@ class Damage:
         """A payload was read to its end: the next time that it cannot be, it is told again."""
         self._told.discard(digest)
 
-    async def put_aside_unproved(self, digest: Digest, problem: str) -> None:
-        """Put one aside that a proof refused, unless another copy of it has other bytes."""
-        if not await self._copies.heal(digest):
+    async def put_aside_unproved(self, digest: Digest, problem: str) -> bool:
+        """Put one aside that a proof refused, unless another copy of it has other bytes.
+
+        Returns:
+            Whether it is to be proved again at once: a right copy may have been replaced during the proof.
+        """
+        cure = await self._copies.heal(digest)
+        if cure is Cure.RIGHT and digest not in self._doubted:
+            _LOG.warning("payload %s is proved again: %s", digest[:12], problem)
+            self._doubted.add(digest)
+            return True
+        self._doubted.discard(digest)
+        if cure is not Cure.CURED:
             await self.put_aside(digest, problem)
+        return False
+
+    def note_proved(self, digests: Iterable[Digest]) -> None:
+        """A proof found these right."""
+        self._doubted.difference_update(digests)
 
     async def put_aside(self, digest: Digest, problem: str) -> None:
         """Offer a payload no longer, and move its file where a person finds it."""
@@ -85,7 +103,7 @@ class Damage:
         for digest, path in files:
             if await asyncio.to_thread(file_size, path) is None:
                 self._check_is_there()
-                if not await self._copies.heal(digest):
+                if await self._copies.heal(digest) is Cure.LOST:
                     await self.put_aside(digest, "it is gone")
 
     async def on_disk(self, action: Awaitable[ResultT]) -> ResultT:

@@ -181,12 +181,14 @@ class Keeper:
                 paths = self._paths(work)
                 await self._in_thread(lambda: verify_way(paths, work.manifests, on_chunk=self._check_stop))
         except DamagedPayload as error:
-            await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error))
+            if await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
+                return await self._is_proved(work)
         except OSError as error:
             _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
             digests = (payload.digest for payload in work.payloads)
             await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:
+            self._damage.note_proved(_stored(work))
             return True
         return False
 

@@ -17,13 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from heterorl.common.errors import (
-    Busy,
-    DigestMismatch,
-    InvalidRequest,
-    QuotaExceeded,
-    StoreFull,
-)
+from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
+from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.digests import is_digest
@@ -71,17 +66,16 @@ class BlobStore:
             home: where payloads are kept; without one, here.
         """
         self._home = home or Home()
-        self._blobs = root / "blobs"
-        self._partial = root / "partial"
-        self._damaged = root / "damaged"
+        self._blobs, self._partial, self._damaged = (root / name for name in ("blobs", "partial", "damaged"))
         self._store_bytes, self._bound = store_bytes, bound
         self._max_payload_bytes = max_payload_bytes
         self._locks = Locks()
         self._held: Counter[Digest] = Counter()
         self._used = 0
         """Bytes on disk, and those that the uploads under way may still bring."""
-        self._make_room = make_room
-        self._on_full = on_full
+        self.freed = Bell()
+        """Rings when there may be more room."""
+        self._make_room, self._on_full = make_room, on_full
         for directory in (self._blobs, self._partial):
             make_directory(directory)
         self._identity = identity(self._blobs)
@@ -212,7 +206,7 @@ class BlobStore:
         for path in paths:
             if (size := file_size(path)) is not None:
                 await asyncio.to_thread(remove_file, path)
-                self._used -= size
+                self.count(-size)
                 freed += size
         return freed
 
@@ -222,7 +216,7 @@ class BlobStore:
             await self._home.set_aside(digest)
             if (size := file_size(self.path(digest))) is not None:
                 await asyncio.to_thread(name_file, self.path(digest), self._damaged / digest)
-                self._used -= size
+                self.count(-size)
 
     def stored(self) -> frozenset[Digest]:
         """Every payload and upload that is there, but those that are written at the moment."""
@@ -233,6 +227,12 @@ class BlobStore:
             raise unreadable(error) from error
         found |= self._home.digests()
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes as used, or, below 0, as used no longer."""
+        self._used += num_bytes
+        if num_bytes < 0:
+            self.freed.ring()
 
     async def _reserve(self, num_bytes: int) -> None:
         await self._home.reserve(num_bytes)
@@ -245,7 +245,7 @@ class BlobStore:
                 f" {self._used} are used and nothing more can be deleted now",
                 retry_after_s=30.0,
             )
-        self._used += num_bytes
+        self.count(num_bytes)
 
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
@@ -297,4 +297,4 @@ class BlobStore:
             raise
         finally:
             with suppress(Busy):
-                self._used -= num_bytes - self.query(digest)
+                self.count(self.query(digest) - num_bytes)

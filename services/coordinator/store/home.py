@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from enum import Enum
 from pathlib import Path
 
 from heterorl.common.errors import PayloadMissing
@@ -66,6 +67,17 @@ class Home:
         return [""] * len(digests)
 
 
+class Cure(Enum):
+    """What a look at a file that a reader found gone or wrong came to."""
+
+    CURED = "cured"
+    """It was replaced."""
+    RIGHT = "right"
+    """It has the bytes of its name, as when another reader had it replaced."""
+    LOST = "lost"
+    """There is no other to replace it by."""
+
+
 class Copies:
     """Files of payloads: they are all there, until one is damaged."""
 
@@ -78,9 +90,13 @@ class Copies:
         """
         yield
 
-    async def heal(self, digest: Digest) -> bool:  # noqa: ARG002 - there is no other
-        """Replace a file that is gone or has other bytes than its name says; False where that cannot be the cure."""
-        return False
+    async def heal(self, digest: Digest) -> Cure:  # noqa: ARG002 - there is no other
+        """Replace a file that is gone or has other bytes than its name says.
+
+        Raises:
+            Busy: nobody can tell now.
+        """
+        return Cure.LOST
 
     async def run(self) -> None:
         """Give the home what it lacks and what is here, until that is done or cancelled."""

@@ -35,8 +35,9 @@ class BucketConfig(Config):
     """Largest payload that a learner puts into the bucket itself, in pieces of 64 MiB, instead of sending it through
     the coordinator, which verifies it before anybody sees it; 0: all come through the coordinator."""
     take_over: str = Field(default="", max_length=64)
-    """Name of another store that has the prefix, as the refusal says it: the prefix is taken from that store, which
-    deletes nothing there any more and ends. Only where it is never to run again."""
+    """Name of another store that has the prefix, as the refusal says it: the prefix is taken from that store, whose
+    coordinator ends before it next puts or deletes a payload there, and within five minutes in any case. Only where it
+    is never to run again."""
 
     @field_validator("endpoint")
     @classmethod

@@ -6,7 +6,7 @@ want the same wait for one fetch, which ends when both have gone and is gone on 
 disk changed is fetched again.
 
     reader        waits for               unblocked by
-    at_hand       room for its copies     another reader that leaves; half a minute, then Busy
+    at_hand       room for its copies     another reader that leaves, whatever is deleted; half a minute, then Busy
     a fetch       one of a few turns      another fetch that ends
 """
 
@@ -20,14 +20,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from heterorl.common.errors import Busy
-from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.store.bucket import settling
 from heterorl.coordinator.store.bucket.files import CopyFiles
 from heterorl.coordinator.store.bucket.home import BucketHome
 from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.files import BUSY_S
-from heterorl.coordinator.store.home import Copies
+from heterorl.coordinator.store.home import Copies, Cure
 from heterorl.coordinator.store.steady import Steady
 
 _LOG = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class BucketCopies(Copies):
         self._in_use: Counter[Digest] = Counter()
         self._num_readers = 0
         """Those that have room for all that they want."""
-        self._left = Bell()
-        # Longest unused first.
+        # Longest unused first: copies, begun ones, and those that somebody wants.
         self._order: OrderedDict[Digest, None] = OrderedDict()
         self._promised: dict[Digest, int] = {}
         """Bytes that are counted for copies which are not there yet."""
@@ -71,6 +70,11 @@ class BucketCopies(Copies):
         """A file is a copy: it may go when room is wanted, as the last one."""
         self._order[digest] = None
         self._order.move_to_end(digest)
+
+    def forget(self, digest: Digest) -> None:
+        """A payload is at home no longer: its file is no copy."""
+        if digest not in self._begun:
+            self._order.pop(digest, None)
 
     async def settle(self, *, named: Container[Digest], newest: float | None) -> None:
         """Sort the whole files that are here; see heterorl.coordinator.store.bucket.settling."""
@@ -113,9 +117,10 @@ class BucketCopies(Copies):
             self._num_readers += 1
             try:
                 for digest in names:
-                    self.note(digest)
-                    if self._home.size(digest) is not None and not self._is_there(digest):
-                        await self._fetch(digest)
+                    if self._home.size(digest) is not None:
+                        self.note(digest)
+                        if not self._is_there(digest):
+                            await self._fetch(digest)
                 yield
             finally:
                 self._num_readers -= 1
@@ -123,19 +128,22 @@ class BucketCopies(Copies):
             self._in_use -= names
             for digest in names:
                 self._give_back(digest)
-            self._left.ring()
+            self._files.freed.ring()
 
-    async def heal(self, digest: Digest) -> bool:
-        """Fetch a payload again whose copy is gone or wrong; False where the copy is right or the bucket's is not."""
-        if self._home.size(digest) is None or await asyncio.to_thread(self._files.is_right, digest):
-            return False
+    async def heal(self, digest: Digest) -> Cure:
+        """Fetch a payload again whose copy is gone or wrong, unless somebody else did; lost is what the bucket lost."""
+        if self._home.size(digest) is None:
+            return Cure.LOST
+        if await asyncio.to_thread(self._files.is_right, digest):
+            return Cure.RIGHT
         _LOG.warning("the copy of payload %s is gone or damaged, and fetched again", digest[:12])
         await self._drop(digest)
         try:
             async with self.at_hand([digest]):
-                return await asyncio.to_thread(self._files.has, digest)
+                # Whether the copy is still there says nothing: another reader may just have it replaced too.
+                return Cure.LOST if self._home.size(digest) is None else Cure.CURED
         except FileNotFoundError:
-            return False
+            return Cure.LOST
 
     async def make_room(self, missing_bytes: int) -> None:
         """Delete copies that nobody reads, whole ones and begun ones, the longest unused first."""
@@ -147,6 +155,8 @@ class BucketCopies(Copies):
             if (num_bytes := self._begun.pop(digest, None)) is not None:
                 self._files.count(-num_bytes)
                 missing_bytes -= num_bytes
+                if self._home.size(digest) is None:
+                    self.forget(digest)
                 await asyncio.to_thread(self._files.scratch(digest).unlink, missing_ok=True)
             elif self._home.size(digest) is not None:
                 missing_bytes -= await self._drop(digest)
@@ -176,7 +186,7 @@ class BucketCopies(Copies):
             async with asyncio.timeout(WAIT_S):
                 while not self._count(wanted := self._wanted(names), may_exceed=False):
                     await self.make_room(self._files.missing_bytes(sum(wanted.values())))
-                    ticket = self._left.ticket()
+                    ticket = self._files.freed.ticket()
                     # Nothing is awaited between this look and its effect.
                     if self._count(self._wanted(names), may_exceed=not self._num_readers):
                         return
@@ -209,6 +219,8 @@ class BucketCopies(Copies):
             self._files.count(there - self._promised.pop(digest))
             if there:
                 self._begun[digest] = there
+                # So that room can be made of it, also where the payload was deleted or looked for meanwhile.
+                self._order.setdefault(digest)
 
     # fetching
 
@@ -260,3 +272,5 @@ class BucketCopies(Copies):
         if not done.cancelled() and isinstance(error := done.exception(), Busy):
             _LOG.debug("payload %s was not fetched: %s", digest[:12], error)
         self._give_back(digest)
+        # Who gave it up has rung already: only now its bytes are free, or may go.
+        self._files.freed.ring()

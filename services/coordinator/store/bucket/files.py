@@ -67,10 +67,6 @@ class CopyFiles(BlobStore):
         """Bytes that would exceed the bound with so many more; not positive where there is room for them."""
         return self._used + num_bytes - self._store_bytes
 
-    def count(self, num_bytes: int) -> None:
-        """Count bytes as used that a copy will have, or, below 0, that it does not take."""
-        self._used += num_bytes
-
     async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
         """Make a file a copy where it has the bytes of this name; returns whether it has. They were counted before.
 
@@ -80,7 +76,7 @@ class CopyFiles(BlobStore):
         async with self._locks[digest]:
             if file_size(self.path(digest)) is not None:
                 # Counted when it came.
-                self._used -= num_bytes
+                self.count(-num_bytes)
                 return True
             if await asyncio.to_thread(file_size, scratch) != num_bytes:
                 return False

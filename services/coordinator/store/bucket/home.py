@@ -27,9 +27,11 @@ class BucketHome(Home):
         store_bytes: int,
         make_room: Callable[[int], Awaitable[None]],
         on_kept: Callable[[Digest], None],
+        on_gone: Callable[[Digest], None],
     ) -> None:
         """Use `open` instead."""
         self._on_kept = on_kept
+        self._on_gone = on_gone
         self._objects = objects
         self._sizes = sizes
         self._store_bytes = store_bytes
@@ -43,6 +45,7 @@ class BucketHome(Home):
         store_bytes: int,
         make_room: Callable[[int], Awaitable[None]],
         on_kept: Callable[[Digest], None],
+        on_gone: Callable[[Digest], None],
     ) -> BucketHome:
         """List a prefix that was claimed.
 
@@ -51,11 +54,13 @@ class BucketHome(Home):
             store_bytes: bytes that payloads may occupy there.
             make_room: called with the bytes that are missing before one is refused.
             on_kept: told of each payload whose file is a copy from then on.
+            on_gone: told of each payload that is there no longer.
 
         Raises:
             Busy: the bucket does not answer, or refuses.
         """
-        return cls(objects, await objects.sizes(), store_bytes=store_bytes, make_room=make_room, on_kept=on_kept)
+        sizes = await objects.sizes()
+        return cls(objects, sizes, store_bytes=store_bytes, make_room=make_room, on_kept=on_kept, on_gone=on_gone)
 
     @property
     def used_bytes(self) -> int:
@@ -96,13 +101,17 @@ class BucketHome(Home):
         if digest not in self._sizes:
             return 0
         await self._objects.delete(digest)
-        return self._sizes.pop(digest)
+        return self._forget(digest)
 
     async def set_aside(self, digest: Digest) -> None:
         """Move a damaged payload out of the way."""
         if digest in self._sizes:
             await self._objects.set_aside(digest)
-            del self._sizes[digest]
+            self._forget(digest)
+
+    def _forget(self, digest: Digest) -> int:
+        self._on_gone(digest)
+        return self._sizes.pop(digest)
 
     async def fetch(self, digest: Digest, path: Path) -> None:
         """Write a payload into a file, behind what it has already; it may have any bytes then."""

@@ -3,7 +3,7 @@
     PREFIX/run    the name of that store
 
 Guarantees: a prefix has one mark at any time, as it is made and changed by conditional puts; whoever finds another
-store's name in it deletes nothing any more.
+store's name in it puts and deletes nothing any more.
 """
 
 from __future__ import annotations

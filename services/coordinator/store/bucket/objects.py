@@ -5,7 +5,7 @@
     PREFIX/incoming/DIGEST/OFFSET    pieces that a learner put there; no payload before the coordinator verified them
     PREFIX/damaged/DIGEST            payloads whose bytes changed; for a person to look at, never served
 
-Guarantees: nothing is deleted or moved before the mark was read again.
+Guarantees: no payload is put, and nothing is deleted or moved, before the mark was read again.
 """
 
 from __future__ import annotations
@@ -47,8 +47,17 @@ class Objects:
         names = ((entry.key.rpartition("/")[2], entry.num_bytes) for entry in await self._client.entries("blobs"))
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
+    async def check(self) -> None:
+        """Look whether the prefix is still this store's.
+
+        Raises:
+            CorruptStore: it is not; the process must end.
+        """
+        await self._mark.check()
+
     async def put(self, digest: Digest, path: Path) -> None:
         """Store a file; what is there under this name already stays."""
+        await self._mark.check()
         key = _key(digest)
         if (await asyncio.to_thread(path.stat)).st_size <= PART_BYTES:
             await self._client.create(key, await asyncio.to_thread(path.read_bytes), action=_TAKES)

@@ -74,7 +74,11 @@ async def open_bucket(
         await copies.make_room(missing_bytes)
 
     home = await BucketHome.open(
-        objects, store_bytes=store_bytes, make_room=make_room, on_kept=lambda digest: copies.note(digest)
+        objects,
+        store_bytes=store_bytes,
+        make_room=make_room,
+        on_kept=lambda digest: copies.note(digest),
+        on_gone=lambda digest: copies.forget(digest),
     )
     files = await asyncio.to_thread(
         CopyFiles,

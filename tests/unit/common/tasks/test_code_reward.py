@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -116,6 +117,28 @@ def test_what_is_printed_ends_at_its_limit(sandbox):
     began = time.monotonic()
     assert not ends(sandbox, "while True: print('a' * 1000)", seconds=30.0)
     assert time.monotonic() - began < 20
+
+
+def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, monkeypatch):
+    made, new_poll = [], select.poll
+
+    class Pipes(bubblewrap._Pipes):
+        def __enter__(self):
+            made.append(self)
+            return super().__enter__()
+
+    class PollThatSeesNoReport:
+        def __init__(self):
+            self._poll = new_poll()
+            self.register, self.unregister = self._poll.register, self._poll.unregister
+
+        def poll(self, timeout_ms):
+            return [event for event in self._poll.poll(timeout_ms) if event[0] != made[-1].report_out]
+
+    monkeypatch.setattr(bubblewrap, "_Pipes", Pipes)
+    monkeypatch.setattr(bubblewrap.select, "poll", PollThatSeesNoReport)
+
+    assert not ends(sandbox, "while True: print('a' * 1000)", seconds=30.0)
 
 
 def test_there_is_no_network_not_even_this_machine(sandbox):

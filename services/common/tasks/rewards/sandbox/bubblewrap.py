@@ -184,6 +184,15 @@ def _converse(
         poll.register(number, select.POLLOUT)
     for number in reading:
         poll.register(number, select.POLLIN)
+    os.set_blocking(pipes.report_out, False)
+
+    def stopped(why: str) -> Outcome:
+        # What was reported before the output that ended it may not be read yet.
+        last = b""
+        if pipes.report_out in reading:
+            with suppress(BlockingIOError):
+                last = os.read(pipes.report_out, MAX_REPORT_BYTES)
+        return Outcome(status=None, output=output[:most], report=report + last, why=why)
 
     def finish(number: int) -> None:
         poll.unregister(number)
@@ -197,7 +206,7 @@ def _converse(
     while reading:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            return Outcome(status=None, output=output, report=report, why="time")
+            return stopped("time")
         for number, _ in poll.poll(left_s * 1000):
             if number in unsent:
                 try:
@@ -220,15 +229,15 @@ def _converse(
                     unsent[pipes.orders_in], second = memoryview(second), b""
                     poll.register(pipes.orders_in, select.POLLOUT)
                 if len(report) > MAX_REPORT_BYTES:
-                    return Outcome(status=None, output=output, report=report, why="report")
+                    return stopped("report")
             else:
                 output += piece
                 if len(output) > most:
-                    return Outcome(status=None, output=output[:most], report=report, why="output")
+                    return stopped("output")
     try:
         status = process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return Outcome(status=None, output=output, report=report, why="time")
+        return stopped("time")
     return Outcome(status=status, output=output, report=report)
 
 

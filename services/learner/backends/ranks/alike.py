@@ -1,7 +1,8 @@
-"""What the ranks of one learner must have in common beside the configuration: packages, devices, the model's bytes.
+"""What the ranks of one learner must have in common beside the configuration: code, devices, the model's bytes.
 
 Guarantees: what is different on one rank is refused on all, by its key, before anything is built. The release of
-heterorl is compared earlier, at the meeting: another one may not read rank 0's configuration.
+heterorl is compared earlier, at the meeting: another one may not read rank 0's configuration. Here it is its code: two
+checkouts may be of one release.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import blake3
 import torch
 
+import heterorl
 from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.loading.shards import weight_files
 from heterorl.learner.backends.ranks.collectives import Collectives, missing_device
@@ -23,7 +25,7 @@ from heterorl.learner.train.config import BackendConfig
 
 
 def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str]) -> None:
-    """See that every rank has its device and the same releases, and every machine the same bytes of the model.
+    """See that every rank has its device and the same code, and every machine the same bytes of the model.
 
     A rank reads its own pieces from the directory of its machine: with other bytes there, the trained model would be a
     mixture of two. On one machine the directory is one, and is not read for this.
@@ -57,7 +59,7 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
             problem = "; ".join(
                 f"{name} {first[name]} at rank 0, {others.get(name, 'none')} at rank {rank}" for name in differing
             )
-            raise ConfigError("backend.kind", problem, action="install the same releases on every machine")
+            raise ConfigError("backend.kind", problem, action="install the same code on every machine")
     others = [rank for rank, row in enumerate(rows) if row[1] and row[1] != rows[0][1]]
     if others:
         problem = f"{model_dir} of rank {others[0]} is not that of rank 0: {rows[others[0]][1]}, not {rows[0][1]}"
@@ -79,6 +81,7 @@ def packages_of(config: BackendConfig) -> list[str]:
 def releases_of(packages: Sequence[str]) -> dict[str, str]:
     """What is installed here; nothing is imported for it."""
     found = {
+        "code of heterorl": code_digest(Path(heterorl.__file__).parent),
         "torch": str(torch.__version__),
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
@@ -88,6 +91,16 @@ def releases_of(packages: Sequence[str]) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "none"
     return found
+
+
+def code_digest(package: Path) -> str:
+    """Blake3 over what a rank computes with, `common` and `learner`: their modules, by name and content."""
+    hasher = blake3.blake3()
+    for path in sorted(path for part in ("common", "learner") for path in (package / part).rglob("*.py")):
+        content = path.read_bytes()
+        hasher.update(f"{path.relative_to(package).as_posix()}\n{len(content)}\n".encode())
+        hasher.update(content)
+    return f"blake3 {hasher.hexdigest()[:16]}"
 
 
 def model_digest(model_dir: str) -> str:

@@ -1,12 +1,13 @@
 """What differs between ranks is refused on all of them, by its key, before anything is built."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.ranks import alike
-from heterorl.learner.backends.ranks.alike import check_alike, model_digest, packages_of, releases_of
+from heterorl.learner.backends.ranks.alike import check_alike, code_digest, model_digest, packages_of, releases_of
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig
 from tests.support.thread_ranks import on_all_ranks
@@ -85,3 +86,21 @@ def test_digest_of_a_model_is_of_its_bytes(models):
 
     assert model_digest(str(one)) == model_digest(str(two))
     assert model_digest(str(one)) != model_digest(str(other))
+
+
+def test_digest_of_the_code_is_of_what_a_rank_computes_with(tmp_path):
+    def lay(name, **modules):
+        for path, text in modules.items():
+            module = tmp_path / name / f"{path.replace('__', '/')}.py"
+            module.parent.mkdir(parents=True, exist_ok=True)
+            module.write_text(text)
+        return code_digest(tmp_path / name)
+
+    first = lay("first", learner__losses__gepo="a = 1\n", common__types="b = 2\n", lab__cell="c = 3\n")
+
+    assert first == lay("same", learner__losses__gepo="a = 1\n", common__types="b = 2\n", lab__cell="c = 4\n")
+    assert first != lay("other", learner__losses__gepo="a = 2\n", common__types="b = 2\n")
+    assert first != lay("moved", learner__losses__gspo="a = 1\n", common__types="b = 2\n")
+    assert first != lay("more", learner__losses__gepo="a = 1\n", common__types="b = 2\n", common__empty="")
+    own = releases_of([])["code of heterorl"]
+    assert own == code_digest(Path(alike.__file__).parents[3]) != code_digest(tmp_path / "nothing")

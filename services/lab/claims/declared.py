@@ -12,7 +12,16 @@ from collections.abc import Iterator
 
 from heterorl.lab.claims.claim import ONLINE, Claim
 from heterorl.lab.claims.length import by_length
-from heterorl.lab.claims.order import LONG, against_gspo, highest, made_for_stale, others, token_level, without_delay
+from heterorl.lab.claims.order import (
+    LONG,
+    against_gspo,
+    highest,
+    made_for_stale,
+    others,
+    token_level,
+    with_reference,
+    without_delay,
+)
 from heterorl.lab.claims.rules import better, clip_halves
 from heterorl.lab.claims.terms import COLLAPSE, DELAY, FAR, GAP, NEAR, SAW, SECONDS, WHEN, WHY, declare, side
 from heterorl.lab.claims.whole import of_whole
@@ -98,6 +107,7 @@ CLAIMS: tuple[Claim, ...] = (
     *_collapse(),
     *token_level(),
     *others(),
+    *with_reference(),
     *made_for_stale(),
     *_mechanism(),
     *clip_halves(),

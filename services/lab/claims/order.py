@@ -15,6 +15,7 @@ from heterorl.lab.claims.terms import (
     NEAR,
     OTHERS,
     SAW,
+    SECOND,
     SECONDS,
     STALE,
     TOKEN,
@@ -182,6 +183,18 @@ def others() -> Iterator[Claim]:
             OTHERS, f"{WHEN[FAR]} GEPO ends above {name}", "arms", side("gepo"), side(algorithm),
             direction="above", source="project",
         )  # fmt: skip
+
+
+def with_reference() -> Iterator[Claim]:
+    """GRPO held near version 0, and a rule whose target is made of version 0."""
+    yield declare(
+        SECOND, f"{WHEN[FAR]} a KL of .04 to version 0 gives GRPO back some of its loss: it ends above GRPO",
+        "reference", side("grpo-reference"), side("grpo"), direction="above", source="project",
+    )  # fmt: skip
+    yield declare(
+        SECOND, f"{WHEN[FAR]} GEPO ends above trajectory balance (VarGrad)",
+        "reference", side("gepo"), side("tba"), direction="above", source="project",
+    )  # fmt: skip
 
 
 def made_for_stale() -> Iterator[Claim]:

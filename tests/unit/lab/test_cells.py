@@ -18,6 +18,7 @@ from heterorl.lab.run import find_experiment
 WITH_PROTOCOL = [
     "horizon", "sawtooth", "ladder", "plane", "lengths", "long", "clips", "clips256", "candidates", "candidates_ends",
     "confirm", "arms", "s6_latency", "whole", "whole_ends", "whole_lengths",
+    "reference",
 ]  # fmt: skip
 SHIPPED = [
     "quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", "s7_sweeps", "large", *WITH_PROTOCOL,
@@ -209,7 +210,9 @@ def test_names_cannot_leave_their_directory():
 
 
 def test_an_unknown_experiment_lists_those_that_are_shipped():
-    with pytest.raises(ConfigError, match="lengths, long, plane, quick, recommend, s6_latency, s7_sweeps, sawtooth"):
+    with pytest.raises(
+        ConfigError, match="lengths, long, plane, quick, recommend, reference, s6_latency, s7_sweeps, sawtooth"
+    ):
         find_experiment("stale65")
 
 

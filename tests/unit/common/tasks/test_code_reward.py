@@ -332,7 +332,9 @@ def test_tests_are_read_in_the_forms_that_data_sets_have():
 
 
 def test_the_last_block_of_python_is_the_code():
-    assert code_of("a ```py\none\n``` b ```\ntwo\n``` c", needs_block=True) == "two\n"
+    assert code_of("a ```py\none\n``` b ```py\ntwo\n``` c", needs_block=True) == "two\n"
+    # As the worker asks it: a quadratic search would take the time of all tests.
+    assert code_of("```" + " " * 1_000_000 + "\ntwo\n```", needs_block=True) == "two\n"
     assert code_of("x = 1", needs_block=True) is None
     assert code_of("x = 1", needs_block=False) == "x = 1"
     assert code_of(" ", needs_block=False) is None

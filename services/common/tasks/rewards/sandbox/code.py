@@ -11,18 +11,17 @@ cannot be built is an error and no value.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from heterorl.common.tasks.rewards.sandbox.blocks import python_of
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import Limits, NoSandbox, Sandbox, find_sandbox
 
 MAX_TESTS = 128
 MAX_CODE_CHARS = 1 << 18
-_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _MARGIN_S = 0.25
 """What is left of the time limit for the way back."""
 
@@ -127,8 +126,8 @@ def _lines(text: str) -> list[str]:
 
 def code_of(completion: str, *, needs_block: bool) -> str | None:
     """The last block of Python in a completion; all of it where none is needed; None where there is no code."""
-    blocks = _BLOCK.findall(completion)
-    code = blocks[-1] if blocks else "" if needs_block else completion
+    block = python_of(completion)
+    code = block if block is not None else "" if needs_block else completion
     return code if code.strip() and len(code) <= MAX_CODE_CHARS else None
 
 

@@ -48,7 +48,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 1", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 2", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """1 or 0, or the share of tests that pass.

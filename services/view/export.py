@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
@@ -214,7 +215,7 @@ def _sample(rows: Sequence[_Row]) -> Sample:
         num_truncated=sum(row.finish_reason is FinishReason.LENGTH for row in rows),
         num_tokens=sum(row.num_tokens or len(row.token_ids) for row in rows),
         reward_min=min(rewards) if is_known else None,
-        reward_mean=math.fsum(rewards) / len(rewards) if is_known else None,
+        reward_mean=statistics.mean(rewards) if is_known else None,
         reward_max=max(rewards) if is_known else None,
         has_texts=has_texts,
         prompt_preview=prompt[:MAX_PREVIEW],

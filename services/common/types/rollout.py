@@ -42,6 +42,8 @@ MAX_REWARD_PARTS = 64
 """Of one completion."""
 MAX_PART_NAME = 128
 """Characters of a part's name, all printable."""
+MAX_PART_VALUE = 1e15
+"""Largest |value| of a part, before its weight: up to here every whole number is exact, and no sum overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

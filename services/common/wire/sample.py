@@ -7,6 +7,7 @@ of their messages. `outline` reads of a group what a list needs, without making 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -86,8 +87,8 @@ def _outline(rewards: list[float], *, num_truncated: int, num_tokens: int) -> Ou
         num_truncated=num_truncated,
         num_tokens=num_tokens,
         reward_min=min(rewards) if is_finite else None,
-        # By the largest first: a sum of huge rewards is not finite although each is.
-        reward_mean=math.fsum(reward / len(rewards) for reward in rewards) if is_finite else None,
+        # By fractions: a sum of huge rewards is not finite although each is.
+        reward_mean=statistics.mean(rewards) if is_finite else None,
         reward_max=max(rewards) if is_finite else None,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heterorl.common.model.routing import RoutingShape
-from heterorl.common.types.rollout import Group
+from heterorl.common.types.rollout import MAX_PART_VALUE, Group
+from heterorl.common.types.words import peer_words
 from heterorl.learner.checks.judge import SOUND, Finding
 
 MAX_REWARD = 1e6
@@ -40,6 +41,12 @@ def judge(group: Group, limits: Limits) -> Finding:
     if absurd:
         detail = f"a reward of {absurd[0]:g}; beyond {MAX_REWARD:g} an average of rewards overflows or says nothing"
         return Finding(detail=detail)
+    parts = [part for rollout in group.rollouts for part in rollout.reward_parts]
+    absurd_parts = [part for part in parts if not abs(part.value) <= MAX_PART_VALUE]
+    if absurd_parts:
+        # Of weight 0, too: its mean is reported with the step.
+        name, value = peer_words(absurd_parts[0].name), absurd_parts[0].value
+        return Finding(detail=f"a value of {value:g} of the reward's part {name}; at most {MAX_PART_VALUE:g} is taken")
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
         return Finding(detail="a reward outside [0, 1], which loss.advantage = beta is not defined for")
     lengths = [rollout.token_ids.size for rollout in group.rollouts]

@@ -5,7 +5,7 @@ Guarantees: the same numbers whatever the order of groups and rollouts; finite f
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
@@ -66,6 +66,7 @@ def _mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
     """Means by name, in the order of the names; those of most completions where there are too many."""
+    # By fractions: the sum of huge values is no float although each of them is.
     values: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         sums: defaultdict[str, float] = defaultdict(float)
@@ -74,7 +75,7 @@ def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
         for name, value in sums.items():
             values[name].append(value)
     kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_REPORTED_PARTS]
-    return tuple(PartMean(name=name, mean=math.fsum(values[name]) / len(values[name])) for name in sorted(kept))
+    return tuple(PartMean(name=name, mean=statistics.mean(values[name])) for name in sorted(kept))
 
 
 def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
@@ -98,8 +99,6 @@ def by_source(groups: Sequence[QueuedGroup]) -> tuple[SourceReport, ...]:
             rewards[queued.source] += [rollout.reward for rollout in queued.group.rollouts]
             num_groups[queued.source] += 1
     return tuple(
-        SourceReport(
-            label=label, num_groups=num_groups[label], reward_mean=math.fsum(found) / len(found) if found else 0.0
-        )
+        SourceReport(label=label, num_groups=num_groups[label], reward_mean=statistics.mean(found) if found else 0.0)
         for label, found in sorted(rewards.items())
     )

@@ -65,6 +65,12 @@ def test_numbers_and_texts_that_are_none_are_read(tmp_path):
     assert math.isnan(sample.rollouts[0].reward)
 
 
+def test_rewards_whose_sum_is_no_float_have_a_mean(tmp_path):
+    (sample,) = read_export(lines(tmp_path / "x.jsonl", *(ROW | {"index": n, "reward": 1e308} for n in range(2))))
+
+    assert sample.summary.reward_mean == 1e308
+
+
 def test_halves_of_pairs_become_question_marks_of_the_same_length(tmp_path):
     (sample,) = read_export(lines(tmp_path / "x.jsonl", ROW | {"completion": "a\ud800b", "prompt": "\udfff"}))
 

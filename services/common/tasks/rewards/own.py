@@ -9,7 +9,7 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart
+from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
 from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import bytes_digest
 
@@ -59,7 +59,7 @@ class OwnReward:
         """The function's value, as named parts.
 
         Raises:
-            RewardError: the function raised, crashed, took too long, or returned what is no number.
+            RewardError: the function raised, crashed, took too long, or returned what is no number or too large a one.
         """
         try:
             reply = self.pool.ask({"prompt": prompt.text, "completion": completion, "answer": prompt.answer})
@@ -77,6 +77,11 @@ class OwnReward:
                 raise RewardError(f"{problem} on prompt {prompt.index}")
         if not all(math.isfinite(part.value) for part in parts):
             raise RewardError(f"the reward function returned a value that is not finite on prompt {prompt.index}")
+        for part in parts:
+            # The learner takes no other, not even of a part that is measured alone.
+            if abs(part.value) > MAX_PART_VALUE:
+                problem = f"{part.value:g} for {part.name}, at most {MAX_PART_VALUE:g} either way is allowed"
+                raise RewardError(f"the reward function returned {problem}, on prompt {prompt.index}")
         return parts
 
 

@@ -16,7 +16,7 @@ from heterorl.common.process.config import load
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards.process import SCRIPT
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS
+from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
 from heterorl.coordinator.rpc.bounds import bound_of, text_problem
 from heterorl.learner.config import LearnerConfig
 
@@ -36,7 +36,8 @@ def score(prompt, completion, answer):
     return {"length": factor * len(completion), "right": float(completion == answer)}
 
 def wrong(prompt, completion, answer):
-    return {"nan": float("nan"), "none": None, "text": "x", "empty": {}, "list": [1]}[completion]
+    return {"nan": float("nan"), "none": None, "text": "x", "empty": {}, "list": [1],
+            "huge": {"a": 1.0, "b": -1.1e15}, "most": 1e15}[completion]
 """
 
 
@@ -82,6 +83,14 @@ def test_what_is_no_finite_number_is_an_error_and_no_reward(place, completion):
 
     with pytest.raises(RewardError, match="prompt 0"):
         task.score(task.prompt(0), completion)
+
+
+def test_a_value_that_no_learner_takes_is_an_error(place):
+    task = task_in(place, "mytask.rewards:wrong")
+
+    with pytest.raises(RewardError, match=r"returned -1.1e\+15 for b, at most 1e\+15 .* on prompt 0"):
+        task.score(task.prompt(0), "huge")
+    assert task.score(task.prompt(0), "most")[0].value == MAX_PART_VALUE
 
 
 def test_a_reward_that_raises_names_the_users_own_line(place):

@@ -12,6 +12,7 @@ from heterorl.common.errors import StateMismatch
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
+from heterorl.common.types.rollout import MAX_PART_VALUE, RewardPart
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.checks.admission import MAX_REWARD, Limits, judge
@@ -47,6 +48,19 @@ def test_group_with_an_absurd_reward_is_not_trained_on(reward):
     """One of them makes the step of all sites not finite, and ten such steps in a row end the learner."""
     assert "a reward of" in judge(_rewarded(0.0, reward), LIMITS).detail
     assert judge(_rewarded(0.0, -MAX_REWARD), LIMITS).is_sound
+
+
+@pytest.mark.parametrize("value", [1.1 * MAX_PART_VALUE, -1e308, math.inf, math.nan])
+def test_group_with_an_absurd_part_is_not_trained_on(value):
+    """A part of weight 0 is no reward, and its mean is reported with the step."""
+    group = _rewarded(0.0, 0.0)
+    measured = (RewardPart(name="off\n", value=value, weight=0.0),)
+    first = dataclasses.replace(group.rollouts[0], reward_parts=measured)
+    detail = judge(dataclasses.replace(group, rollouts=(first, *group.rollouts[1:])), LIMITS).detail
+    assert detail == f"a value of {value:g} of the reward's part off ; at most 1e+15 is taken"
+
+    largest = dataclasses.replace(first, reward_parts=(dataclasses.replace(measured[0], value=-MAX_PART_VALUE),))
+    assert judge(dataclasses.replace(group, rollouts=(largest, *group.rollouts[1:])), LIMITS).is_sound
 
 
 def test_group_is_not_trained_on_where_the_advantage_is_not_defined_for_its_rewards():

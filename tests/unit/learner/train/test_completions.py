@@ -114,6 +114,14 @@ def test_parts_are_means_over_the_completions_that_have_them():
     assert [(p.name, p.mean) for p in numbers.reward_parts] == [("format", 0.5), ("right", 0.5)]
 
 
+def test_parts_whose_sum_is_no_float_have_a_mean():
+    parts = [[RewardPart(name="off", value=value, weight=0.0)] for value in (1e308, 1.5e308, 1e308)]
+
+    numbers = completion_numbers([group_of([(1, 0.0, False)] * 3, parts=parts)])
+
+    assert [part.mean for part in numbers.reward_parts] == [pytest.approx(1.1666666666666667e308)]
+
+
 def test_names_that_a_site_makes_up_are_bounded():
     rare = [RewardPart(name=f"a{number:03}", value=1.0) for number in range(60)]
     common = RewardPart(name="z", value=1.0)

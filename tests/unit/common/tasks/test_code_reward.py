@@ -46,6 +46,18 @@ def test_right_code_passes_and_wrong_code_does_not(sandbox):
     assert not ends(sandbox, "print(42); exit(1)", UnitTest(standard_output="42"))
 
 
+def test_code_that_reads_a_set_in_its_order_says_the_same_each_time(sandbox):
+    code = "print(hash('a'), list({str(n) for n in range(99)}))"
+    outputs = {
+        sandbox.run(json.dumps({"kind": "program", "code": code}).encode() + b"\n", b"", standard_input=b"").output
+        for _ in range(2)
+    }
+
+    assert len(outputs) == 1
+    # Its modules are those of the interpreter alone.
+    assert ends(sandbox, "import sys\ndef f(x): return 4 if all('python' in path for path in sys.path) else sys.path")
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -136,7 +136,8 @@ class Sandbox:
             "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8",
             "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
-            "--", self.python, "-I", "-B", "/inside.py", str(pipes.orders_out), str(pipes.report_in), str(user),
+            # Not -I: it would ignore PYTHONHASHSEED, and code that reads a set in its order would toss a coin.
+            "--", self.python, "-s", "-B", "/inside.py", str(pipes.orders_out), str(pipes.report_in), str(user),
             *map(str, numbers),
         ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: `python -I -B inside.py ORDERS REPORT USER MEMORY WORK PROCESSES SECONDS`.
+"""What runs inside the sandbox: `python -s -B inside.py ORDERS REPORT USER MEMORY WORK PROCESSES SECONDS`.
 
 Sets limits on itself, then reads one JSON document a line from ORDERS. Foreign code is run in this process, which is
 why its passing is not taken from its word or its status: after the code was loaded REPORT says so, only then comes the
@@ -14,6 +14,8 @@ import sys
 
 def main() -> None:
     """Obey the orders."""
+    # The directory of this file, which is no place for modules.
+    del sys.path[0]
     orders_number, report_number, user, memory, work, processes, seconds = map(int, sys.argv[1:])
     if user >= 0:
         # A container may have no such number; then its root is another user outside, whose processes are counted.

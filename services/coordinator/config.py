@@ -112,7 +112,8 @@ class CoordinatorConfig(Config):
     newest version when it is newer than any before, else the first that came of those at most max_staleness_versions
     // 2 versions older than that one; of older ones every fourth, the oldest first, while there are any."""
     quarantine_failures: int = Field(default=3, ge=0)
-    """Groups failing the learner's checks that put a site into quarantine until an operator releases it; 0: never."""
+    """Groups failing the learner's checks that put a site into quarantine until an operator releases it; 0: never. Ten
+    that failed by the result of a completion's code alone count as one."""
     quarantine_window_groups: int = Field(default=1000, ge=1)
     """Newest groups of a site among which failures count."""
     store_bytes: int = Field(default=1 << 40, ge=1 << 20)

@@ -112,6 +112,8 @@ class _DropReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The tokens are not those that the assigned seed draws."""
     DROP_REASON_QUARANTINED: _DropReason.ValueType  # 14
     """Its site is in quarantine."""
+    DROP_REASON_CODE_MISMATCH: _DropReason.ValueType  # 15
+    """The learner computes another reward of kind code, and the same one each time; nothing else differs."""
     DROP_REASON_UNIFORM: _DropReason.ValueType  # 60
     """All its rewards were equal, and the learner trained on another group instead."""
 
@@ -148,6 +150,8 @@ DROP_REASON_SAMPLING_MISMATCH: DropReason.ValueType  # 13
 """The tokens are not those that the assigned seed draws."""
 DROP_REASON_QUARANTINED: DropReason.ValueType  # 14
 """Its site is in quarantine."""
+DROP_REASON_CODE_MISMATCH: DropReason.ValueType  # 15
+"""The learner computes another reward of kind code, and the same one each time; nothing else differs."""
 DROP_REASON_UNIFORM: DropReason.ValueType  # 60
 """All its rewards were equal, and the learner trained on another group instead."""
 Global___DropReason: typing_extensions.TypeAlias = DropReason

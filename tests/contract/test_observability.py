@@ -121,7 +121,7 @@ def test_runbook_names_panels_and_settings_that_exist():
     settings = " ".join(path.read_text() for path in (ROOT / "services").rglob("*config.py"))
     keys = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)) - {"data_dir", "stale_epoch", "store_full"} - SAMPLES.keys()
     keys = {key for key in keys if not key.startswith("pg_")} - {"synchronous_standby_names", "wait_event"}
-    reasons = {"stale_at_ingest", "unknown_version", "wrong_digest", "quota_exceeded"}
+    reasons = {"stale_at_ingest", "unknown_version", "wrong_digest", "quota_exceeded", "code_mismatch"}
 
     assert named
     assert {name for name in named if not any(title.startswith(name) for title in titles)} <= {

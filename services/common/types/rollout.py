@@ -163,6 +163,8 @@ class DropReason(enum.Enum):
     LOGPROB_MISMATCH = "logprob_mismatch"
     SAMPLING_MISMATCH = "sampling_mismatch"
     QUARANTINED = "quarantined"
+    CODE_MISMATCH = "code_mismatch"
+    """What the code of a completion came to, alone, which the code itself may have left to chance."""
     UNIFORM = "uniform"
     """All its rewards were equal, and the learner trained on another group instead."""
 

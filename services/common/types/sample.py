@@ -51,6 +51,7 @@ _REJECTED = frozenset(
         DropReason.REWARD_MISMATCH,
         DropReason.LOGPROB_MISMATCH,
         DropReason.SAMPLING_MISMATCH,
+        DropReason.CODE_MISMATCH,
     }
 )
 

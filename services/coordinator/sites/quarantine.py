@@ -7,6 +7,7 @@ are dropped and its work is handed to others in the same one. Only an operator e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import InvalidRequest, Quarantined
@@ -17,13 +18,26 @@ from heterorl.coordinator.sites import audit, canary
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.connection import Connection
 
-REJECTABLE = frozenset({DropReason.REWARD_MISMATCH, DropReason.LOGPROB_MISMATCH, DropReason.SAMPLING_MISMATCH})
+REJECTABLE = frozenset(
+    {
+        DropReason.REWARD_MISMATCH,
+        DropReason.LOGPROB_MISMATCH,
+        DropReason.SAMPLING_MISMATCH,
+        DropReason.CODE_MISMATCH,
+    }
+)
 """Reasons that a check of the learner may give."""
+CODE_MISMATCHES = 10
+"""So many count as one failure: code that tosses a coin may agree with itself at the learner by chance. A site wins
+nothing by it, because such a group is never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0 failures: never."""
+    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0 failures: never.
+
+    CODE_MISMATCHES groups that failed by CODE_MISMATCH count as one.
+    """
 
     failures: int
     window_groups: int
@@ -34,17 +48,22 @@ def rule_of(config: CoordinatorConfig) -> Rule:
     return Rule(failures=config.quarantine_failures, window_groups=config.quarantine_window_groups)
 
 
-def decide(failed_at: list[int], *, accepted: int, rule: Rule) -> tuple[bool, str]:
+def decide(failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted: int, rule: Rule) -> tuple[bool, str]:
     """Whether a site's failures are too many.
 
     Args:
         failed_at: how many groups the site had delivered at each failure.
+        code_failed_at: the same of failures by CODE_MISMATCH, which are not among those.
         accepted: how many it has delivered now.
         rule: the bound.
     """
-    recent = sum(count > accepted - rule.window_groups for count in failed_at)
-    text = f"{recent} of its last {min(accepted, rule.window_groups)} groups failed a check"
-    return 0 < rule.failures <= recent, text
+    recent, by_code = (
+        sum(count > accepted - rule.window_groups for count in counts) for counts in (failed_at, code_failed_at)
+    )
+    text = f"{recent + by_code} of its last {min(accepted, rule.window_groups)} groups failed a check"
+    if by_code:
+        text += f", {by_code} by the result of a completion's code alone, of which {CODE_MISMATCHES} count as one"
+    return 0 < rule.failures <= recent + by_code // CODE_MISMATCHES, text
 
 
 def note_failure(
@@ -55,8 +74,10 @@ def note_failure(
     connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", (site, accepted, reason.value, detail[:500]))
     connection.execute("DELETE FROM failures WHERE site = ? AND accepted <= ?", (site, accepted - rule.window_groups))
     audit.append(connection, AuditKind.CHECK_FAILED, subject=site, detail=f"{reason.value}: {detail}", now=now)
-    failed_at = [count for (count,) in connection.execute("SELECT accepted FROM failures WHERE site = ?", (site,))]
-    is_due, text = decide(failed_at, accepted=accepted, rule=rule)
+    rows = connection.execute("SELECT accepted, reason FROM failures WHERE site = ?", (site,)).fetchall()
+    by_code = [count for count, why in rows if why == DropReason.CODE_MISMATCH.value]
+    others = [count for count, why in rows if why != DropReason.CODE_MISMATCH.value]
+    is_due, text = decide(others, code_failed_at=by_code, accepted=accepted, rule=rule)
     if not is_due or conviction_of(connection, site):
         return ""
     text = f"{text}; the last one: {reason.value}, {detail[:300]}"

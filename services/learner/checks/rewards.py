@@ -14,8 +14,11 @@ from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.types.rollout import DropReason, Group, RewardPart, total_reward
+from heterorl.common.types.rollout import DropReason, Group, RewardPart, Rollout, total_reward
 from heterorl.learner.checks.judge import SOUND, Finding
+
+RUN_AGAIN = 2
+"""How often code is run again whose result is not the stated one; more finds rarer coins and costs more."""
 
 
 def judge_rewards(
@@ -23,7 +26,8 @@ def judge_rewards(
 ) -> Finding:
     """In what a group's prompt or rewards differ from the task's.
 
-    A reward that nobody can compute again is taken as it is stated where a key signed it, or from a trusted site.
+    A reward that nobody can compute again is taken as it is stated where a key signed it, or from a trusted site. Code
+    that comes to another result is run again: see RUN_AGAIN and CODE_MISMATCH.
 
     Args:
         group: as its site sent it.
@@ -33,8 +37,8 @@ def judge_rewards(
         trusted: sites whose word is enough; `*` is every site.
 
     Raises:
-        RewardError: the verifier failed, or a reward is neither computed here nor signed and its site is not trusted;
-            that says nothing of the site.
+        RewardError: the verifier failed, code may come to either result, or a reward is neither computed here nor
+            signed and its site is not trusted; that says nothing of the site.
     """
     is_trusted = group.id.site in trusted or "*" in trusted
     if not 0 <= group.prompt_index < task.num_prompts:
@@ -52,14 +56,16 @@ def judge_rewards(
             )
             if problem:
                 return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
-        if isinstance(task, WeightedTask | MixtureTask):
-            _refuse_uncertain(rollout.reward_parts, parts, task.uncertain(prompt, texts[number]), tolerance=tolerance)
-        computed = total_reward(parts)
-        if not abs(rollout.reward - computed) <= tolerance:
-            return _mismatch(f"rollouts[{number}].reward: {rollout.reward:g}, computed {computed:g}")
-        problem = _parts_problem(rollout.reward_parts, parts, tolerance=tolerance)
-        if problem:
-            return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
+        problem = _problem(rollout, parts, tolerance=tolerance)
+        if not problem:
+            continue
+        detail = f"rollouts[{number}].{problem}"
+        if isinstance(task, WeightedTask | MixtureTask) and _is_by_code(
+            rollout, parts, task.by_code(prompt), tolerance=tolerance
+        ):
+            _refuse_doubtful(task, prompt, texts[number], stated=rollout.reward_parts, computed=parts)
+            return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
+        return _mismatch(detail)
     return SOUND
 
 
@@ -99,16 +105,42 @@ def _believed(
     return "", tuple(parts)
 
 
-def _refuse_uncertain(
-    stated: Sequence[RewardPart], computed: Sequence[RewardPart], names: Collection[str], *, tolerance: float
+def _is_by_code(rollout: Rollout, computed: Sequence[RewardPart], names: Collection[str], *, tolerance: float) -> bool:
+    """Whether all that differs is what the completion's code came to: with the stated values of it all is right."""
+    said = {part.name: part.value for part in rollout.reward_parts}
+    if not names or not all(0.0 <= said.get(name, -1.0) <= 1.0 for name in names):
+        return False
+    parts = [replace(part, value=said[part.name]) if part.name in names else part for part in computed]
+    return not _problem(rollout, parts, tolerance=tolerance)
+
+
+def _refuse_doubtful(
+    task: WeightedTask | MixtureTask,
+    prompt: Prompt,
+    completion: str,
+    *,
+    stated: Sequence[RewardPart],
+    computed: Sequence[RewardPart],
 ) -> None:
-    values = {part.name: part.value for part in stated}
-    for part in computed:
-        if part.name in names and not abs(values.get(part.name, part.value) - part.value) <= tolerance:
-            raise RewardError(
-                f"{part.name} is {values[part.name]:g}, computed {part.value:g}, in a time so near its limit that"
-                " either may be right"
-            )
+    """Run code again whose result is not the stated one.
+
+    Raises:
+        RewardError: it took so long, or comes to so different results here alone, that the site may be right.
+    """
+    said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
+    for is_last in [False] * RUN_AGAIN + [True]:
+        for name in task.uncertain(prompt, completion):
+            if said[name] != first[name]:
+                raise RewardError(
+                    f"{name} is {said[name]:g}, computed {first[name]:g}, in a time so near its limit that either may"
+                    " be right"
+                )
+        for part in () if is_last else task.run_again(prompt, completion):
+            if part.value != first[part.name]:
+                raise RewardError(
+                    f"{part.name} is {said[part.name]:g}, computed {first[part.name]:g} and then {part.value:g}: the"
+                    " code of the completion leaves it to chance"
+                )
 
 
 def check_trust(task: Task, trusted: Collection[str]) -> None:
@@ -130,6 +162,15 @@ def check_trust(task: Task, trusted: Collection[str]) -> None:
 def tried_here(task: Task, *, asks_others: bool) -> Task:
     """The task of which a learner tries one reward at its start: without what it asks nobody for."""
     return task if asks_others or not isinstance(task, WeightedTask) else task.without_remote()
+
+
+def _problem(rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> str:
+    """In what a rollout's reward or its parts differ from those computed."""
+    total = total_reward(computed)
+    if not abs(rollout.reward - total) <= tolerance:
+        return f"reward: {rollout.reward:g}, computed {total:g}"
+    problem = _parts_problem(rollout.reward_parts, computed, tolerance=tolerance)
+    return f"reward_parts: {problem}" if problem else ""
 
 
 def _parts_problem(stated: Sequence[RewardPart], computed: Sequence[RewardPart], *, tolerance: float) -> str:

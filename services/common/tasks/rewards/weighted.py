@@ -135,6 +135,19 @@ class WeightedTask:
             if isinstance(each.source, CodeReward) and each.source.is_uncertain(prompt, completion)
         )
 
+    def by_code(self, prompt: Prompt) -> tuple[str, ...]:  # noqa: ARG002 - a mixture has others for other prompts
+        """Rewards, by name, that are what a completion's code comes to."""
+        return tuple(each.name for each in self.rewards if isinstance(each.source, CodeReward))
+
+    def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The parts of those rewards, from another run of the code.
+
+        Raises:
+            RewardError: one of them could not be computed.
+        """
+        rewards = [each for each in self.rewards if isinstance(each.source, CodeReward)]
+        return tuple(part for reward in rewards for part in reward.score(prompt, completion))
+
     def without_remote(self) -> WeightedTask:
         """The same where nobody else is asked: their values are ABSENT. They stay this task's, to be closed."""
         rewards = [

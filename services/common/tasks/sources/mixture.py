@@ -117,6 +117,22 @@ class MixtureTask:
         task = self.sources[prompt.number].task
         return task.uncertain(prompt.inner, completion) if isinstance(task, WeightedTask) else ()
 
+    def by_code(self, prompt: Prompt) -> tuple[str, ...]:
+        """Rewards of the prompt's own task, by name, that are what a completion's code comes to."""
+        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
+        task = self.sources[prompt.number].task
+        return task.by_code(prompt.inner) if isinstance(task, WeightedTask) else ()
+
+    def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The parts of those rewards, from another run of the code.
+
+        Raises:
+            RewardError: one of them could not be computed.
+        """
+        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
+        task = self.sources[prompt.number].task
+        return task.run_again(prompt.inner, completion) if isinstance(task, WeightedTask) else ()
+
     def close(self) -> None:
         """End what the tasks run."""
         for source in self.sources:

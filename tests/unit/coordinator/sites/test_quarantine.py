@@ -10,7 +10,7 @@ from heterorl.common.types.run import CanaryReport
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites import audit, quarantine
 from heterorl.coordinator.sites.quarantine import Rule, decide
 from heterorl.coordinator.versions import flavours
 from tests.support.clock import ManualClock
@@ -83,6 +83,21 @@ def test_only_failures_within_the_window_count(failed_at, accepted, is_due):
     assert decide(failed_at, accepted=accepted, rule=Rule(failures=2, window_groups=100))[0] is is_due
 
 
+@pytest.mark.parametrize(
+    ("failed_at", "code_failed_at", "is_due"),
+    [([10], [10] * 9, False), ([10], [10] * 10, True), ([], [10] * 19, False), ([], [10] * 20, True)],
+)
+def test_ten_failures_by_code_count_as_one(failed_at, code_failed_at, is_due):
+    rule = Rule(failures=2, window_groups=100)
+    found, text = decide(failed_at, code_failed_at=code_failed_at, accepted=20, rule=rule)
+
+    assert found is is_due
+    assert text.startswith(
+        f"{len(failed_at + code_failed_at)} of its last 20 groups failed a check, {len(code_failed_at)}"
+    )
+    assert not decide([], code_failed_at=code_failed_at, accepted=111, rule=rule)[0], "the window is theirs too"
+
+
 def test_zero_failures_means_never():
     assert not decide([1] * 50, accepted=1, rule=Rule(failures=0, window_groups=100))[0]
 
@@ -127,6 +142,27 @@ async def test_site_is_quarantined_at_its_second_failure_and_comes_back_by_relea
     assert await log_of(core) == [
         ("check_failed", SITE), ("check_failed", SITE), ("quarantine", SITE), ("release", SITE),
     ]  # fmt: skip
+
+
+async def test_failures_by_code_are_counted_apart(core, tmp_path, monkeypatch):
+    monkeypatch.setattr(quarantine, "CODE_MISMATCHES", 2)
+    run = await begin(core, tmp_path)
+    ids = await run.push(4)
+    await take(core, run, 4)
+
+    code = DropReason.CODE_MISMATCH
+    await core.reject_groups(epoch=run.epoch, rejections=[rejection(ids[0], code), rejection(ids[1], code)])
+    (site,) = (await core.get_status()).sites
+    assert (site.groups_failed, site.quarantine) == (2, "")
+    await core.reject_groups(epoch=run.epoch, rejections=[rejection(ids[2], code)])
+    assert (await core.get_status()).sites[0].quarantine == ""
+    await core.reject_groups(epoch=run.epoch, rejections=[rejection(ids[3])])
+
+    (site,) = (await core.get_status()).sites
+    assert site.quarantine.startswith(
+        "4 of its last 4 groups failed a check, 3 by the result of a completion's code alone, of which 2 count as one;"
+    )
+    assert (await accounts(core)).dropped == {code: 3, DropReason.REWARD_MISMATCH: 1}
 
 
 async def test_quarantine_survives_a_restart_and_no_canary_ends_it(config, tmp_path):

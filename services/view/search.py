@@ -45,8 +45,8 @@ def look_up(connection: sqlite3.Connection, query: Query, *, limit: int, is_coun
 
 
 def folded(text: str) -> str:
-    """A text as it is compared: large and small letters are the same."""
-    return clean(text).casefold()
+    """A text as it is compared: large and small letters are the same, and no NUL, at which SQLite ends a text."""
+    return clean(text).replace("\0", "\ufffd").casefold()
 
 
 def _filter(connection: sqlite3.Connection, query: Query, *, limit: int) -> Hits:

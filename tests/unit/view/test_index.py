@@ -53,6 +53,15 @@ def by_hand(samples, query):
     return [sample.summary.id for sample in reversed(samples) if fits(sample)]
 
 
+@pytest.mark.parametrize("text", ["needle", "NEEDLE behind", "ed", "\0needle", "before\0", "\0"])
+def test_what_stands_behind_a_nul_is_found(index, text):
+    sample = make_sample(1)
+    told = dataclasses.replace(sample.rollouts[0], completion="before\0needle behind")
+    index.add_samples([dataclasses.replace(sample, rollouts=(told,)), make_sample(2)])
+
+    assert ids(index.find(Query(text=text), limit=5))[-1:] == [1]
+
+
 @pytest.mark.parametrize(
     "query",
     [

@@ -33,6 +33,7 @@ def judge_rewards(
         trusted: sites whose word is enough; `*` is every site.
 
     Raises:
+        PromptRefused: the template does not write the prompt.
         RewardError: the verifier failed, or a reward is neither computed here nor signed and its site is not trusted;
             that says nothing of the site.
     """

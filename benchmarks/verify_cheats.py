@@ -80,7 +80,7 @@ class Site:
         groups: list[Group] = []
         for start in range(0, len(work), 32):
             part = work[start : start + 32]
-            drafts = maker.begin(part, version=engine.version, state_root=self.state_root)
+            drafts, _ = maker.begin(part, version=engine.version, state_root=self.state_root)
             made = engine.generate(
                 [draft.prompt_token_ids for draft in drafts],
                 seeds=[draft.seed for draft in drafts],

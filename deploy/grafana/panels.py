@@ -341,6 +341,9 @@ SITES_BOARD = Dashboard(
               note="stale: after a swap the engine did not compute with the new weights; it is started again."),
         Panel(title="Verifier failures", unit="ops", minimum=0,
               queries=_rate("heterorl_sampler_reward_errors_total", "{{site}}", SITE, "site")),
+        Panel(title="Refused prompts", unit="ops", minimum=0,
+              queries=_rate("heterorl_sampler_refused_prompts_total", "{{site}} {{reason}}", SITE, "site", "reason"),
+              note="Rows that the template refuses, or too long for the engine; the sampler's log names them."),
     ),
 )  # fmt: skip
 
@@ -368,6 +371,9 @@ COORDINATOR_BOARD = Dashboard(
               queries=_gauge("heterorl_coordinator_ledger_groups", "{{account}}"), minimum=0),
         Panel(title="Dropped groups by reason", unit="none", minimum=0,
               queries=_gauge("heterorl_coordinator_ledger_dropped_groups", "{{reason}}")),
+        Panel(title="Closed assignments by reason", unit="none", minimum=0,
+              queries=_gauge("heterorl_coordinator_ledger_closed_assignments", "{{reason}}"),
+              note="Rows of the data that gave no group at several returns; the coordinator's log names the prompts."),
         Panel(title="Disk free", unit="percentunit", minimum=0, maximum=1,
               queries=(Query(expr=f"heterorl_disk_free_bytes{{{RUN}}} / heterorl_disk_size_bytes{{{RUN}}}",
                              legend="{{service}} {{site}}"),)),

@@ -129,11 +129,13 @@ def _load_tokenizer(config: Any) -> Any:
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
-    from heterorl.common.model.trial import try_reward
+    from heterorl.common.model.trial import try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 
     if service == "learner":
         if config.verification.recompute_rewards:
             check_trust(task, config.verification.trust_rewards_of)
         task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
+    if prompter is not None:
+        try_prompts(task, prompter)
     try_reward(task, prompter)

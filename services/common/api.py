@@ -20,6 +20,7 @@ from heterorl.common.types.rollout import (
     PushOutcome,
     QueuedGroup,
     Rejection,
+    ReturnReason,
     SealedGroup,
     WorkGrant,
 )
@@ -206,8 +207,11 @@ class SamplerApi(WeightsApi, Protocol):
         """Ask for assignments; the newest `request_id` said again is given what it was given, while that is leased."""
         ...
 
-    async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
-        """Give back assignments that the site will not answer; others are handed them."""
+    async def abandon_work(
+        self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
+    ) -> None:
+        """Give back assignments that the site will not answer, with a reason where their rows give no group; others
+        are handed them, until they came back too often."""
         ...
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:

@@ -3,6 +3,7 @@
     HeterorlError
       OperatorError           the person running us must change something
         ConfigError             a key, value or file
+          PromptRefused  PromptTooLong  a row of the data: its group alone is given up
         PortInUse  DiskFull  DependencyMissing  DependencyUnsupported
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
                               each says itself whether waiting helps (`is_transient`)
@@ -59,6 +60,14 @@ class ConfigError(OperatorError):
     def __init__(self, key: str, problem: str, *, action: str | None = None) -> None:
         self.key = key
         super().__init__(f"{key}: {problem}", action=action)
+
+
+class PromptRefused(ConfigError):
+    """A prompt of which nothing can be generated: no template of this run writes its messages."""
+
+
+class PromptTooLong(PromptRefused):
+    """A prompt that leaves no room for a completion."""
 
 
 class PortInUse(OperatorError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome
+from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome, ReturnReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.common.types.sample import SampleKind
 from heterorl.common.types.standstill import quarantined_sites
@@ -119,6 +119,8 @@ def _observe_ledger(counts: LedgerCounts) -> None:
         metrics.LEDGER_GROUPS.labels(account).set(count)
     for reason in DropReason:
         metrics.LEDGER_DROPPED_GROUPS.labels(reason.value).set(counts.dropped.get(reason, 0))
+    for why in ReturnReason:
+        metrics.LEDGER_CLOSED_ASSIGNMENTS.labels(why.value).set(counts.closed.get(why, 0))
     metrics.LEDGER_BALANCED.set(counts.is_balanced)
 
 

@@ -19,12 +19,13 @@ from heterorl.common.types.rollout import (
     PushOutcome,
     QueuedGroup,
     Rejection,
+    ReturnReason,
     SealedGroup,
     WorkAssignment,
     WorkGrant,
 )
 from heterorl.common.wire.rollout import opened
-from heterorl.coordinator.groups import horizon, queue, work
+from heterorl.coordinator.groups import horizon, queue, returns, work
 from heterorl.coordinator.groups.intake import Arrival, arrival_of
 from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
 from heterorl.coordinator.parts import Parts
@@ -93,14 +94,9 @@ class RolloutColumn:
             pace = self._pace(connection, (site, incarnation), now)
             granted, reason = decide_grant(load, pace, wanted=max_groups)
             handed = work.hand_out(
-                connection,
-                site=site,
-                incarnation=incarnation,
-                count=granted,
-                num_prompts=contract.num_prompts,
-                config=self._parts.config,
-                request_id=request_id,
-            )
+                connection, site=site, incarnation=incarnation, count=granted, num_prompts=contract.num_prompts,
+                config=self._parts.config, request_id=request_id,
+            )  # fmt: skip
             return self._parts.deadlines.begin(connection, handed, (site, incarnation), now), reason
 
         assignments, reason = await self._parts.database.run(operation)
@@ -126,16 +122,18 @@ class RolloutColumn:
             held_by="site_work_groups" if config.site_work_groups else "its share",
         )
 
-    async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
-        """Open assignments that the site will not answer."""
+    async def abandon_work(
+        self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
+    ) -> None:
+        """Open assignments that the site will not answer; those whose rows gave no group too often are closed."""
         if len(assignments) > MAX_ASSIGNMENTS:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
-        def operation(connection: Connection) -> None:
+        def operation(connection: Connection) -> list[returns.Closed]:
             self._parts.sites.require(connection, site, incarnation)
-            work.give_back(connection, site=site, incarnation=incarnation, assignments=list(assignments))
+            return returns.take(connection, (site, incarnation), assignments, reason, config=self._parts.config)
 
-        await self._parts.database.run(operation)
+        returns.say(await self._parts.database.run(operation))
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""

@@ -18,7 +18,7 @@ from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.statement import statement_of
-from heterorl.common.model.trial import try_reward
+from heterorl.common.model.trial import try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
@@ -82,6 +82,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         template_arguments=config.chat_template_arguments,
     )
     task = apart(build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task)
+    try_prompts(task, prompter)
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:

@@ -7,11 +7,11 @@ import math
 import time
 from dataclasses import dataclass
 
-from heterorl.common.errors import RewardError
+from heterorl.common.errors import PromptRefused, RewardError
 from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.tasks.task import Task
-from heterorl.common.types.common import SiteId
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.types.common import Int32Array, SiteId
 from heterorl.common.types.rollout import RewardPart, total_reward
 from heterorl.common.types.sample import EvaluationSample, SampleRollout
 from heterorl.common.weights.arena import Arena
@@ -43,20 +43,22 @@ class Evaluator:
         self._num_prompts = min(num_prompts, task.num_evaluation_prompts)
         self._num_per_prompt = num_per_prompt
         self._seed = seed
+        self._refused: set[int] = set()
         self.last_samples: tuple[EvaluationSample, ...] = ()
         """What the newest evaluation generated, to be read; the reward of what could not be scored is NaN."""
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Mean reward over held-out completions, which is the accuracy where rewards are 0 and 1.
 
-        A completion whose verifier fails is left out and counted: it is not a wrong answer.
+        A completion whose verifier fails is left out and counted: it is not a wrong answer. A prompt that the template
+        refuses is left out.
         """
         started = time.perf_counter()
         self._engine.load(arena, version)
-        prompts = [self._task.evaluation_prompt(index) for index in range(self._num_prompts)]
+        prompts, encoded = self._written()
         completions = generate_all(
             self._engine,
-            [self._prompter.encode_prompt(prompt) for prompt in prompts],
+            encoded,
             seeds=[self._seed + index for index in range(len(prompts))],
             num_per_prompt=self._num_per_prompt,
         )
@@ -104,3 +106,19 @@ class Evaluator:
             num_errors=num_errors,
             seconds=time.perf_counter() - started,
         )
+
+    def _written(self) -> tuple[list[Prompt], list[Int32Array]]:
+        """The prompts that the template writes, and their tokens."""
+        prompts: list[Prompt] = []
+        encoded: list[Int32Array] = []
+        for index in range(self._num_prompts):
+            prompt = self._task.evaluation_prompt(index)
+            try:
+                encoded.append(self._prompter.encode_prompt(prompt))
+            except PromptRefused as error:
+                if index not in self._refused:
+                    self._refused.add(index)
+                    _LOG.warning("held-out prompt %d is left out: %s", index, error)
+            else:
+                prompts.append(prompt)
+        return prompts, encoded

@@ -158,6 +158,7 @@ def _tables(run: PastRun) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ..
             ("waiting", run.ledger.pending),
             ("with the learner", run.ledger.leased),
             *((f"dropped: {reason.value.replace('_', ' ')}", n) for reason, n in run.ledger.dropped.items()),
+            *((f"assignments closed: {why.value.replace('_', ' ')}", n) for why, n in run.ledger.closed.items()),
         ]
         tables.append(("Ledger", ("account", "groups"), [(name, f"{count:,}") for name, count in accounts]))
     if run.sets:

@@ -25,19 +25,21 @@ _sym_db = _symbol_database.Default()
 from heterorl.v1 import common_pb2 as heterorl_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/rollout.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\\\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x13\n\x06weight\x18\x46 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tsignature\x18G \x01(\x0c\x42\t\n\x07_weight\"\xe8\x01\n\x07Rollout\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10sampler_logprobs\x18\x02 \x03(\x02\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.heterorl.v1.VersionSpan\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12-\n\x0creward_parts\x18\x05 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.heterorl.v1.FinishReason\x12\x16\n\x0erouted_experts\x18Z \x01(\x0c\"\xff\x01\n\x05Group\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x12\n\nassignment\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12&\n\x08rollouts\x18\x05 \x03(\x0b\x32\x14.heterorl.v1.Rollout\x12\x16\n\x0eoldest_version\x18\x06 \x01(\x03\x12\x12\n\nstate_root\x18\x07 \x01(\t\x12\x14\n\x0cgeneration_s\x18\x08 \x01(\x01\x12\x11\n\tis_seeded\x18\t \x01(\x08\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\"Q\n\x0eWorkAssignment\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"u\n\x10LeaseWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"l\n\x11LeaseWorkResponse\x12\x30\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1b.heterorl.v1.WorkAssignment\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"L\n\x12\x41\x62\x61ndonWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x61ssignments\x18\x03 \x03(\x04\"\x15\n\x13\x41\x62\x61ndonWorkResponse\"X\n\x11PushGroupsRequest\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\x12 \n\x04more\x18\x02 \x03(\x0b\x32\x12.heterorl.v1.Group\"\xaa\x01\n\x0cGroupOutcome\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"\xd9\x01\n\x12PushGroupsResponse\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\x12\'\n\x04more\x18\x06 \x03(\x0b\x32\x19.heterorl.v1.GroupOutcome\"Y\n\x13StreamGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x04held\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0f\n\x07\x63redits\x18\x03 \x01(\r\"\xa5\x01\n\x14StreamGroupsResponse\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\x12\x14\n\x0cpolicy_age_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_age_s\x18\x03 \x01(\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x66lavour\x18\x05 \x01(\t\x12\x12\n\nwants_note\x18\x14 \x01(\x08\x42\x07\n\x05_seed\"\x85\x01\n\x14\x41\x62\x61ndonGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x03ids\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\ncounted_as\x18< \x01(\x0e\x32\x17.heterorl.v1.DropReason\"\x17\n\x15\x41\x62\x61ndonGroupsResponse\"f\n\tRejection\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"P\n\x13RejectGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\nrejections\x18\x02 \x03(\x0b\x32\x16.heterorl.v1.Rejection\"\x16\n\x14RejectGroupsResponse*^\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8e\x01\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_DROPPED\x10\x03\x12\x15\n\x11PUSH_STATUS_RETRY\x10\x04*\x97\x04\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_INGEST\x10\x01\x12\x1e\n\x1a\x44ROP_REASON_STALE_AT_LEASE\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_COMMIT\x10\x03\x12\x18\n\x14\x44ROP_REASON_CONFLICT\x10\x04\x12\x17\n\x13\x44ROP_REASON_INVALID\x10\x05\x12\x1f\n\x1b\x44ROP_REASON_UNKNOWN_VERSION\x10\x06\x12\x1c\n\x18\x44ROP_REASON_WRONG_DIGEST\x10\x07\x12\x17\n\x13\x44ROP_REASON_SURPLUS\x10\x08\x12!\n\x1d\x44ROP_REASON_LINEAGE_ABANDONED\x10\t\x12!\n\x1d\x44ROP_REASON_LEARNER_ABANDONED\x10\n\x12\x1f\n\x1b\x44ROP_REASON_REWARD_MISMATCH\x10\x0b\x12 \n\x1c\x44ROP_REASON_LOGPROB_MISMATCH\x10\x0c\x12!\n\x1d\x44ROP_REASON_SAMPLING_MISMATCH\x10\r\x12\x1b\n\x17\x44ROP_REASON_QUARANTINED\x10\x0e\x12\x1d\n\x19\x44ROP_REASON_CODE_MISMATCH\x10\x0f\x12\x17\n\x13\x44ROP_REASON_UNIFORM\x10<2\x87\x04\n\x0eRolloutService\x12J\n\tLeaseWork\x12\x1d.heterorl.v1.LeaseWorkRequest\x1a\x1e.heterorl.v1.LeaseWorkResponse\x12P\n\x0b\x41\x62\x61ndonWork\x12\x1f.heterorl.v1.AbandonWorkRequest\x1a .heterorl.v1.AbandonWorkResponse\x12Q\n\nPushGroups\x12\x1e.heterorl.v1.PushGroupsRequest\x1a\x1f.heterorl.v1.PushGroupsResponse(\x01\x30\x01\x12W\n\x0cStreamGroups\x12 .heterorl.v1.StreamGroupsRequest\x1a!.heterorl.v1.StreamGroupsResponse(\x01\x30\x01\x12V\n\rAbandonGroups\x12!.heterorl.v1.AbandonGroupsRequest\x1a\".heterorl.v1.AbandonGroupsResponse\x12S\n\x0cRejectGroups\x12 .heterorl.v1.RejectGroupsRequest\x1a!.heterorl.v1.RejectGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/rollout.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\\\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x13\n\x06weight\x18\x46 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tsignature\x18G \x01(\x0c\x42\t\n\x07_weight\"\xe8\x01\n\x07Rollout\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10sampler_logprobs\x18\x02 \x03(\x02\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.heterorl.v1.VersionSpan\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12-\n\x0creward_parts\x18\x05 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.heterorl.v1.FinishReason\x12\x16\n\x0erouted_experts\x18Z \x01(\x0c\"\xff\x01\n\x05Group\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x12\n\nassignment\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12&\n\x08rollouts\x18\x05 \x03(\x0b\x32\x14.heterorl.v1.Rollout\x12\x16\n\x0eoldest_version\x18\x06 \x01(\x03\x12\x12\n\nstate_root\x18\x07 \x01(\t\x12\x14\n\x0cgeneration_s\x18\x08 \x01(\x01\x12\x11\n\tis_seeded\x18\t \x01(\x08\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\"Q\n\x0eWorkAssignment\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"u\n\x10LeaseWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"l\n\x11LeaseWorkResponse\x12\x30\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1b.heterorl.v1.WorkAssignment\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"w\n\x12\x41\x62\x61ndonWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x61ssignments\x18\x03 \x03(\x04\x12)\n\x06reason\x18\x04 \x01(\x0e\x32\x19.heterorl.v1.ReturnReason\"\x15\n\x13\x41\x62\x61ndonWorkResponse\"X\n\x11PushGroupsRequest\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\x12 \n\x04more\x18\x02 \x03(\x0b\x32\x12.heterorl.v1.Group\"\xaa\x01\n\x0cGroupOutcome\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"\xd9\x01\n\x12PushGroupsResponse\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\x12\'\n\x04more\x18\x06 \x03(\x0b\x32\x19.heterorl.v1.GroupOutcome\"Y\n\x13StreamGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x04held\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0f\n\x07\x63redits\x18\x03 \x01(\r\"\xa5\x01\n\x14StreamGroupsResponse\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\x12\x14\n\x0cpolicy_age_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_age_s\x18\x03 \x01(\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x66lavour\x18\x05 \x01(\t\x12\x12\n\nwants_note\x18\x14 \x01(\x08\x42\x07\n\x05_seed\"\x85\x01\n\x14\x41\x62\x61ndonGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x03ids\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\ncounted_as\x18< \x01(\x0e\x32\x17.heterorl.v1.DropReason\"\x17\n\x15\x41\x62\x61ndonGroupsResponse\"f\n\tRejection\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"P\n\x13RejectGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\nrejections\x18\x02 \x03(\x0b\x32\x16.heterorl.v1.Rejection\"\x16\n\x14RejectGroupsResponse*^\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8e\x01\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_DROPPED\x10\x03\x12\x15\n\x11PUSH_STATUS_RETRY\x10\x04*\x93\x01\n\x0cReturnReason\x12\x1d\n\x19RETURN_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1bRETURN_REASON_REWARD_FAILED\x10\x01\x12 \n\x1cRETURN_REASON_PROMPT_REFUSED\x10\x02\x12!\n\x1dRETURN_REASON_PROMPT_TOO_LONG\x10\x03*\x97\x04\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_INGEST\x10\x01\x12\x1e\n\x1a\x44ROP_REASON_STALE_AT_LEASE\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_COMMIT\x10\x03\x12\x18\n\x14\x44ROP_REASON_CONFLICT\x10\x04\x12\x17\n\x13\x44ROP_REASON_INVALID\x10\x05\x12\x1f\n\x1b\x44ROP_REASON_UNKNOWN_VERSION\x10\x06\x12\x1c\n\x18\x44ROP_REASON_WRONG_DIGEST\x10\x07\x12\x17\n\x13\x44ROP_REASON_SURPLUS\x10\x08\x12!\n\x1d\x44ROP_REASON_LINEAGE_ABANDONED\x10\t\x12!\n\x1d\x44ROP_REASON_LEARNER_ABANDONED\x10\n\x12\x1f\n\x1b\x44ROP_REASON_REWARD_MISMATCH\x10\x0b\x12 \n\x1c\x44ROP_REASON_LOGPROB_MISMATCH\x10\x0c\x12!\n\x1d\x44ROP_REASON_SAMPLING_MISMATCH\x10\r\x12\x1b\n\x17\x44ROP_REASON_QUARANTINED\x10\x0e\x12\x1d\n\x19\x44ROP_REASON_CODE_MISMATCH\x10\x0f\x12\x17\n\x13\x44ROP_REASON_UNIFORM\x10<2\x87\x04\n\x0eRolloutService\x12J\n\tLeaseWork\x12\x1d.heterorl.v1.LeaseWorkRequest\x1a\x1e.heterorl.v1.LeaseWorkResponse\x12P\n\x0b\x41\x62\x61ndonWork\x12\x1f.heterorl.v1.AbandonWorkRequest\x1a .heterorl.v1.AbandonWorkResponse\x12Q\n\nPushGroups\x12\x1e.heterorl.v1.PushGroupsRequest\x1a\x1f.heterorl.v1.PushGroupsResponse(\x01\x30\x01\x12W\n\x0cStreamGroups\x12 .heterorl.v1.StreamGroupsRequest\x1a!.heterorl.v1.StreamGroupsResponse(\x01\x30\x01\x12V\n\rAbandonGroups\x12!.heterorl.v1.AbandonGroupsRequest\x1a\".heterorl.v1.AbandonGroupsResponse\x12S\n\x0cRejectGroups\x12 .heterorl.v1.RejectGroupsRequest\x1a!.heterorl.v1.RejectGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2241
-  _globals['_FINISHREASON']._serialized_end=2335
-  _globals['_PUSHSTATUS']._serialized_start=2338
-  _globals['_PUSHSTATUS']._serialized_end=2480
-  _globals['_DROPREASON']._serialized_start=2483
-  _globals['_DROPREASON']._serialized_end=3018
+  _globals['_FINISHREASON']._serialized_start=2284
+  _globals['_FINISHREASON']._serialized_end=2378
+  _globals['_PUSHSTATUS']._serialized_start=2381
+  _globals['_PUSHSTATUS']._serialized_end=2523
+  _globals['_RETURNREASON']._serialized_start=2526
+  _globals['_RETURNREASON']._serialized_end=2673
+  _globals['_DROPREASON']._serialized_start=2676
+  _globals['_DROPREASON']._serialized_end=3211
   _globals['_VERSIONSPAN']._serialized_start=68
   _globals['_VERSIONSPAN']._serialized_end=126
   _globals['_REWARDPART']._serialized_start=128
@@ -53,29 +55,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEASEWORKRESPONSE']._serialized_start=917
   _globals['_LEASEWORKRESPONSE']._serialized_end=1025
   _globals['_ABANDONWORKREQUEST']._serialized_start=1027
-  _globals['_ABANDONWORKREQUEST']._serialized_end=1103
-  _globals['_ABANDONWORKRESPONSE']._serialized_start=1105
-  _globals['_ABANDONWORKRESPONSE']._serialized_end=1126
-  _globals['_PUSHGROUPSREQUEST']._serialized_start=1128
-  _globals['_PUSHGROUPSREQUEST']._serialized_end=1216
-  _globals['_GROUPOUTCOME']._serialized_start=1219
-  _globals['_GROUPOUTCOME']._serialized_end=1389
-  _globals['_PUSHGROUPSRESPONSE']._serialized_start=1392
-  _globals['_PUSHGROUPSRESPONSE']._serialized_end=1609
-  _globals['_STREAMGROUPSREQUEST']._serialized_start=1611
-  _globals['_STREAMGROUPSREQUEST']._serialized_end=1700
-  _globals['_STREAMGROUPSRESPONSE']._serialized_start=1703
-  _globals['_STREAMGROUPSRESPONSE']._serialized_end=1868
-  _globals['_ABANDONGROUPSREQUEST']._serialized_start=1871
-  _globals['_ABANDONGROUPSREQUEST']._serialized_end=2004
-  _globals['_ABANDONGROUPSRESPONSE']._serialized_start=2006
-  _globals['_ABANDONGROUPSRESPONSE']._serialized_end=2029
-  _globals['_REJECTION']._serialized_start=2031
-  _globals['_REJECTION']._serialized_end=2133
-  _globals['_REJECTGROUPSREQUEST']._serialized_start=2135
-  _globals['_REJECTGROUPSREQUEST']._serialized_end=2215
-  _globals['_REJECTGROUPSRESPONSE']._serialized_start=2217
-  _globals['_REJECTGROUPSRESPONSE']._serialized_end=2239
-  _globals['_ROLLOUTSERVICE']._serialized_start=3021
-  _globals['_ROLLOUTSERVICE']._serialized_end=3540
+  _globals['_ABANDONWORKREQUEST']._serialized_end=1146
+  _globals['_ABANDONWORKRESPONSE']._serialized_start=1148
+  _globals['_ABANDONWORKRESPONSE']._serialized_end=1169
+  _globals['_PUSHGROUPSREQUEST']._serialized_start=1171
+  _globals['_PUSHGROUPSREQUEST']._serialized_end=1259
+  _globals['_GROUPOUTCOME']._serialized_start=1262
+  _globals['_GROUPOUTCOME']._serialized_end=1432
+  _globals['_PUSHGROUPSRESPONSE']._serialized_start=1435
+  _globals['_PUSHGROUPSRESPONSE']._serialized_end=1652
+  _globals['_STREAMGROUPSREQUEST']._serialized_start=1654
+  _globals['_STREAMGROUPSREQUEST']._serialized_end=1743
+  _globals['_STREAMGROUPSRESPONSE']._serialized_start=1746
+  _globals['_STREAMGROUPSRESPONSE']._serialized_end=1911
+  _globals['_ABANDONGROUPSREQUEST']._serialized_start=1914
+  _globals['_ABANDONGROUPSREQUEST']._serialized_end=2047
+  _globals['_ABANDONGROUPSRESPONSE']._serialized_start=2049
+  _globals['_ABANDONGROUPSRESPONSE']._serialized_end=2072
+  _globals['_REJECTION']._serialized_start=2074
+  _globals['_REJECTION']._serialized_end=2176
+  _globals['_REJECTGROUPSREQUEST']._serialized_start=2178
+  _globals['_REJECTGROUPSREQUEST']._serialized_end=2258
+  _globals['_REJECTGROUPSRESPONSE']._serialized_start=2260
+  _globals['_REJECTGROUPSRESPONSE']._serialized_end=2282
+  _globals['_ROLLOUTSERVICE']._serialized_start=3214
+  _globals['_ROLLOUTSERVICE']._serialized_end=3733
 # @@protoc_insertion_point(module_scope)

@@ -76,6 +76,34 @@ PUSH_STATUS_RETRY: PushStatus.ValueType  # 4
 """Not taken now; push again after the stated delay."""
 Global___PushStatus: typing_extensions.TypeAlias = PushStatus
 
+class _ReturnReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ReturnReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReturnReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RETURN_REASON_UNSPECIFIED: _ReturnReason.ValueType  # 0
+    """None: the site ends, or its engine or link failed."""
+    RETURN_REASON_REWARD_FAILED: _ReturnReason.ValueType  # 1
+    """A reward of one of its completions could not be computed."""
+    RETURN_REASON_PROMPT_REFUSED: _ReturnReason.ValueType  # 2
+    """The run's template refuses its messages."""
+    RETURN_REASON_PROMPT_TOO_LONG: _ReturnReason.ValueType  # 3
+    """Its prompt leaves no room for a completion."""
+
+class ReturnReason(_ReturnReason, metaclass=_ReturnReasonEnumTypeWrapper):
+    """ReturnReason is the closed set of reasons for which a row gives no group, whoever tries."""
+
+RETURN_REASON_UNSPECIFIED: ReturnReason.ValueType  # 0
+"""None: the site ends, or its engine or link failed."""
+RETURN_REASON_REWARD_FAILED: ReturnReason.ValueType  # 1
+"""A reward of one of its completions could not be computed."""
+RETURN_REASON_PROMPT_REFUSED: ReturnReason.ValueType  # 2
+"""The run's template refuses its messages."""
+RETURN_REASON_PROMPT_TOO_LONG: ReturnReason.ValueType  # 3
+"""Its prompt leaves no room for a completion."""
+Global___ReturnReason: typing_extensions.TypeAlias = ReturnReason
+
 class _DropReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -426,10 +454,15 @@ class AbandonWorkRequest(google.protobuf.message.Message):
     SITE_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     ASSIGNMENTS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
     """Incarnation of the site's outbox."""
+    reason: Global___ReturnReason.ValueType
+    """Why their rows give no group; unset where that is no fault of theirs. With one, the return counts: assignments that
+    come back too often are closed.
+    """
     @property
     def assignments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Assignments given back."""
@@ -440,8 +473,9 @@ class AbandonWorkRequest(google.protobuf.message.Message):
         site: builtins.str = ...,
         incarnation: builtins.str = ...,
         assignments: collections.abc.Iterable[builtins.int] | None = ...,
+        reason: Global___ReturnReason.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["assignments", b"assignments", "incarnation", b"incarnation", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignments", b"assignments", "incarnation", b"incarnation", "reason", b"reason", "site", b"site"]) -> None: ...
 
 Global___AbandonWorkRequest: typing_extensions.TypeAlias = AbandonWorkRequest
 

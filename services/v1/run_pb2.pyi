@@ -517,6 +517,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     PROGRESS_AGE_S_FIELD_NUMBER: builtins.int
     PROMPTS_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -595,6 +596,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def prompts(self) -> Global___PromptCounts:
         """Training prompts by the mean reward of their groups; unset where no window of difficulty is kept."""
 
+    @property
+    def closed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClosedCount]:
+        """Assignments that were closed because their rows gave no group, by reason; beside the conservation law of groups."""
+
     def __init__(
         self,
         *,
@@ -630,9 +635,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         progress: heterorl.v1.common_pb2.LearnerProgress | None = ...,
         progress_age_s: builtins.float = ...,
         prompts: Global___PromptCounts | None = ...,
+        closed: collections.abc.Iterable[Global___ClosedCount] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "progress", b"progress", "prompts", b"prompts", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "prompts", b"prompts", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "closed", b"closed", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "prompts", b"prompts", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload
@@ -645,6 +651,28 @@ class GetStatusResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_snapshot_version", b"_snapshot_version"]) -> typing.Literal["snapshot_version"] | None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
+
+@typing.final
+class ClosedCount(google.protobuf.message.Message):
+    """ClosedCount counts the assignments closed for one reason."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    reason: heterorl.v1.rollout_pb2.ReturnReason.ValueType
+    """Reason of the last return."""
+    count: builtins.int
+    """Assignments."""
+    def __init__(
+        self,
+        *,
+        reason: heterorl.v1.rollout_pb2.ReturnReason.ValueType = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "reason", b"reason"]) -> None: ...
+
+Global___ClosedCount: typing_extensions.TypeAlias = ClosedCount
 
 @typing.final
 class PromptCounts(google.protobuf.message.Message):

@@ -23,7 +23,7 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.common.types.rollout import DropReason, PushStatus, Rejection
+from heterorl.common.types.rollout import DropReason, PushStatus, Rejection, ReturnReason
 from heterorl.common.types.run import Command, Heartbeat
 from heterorl.common.types.step import LearnerPhase, LearnerProgress
 from heterorl.common.wire.policy import frame_checksum
@@ -109,6 +109,15 @@ async def test_whole_life_of_a_group_over_the_wire(served, run):
     await client.abandon_groups(epoch=run.epoch, ids=ids[3:], reason="equal", counted_as=DropReason.UNIFORM)
     (work,) = await run.lease(1)
     await client.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[work.id])
+    unscored = await run.lease(2)
+    assert unscored[0] == work
+    await client.abandon_work(
+        site=SITE,
+        incarnation=INCARNATION,
+        assignments=[each.id for each in unscored],
+        reason=ReturnReason.REWARD_FAILED,
+    )
+    assert not {each.id for each in unscored} & {each.id for each in await run.lease(2)}
 
     assert [queued.group.id for queued in received] == ids[:2]
     assert received[0].group.rollouts[0].sampler_logprobs.dtype == np.float32

@@ -11,6 +11,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store import schema as of_files
 from tests.support.clock import ManualClock
+from tests.support.earlier_store import SINCE_6
 from tests.support.run import Run
 
 psycopg = pytest.importorskip("psycopg")
@@ -167,6 +168,7 @@ def test_store_of_schema_5_becomes_what_a_new_one_is(server, url, is_early):
     open_store(url).close()
     with psycopg.connect(url) as raw:
         expected = columns(raw), indexes(raw)
+        raw.execute(SINCE_6)
         raw.execute("UPDATE store SET schema_version = 5")
         raw.execute("INSERT INTO tally VALUES ('left', 3)")
         if is_early:
@@ -183,13 +185,13 @@ def test_store_of_schema_5_becomes_what_a_new_one_is(server, url, is_early):
 
 def test_rows_that_were_copied_in_are_counted_on(url, tmp_path):
     with contextlib.closing(connect(tmp_path / "file")) as file, psycopg.connect(url) as raw:
-        file.execute("INSERT INTO work VALUES (1, 0, 0, 'a', 'i', 1, '[]', '')")
+        file.execute("INSERT INTO work VALUES (1, 0, 0, 'a', 'i', 1, '[]', '', '{}', 0)")
         raw.execute((WRITER + MIGRATIONS.whole).encode())
         write_from(file, raw)
         engines.name_store(raw)
     engine = open_store(url)
     assert dict(rows(url, "tally")["tally"])["out"] == 1
-    engine.connection.execute("INSERT INTO work VALUES (2, 0, 0, 'a', 'i', 1, '[]', '')")
+    engine.connection.execute("INSERT INTO work VALUES (2, 0, 0, 'a', 'i', 1, '[]', '', '{}', 0)")
     assert dict(rows(url, "tally")["tally"])["out"] == 2
     engine.close()
 
@@ -203,6 +205,7 @@ def test_file_of_schema_5_becomes_what_a_new_one_is(tmp_path):
     for name in ("new", "old"):
         connect(tmp_path / name).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "old")) as raw:
+        raw.executescript(SINCE_6)
         raw.executescript("DROP TABLE evaluation_jobs; DROP TABLE prompts; PRAGMA user_version = 5;")
     connect(tmp_path / "old").close()
 

@@ -56,7 +56,7 @@ def made(work, state_root):
     maker = RolloutMaker(
         task=FreeTask(), prompter=Words(), site=SiteId(SITE), incarnation=INCARNATION, group_size=2, clock=SystemClock()
     )
-    (draft,) = maker.begin([work], version=0, state_root=state_root)
+    (draft,), _ = maker.begin([work], version=0, state_root=state_root)
     for member in range(2):
         draft.completions[member] = COMPLETION
         draft.scores[member] = maker.score(draft.prompt, COMPLETION)

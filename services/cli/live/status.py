@@ -55,6 +55,7 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
         ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
         ("trained", f"{ledger.consumed} groups"),
         ("dropped", dropped),
+        *_closed(status),
         *_prompts(status),
         ("ledger", "balanced" if ledger.is_balanced else f"BROKEN: {ledger}"),
         ("uptime", f"{status.uptime_s:.0f} s" + (", draining" if status.is_draining else "")),
@@ -93,6 +94,13 @@ def _version(status: RunStatus) -> str:
     if status.head_version < 0:
         return "none yet: a learner publishes version 0 when its model is loaded"
     return f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"
+
+
+def _closed(status: RunStatus) -> list[tuple[str, str]]:
+    """Assignments whose rows gave no group, where there are some."""
+    closed = status.ledger.closed
+    words = ", ".join(f"{reason.value} {count}" for reason, count in closed.items() if count)
+    return [("closed", f"{words} (assignments without a group; the coordinator's log names the prompts)")] * bool(words)
 
 
 def _prompts(status: RunStatus) -> list[tuple[str, str]]:

@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Take a request; from any thread, also while another one waits in `collect`.
 
         Raises:
-            ConfigError: the prompt leaves no room for a completion.
+            PromptTooLong: the prompt leaves no room for a completion.
             EngineError: no trusted version is loaded.
         """
         ...
@@ -102,7 +102,7 @@ def generate_all(
     """Draw `num_per_prompt` completions of each prompt with an engine that has nothing else under way.
 
     Raises:
-        ConfigError: a prompt leaves no room for a completion.
+        PromptTooLong: a prompt leaves no room for a completion.
         EngineError: not all of them ended.
     """
     requests = [

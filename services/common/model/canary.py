@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from heterorl.common.errors import PromptRefused
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Int32Array
 
 NUM_SEQUENCES = 4
+MAX_TRIED = 64
+"""Held-out prompts that may be refused before there is no canary."""
 MAX_TOKENS = 64
 """Of one answer; longer ones are cut."""
 
@@ -28,14 +31,25 @@ class ScoredText:
 
 
 def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
-    """The run's canary: held-out prompts with their answers and the end of the sequence."""
-    texts = []
-    for index in range(min(NUM_SEQUENCES, task.num_evaluation_prompts)):
+    """The run's canary: held-out prompts with their answers and the end of the sequence.
+
+    Raises:
+        PromptRefused: of the first prompts, all.
+    """
+    texts: list[ScoredText] = []
+    refused: PromptRefused | None = None
+    for index in range(min(MAX_TRIED, task.num_evaluation_prompts)):
         prompt = task.evaluation_prompt(index)
+        try:
+            ids = prompter.encode_prompt(prompt)
+        except PromptRefused as error:
+            # By every node of the run, which has the same template.
+            refused = error
+            continue
         answer = prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)[: MAX_TOKENS - 1]
-        texts.append(
-            ScoredText(
-                prompt=prompter.encode_prompt(prompt), completion=np.array([*answer, prompter.eos_token_id], np.int32)
-            )
-        )
+        texts.append(ScoredText(prompt=ids, completion=np.array([*answer, prompter.eos_token_id], np.int32)))
+        if len(texts) == NUM_SEQUENCES:
+            break
+    if refused is not None and not texts:
+        raise refused
     return tuple(texts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import check_model_dir, first_line
 from heterorl.common.model.ending import end_token_ids
 from heterorl.common.tasks.task import Message, Prompt
@@ -72,7 +72,7 @@ class Prompter:
         """Token ids of a task's prompt, int32, with all its messages.
 
         Raises:
-            ConfigError: it is messages, and no template is used or this one refuses them.
+            PromptRefused: it is messages, and no template is used or this one refuses them.
         """
         # The template writes its own special tokens.
         ids = self.tokenizer.encode(self._written(prompt), add_special_tokens=not self.use_chat_template)
@@ -90,7 +90,7 @@ class Prompter:
         if not self.use_chat_template:
             if prompt.messages:
                 problem = "prompts are messages (task.data.messages, task.system_prompt), and no template writes them"
-                raise ConfigError("use_chat_template", problem, action=_SWITCH)
+                raise PromptRefused("use_chat_template", problem, action=_SWITCH)
             return prompt.text
         messages = prompt.messages or (Message(role="user", content=prompt.text),)
         from jinja2 import TemplateError
@@ -105,7 +105,9 @@ class Prompter:
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             problem = f"the model's template refuses messages of {roles}: {first_line(error)}"
-            raise ConfigError("use_chat_template", problem, action="correct the data, or task.system_prompt") from error
+            raise PromptRefused(
+                "use_chat_template", problem, action="correct the data, or task.system_prompt"
+            ) from error
         return text
 
     def tokens(self, completion: str) -> Int32Array:

@@ -1,15 +1,36 @@
-"""One reward before the first: the reference answer of one prompt, by the way that every completion goes."""
+"""Before the first group: some prompts through the template, and the reference answer of one to its reward."""
 
 from __future__ import annotations
 
 import logging
 
-from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.rollout import total_reward
 
 _LOG = logging.getLogger(__name__)
+NUM_TRIED = 32
+"""Prompts that are tried, evenly spread over the task."""
+
+
+def try_prompts(task: Task, prompter: Prompter) -> None:
+    """Write some prompts; a task of which the template writes none is not begun, single ones are left out later.
+
+    Raises:
+        ConfigError: all of them were refused.
+    """
+    tried = sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)})
+    for index in tried:
+        try:
+            prompter.encode_prompt(task.prompt(index))
+        except PromptRefused as error:
+            refused = error
+        else:
+            return
+    problem = refused.args[0].removeprefix(f"{refused.key}: ")
+    words = f"all of {len(tried)} prompts that were tried are refused: {problem}"
+    raise ConfigError(refused.key, words, action=refused.action)
 
 
 def try_reward(task: Task, prompter: Prompter | None) -> float:

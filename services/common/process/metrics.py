@@ -123,6 +123,9 @@ LEASED_POLICY_AGE_SECONDS = _histogram(
     buckets=_AGES,
 )
 LEDGER_GROUPS = _gauge("coordinator_ledger_groups", "Groups by account of the conservation law.", "account")
+LEDGER_CLOSED_ASSIGNMENTS = _gauge(
+    "coordinator_ledger_closed_assignments", "Assignments closed because their rows gave no group.", "reason"
+)
 LEDGER_DROPPED_GROUPS = _gauge("coordinator_ledger_dropped_groups", "Acknowledged groups not trained on.", "reason")
 LEDGER_BALANCED = _gauge("coordinator_ledger_balanced", "1 while every acknowledged group is accounted for.")
 PUSHED_GROUPS = _counter("coordinator_pushed_groups_total", "Groups pushed, by outcome.", "site", "status", "reason")
@@ -262,6 +265,11 @@ OUTBOX_SET_ASIDE = _counter(
 ENGINE_FAILURES = _counter(
     "sampler_engine_failures_total",
     "Times the engine was not trusted: its canary differed from the reference (stale), or its process failed (died).",
+    "reason",
+)
+REFUSED_PROMPTS = _counter(
+    "sampler_refused_prompts_total",
+    "Assignments given back for prompts that template or engine refused.",
     "reason",
 )
 REWARD_ERRORS = _counter("sampler_reward_errors_total", "Groups abandoned by a verifier failure.")

@@ -19,7 +19,7 @@ from heterorl.common.rpc.roles.learner import LearnerCalls
 from heterorl.common.rpc.roles.weights import WeightCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport
 from heterorl.common.types.policy import PublishRequest, PutPlace
-from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, SealedGroup, WorkGrant
+from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, ReturnReason, SealedGroup, WorkGrant
 from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
@@ -39,6 +39,7 @@ from heterorl.common.wire.rollout import (
     outcomes_from_pb,
     pushes_to_pb,
     queued_from_pb,
+    return_reason_to_pb,
     work_grant_from_pb,
 )
 from heterorl.common.wire.run import (
@@ -155,11 +156,15 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
         )
         return work_grant_from_pb(await self._call("LeaseWork", request))
 
-    async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
+    async def abandon_work(
+        self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
+    ) -> None:
         """Give assignments back."""
         for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
             some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
-            request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(some))
+            request = rollout_pb2.AbandonWorkRequest(
+                site=site, incarnation=incarnation, assignments=list(some), reason=return_reason_to_pb(reason)
+            )
             await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:

@@ -46,21 +46,23 @@ def score_group(task: Scores, prompt: Prompt, texts: Sequence[str]) -> Iterator[
 
 @dataclass(slots=True, kw_only=True)
 class FailureRow:
-    """Counts groups in a row whose rewards could not be computed, and says so loudly before all are lost in silence."""
+    """Counts groups in a row that were lost for want of one thing, and says so before all are lost in silence."""
 
+    missing: str = "REWARD"
+    cure: str = "correct task.reward or what it needs, or raise task.reward_timeout_s"
     length: int = 0
+    problem: str = ""
+    """What a person is told while the row is long; empty else."""
 
     def passed(self) -> None:
-        """A group had its rewards."""
-        self.length = 0
+        """A group had it."""
+        self.length, self.problem = 0, ""
 
     def failed(self, error: Exception) -> None:
         """A group had none: an error in the log at the eighth in a row, the sixteenth, the thirty-second ..."""
         self.length += 1
-        if self.length >= LOUD_AFTER and self.length & (self.length - 1) == 0:
-            _LOG.error(
-                "NO REWARD for %d groups in a row, nothing can be trained on: %s (correct task.reward or what it "
-                "needs, or raise task.reward_timeout_s)",
-                self.length,
-                error,
-            )
+        if self.length >= LOUD_AFTER:
+            words = f"NO {self.missing} for {self.length} groups in a row, nothing can be trained on"
+            self.problem = f"{words}: {error} ({self.cure})"
+            if self.length & (self.length - 1) == 0:
+                _LOG.error("%s", self.problem)

@@ -145,6 +145,14 @@ class PushStatus(enum.Enum):
     RETRY = "retry"
 
 
+class ReturnReason(enum.Enum):
+    """The closed set of reasons for which a row gives no group, whoever tries."""
+
+    REWARD_FAILED = "reward_failed"
+    PROMPT_REFUSED = "prompt_refused"
+    PROMPT_TOO_LONG = "prompt_too_long"
+
+
 class DropReason(enum.Enum):
     """The closed set of reasons for which an acknowledged group is not trained on."""
 

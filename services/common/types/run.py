@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from heterorl.common.types.common import Contract, SiteId, StepReport
-from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.rollout import DropReason, ReturnReason
 from heterorl.common.types.step import LearnerProgress
 
 
@@ -20,6 +20,8 @@ class LedgerCounts:
     leased: int
     consumed: int
     dropped: dict[DropReason, int] = field(default_factory=dict)
+    closed: dict[ReturnReason, int] = field(default_factory=dict)
+    """Assignments whose rows gave no group; they have none to be accounted for."""
 
     @property
     def is_balanced(self) -> bool:

@@ -16,6 +16,7 @@ from heterorl.common.types.rollout import (
     PushStatus,
     QueuedGroup,
     Rejection,
+    ReturnReason,
     SealedGroup,
     WorkAssignment,
     WorkGrant,
@@ -52,10 +53,16 @@ _STATUS = {status: rollout_pb2.PushStatus.Value(f"PUSH_STATUS_{status.name}") fo
 _REASON = {reason: rollout_pb2.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
 
 
+_RETURN_REASON = {reason: rollout_pb2.ReturnReason.Value(f"RETURN_REASON_{reason.name}") for reason in ReturnReason}
+
+
 _STATUS_OF = {pb: value for value, pb in _STATUS.items()}
 
 
 _REASON_OF = {pb: value for value, pb in _REASON.items()}
+
+
+_RETURN_REASON_OF = {pb: value for value, pb in _RETURN_REASON.items()}
 
 
 def outcomes_to_pb(values: Sequence[PushOutcome]) -> rollout_pb2.PushGroupsResponse:
@@ -107,6 +114,16 @@ def reason_to_pb(value: DropReason) -> rollout_pb2.DropReason.ValueType:
 def reason_from_pb(message: rollout_pb2.DropReason.ValueType) -> DropReason | None:
     """Convert a drop reason; None when it is not stated or newer than this program."""
     return _REASON_OF.get(message)
+
+
+def return_reason_to_pb(value: ReturnReason | None) -> rollout_pb2.ReturnReason.ValueType:
+    """Convert a reason for which a row gives no group."""
+    return rollout_pb2.RETURN_REASON_UNSPECIFIED if value is None else _RETURN_REASON[value]
+
+
+def return_reason_from_pb(message: rollout_pb2.ReturnReason.ValueType) -> ReturnReason | None:
+    """Convert a reason for which a row gives no group; None when it is not stated or newer than this program."""
+    return _RETURN_REASON_OF.get(message)
 
 
 def work_to_pb(value: WorkAssignment) -> rollout_pb2.WorkAssignment:

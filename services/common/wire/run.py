@@ -29,6 +29,8 @@ from heterorl.common.wire.common import (
 from heterorl.common.wire.rollout import (
     reason_from_pb,
     reason_to_pb,
+    return_reason_from_pb,
+    return_reason_to_pb,
 )
 from heterorl.v1 import run_pb2
 
@@ -170,6 +172,10 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         dropped=[
             run_pb2.DropCount(reason=reason_to_pb(reason), count=count) for reason, count in ledger.dropped.items()
         ],
+        closed=[
+            run_pb2.ClosedCount(reason=return_reason_to_pb(reason), count=count)
+            for reason, count in ledger.closed.items()
+        ],
         bytes_full=value.bytes_full,
         bytes_last=value.bytes_last,
         changed_fraction=value.changed_fraction,
@@ -204,6 +210,7 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
 def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
     reasons = ((reason_from_pb(entry.reason), entry.count) for entry in message.dropped)
     dropped = {reason: count for reason, count in reasons if reason is not None}
+    returns = ((return_reason_from_pb(entry.reason), entry.count) for entry in message.closed)
     return RunStatus(
         run_id=message.run_id,
         head_version=message.head_version,
@@ -217,6 +224,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
             leased=message.leased,
             consumed=message.consumed,
             dropped=dropped,
+            closed={reason: count for reason, count in returns if reason is not None},
         ),
         bytes_full=message.bytes_full,
         bytes_last=message.bytes_last,

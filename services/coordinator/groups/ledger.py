@@ -1,12 +1,15 @@
 """The conservation law: acked = pending + leased + consumed + sum(dropped). Every group has exactly one account.
 
 `acked` and the final accounts are counters, moved in the transaction that moves the group; pending and leased are
-counted from the groups themselves. So the law can fail, and does when a group is lost or counted twice.
+counted from the groups themselves. So the law can fail, and does when a group is lost or counted twice. An assignment
+that is closed without a group has an account beside the law.
 """
 
 from __future__ import annotations
 
-from heterorl.common.types.rollout import DropReason
+from collections.abc import Mapping
+
+from heterorl.common.types.rollout import DropReason, ReturnReason
 from heterorl.common.types.run import LedgerCounts
 from heterorl.coordinator.store.connection import Connection
 
@@ -17,6 +20,11 @@ CONSUMED = "consumed"
 def account_of(reason: DropReason) -> str:
     """Account of groups dropped for a reason."""
     return f"dropped/{reason.value}"
+
+
+def closed_account_of(reason: ReturnReason) -> str:
+    """Account of assignments closed for a reason, which no group is of."""
+    return f"closed/{reason.value}"
 
 
 def add(connection: Connection, account: str, count: int) -> None:
@@ -40,6 +48,7 @@ def counts(connection: Connection) -> LedgerCounts:
         leased=waiting["leased"],
         consumed=accounts.get(CONSUMED, 0),
         dropped={reason: accounts[account_of(reason)] for reason in DropReason if accounts.get(account_of(reason))},
+        closed=_closed(accounts),
     )
 
 
@@ -53,4 +62,11 @@ def recount(connection: Connection) -> LedgerCounts:
         leased=by_state.get("leased", 0),
         consumed=by_state.get("consumed", 0),
         dropped={DropReason(reason): count for state, reason, count in rows if state == "dropped"},
+        # No group shows them.
+        closed=_closed(dict(connection.execute("SELECT account, count FROM ledger"))),
     )
+
+
+def _closed(accounts: Mapping[str, int]) -> dict[ReturnReason, int]:
+    counted = {reason: accounts.get(closed_account_of(reason), 0) for reason in ReturnReason}
+    return {reason: count for reason, count in counted.items() if count}

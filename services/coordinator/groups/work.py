@@ -1,8 +1,9 @@
 """Prompt groups handed out to samplers, as store operations.
 
 Guarantees: every assignment is a row until its group is accepted, so no prompt is skipped but by a window of difficulty
-(groups/difficulty.py); what expired or was given
-back is handed out first, with the same prompt and seed; the newest holders whose lease ran out may still answer, once.
+(groups/difficulty.py) or because it gives no group (groups/returns.py); what expired or was given back for another
+reason is handed out first, with the same prompt and seed; the newest holders whose lease ran out may still answer,
+once.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ def hand_out(
     request_id: str = "",
 ) -> list[Handed]:
     """Lease `count` assignments to a site under a request's id: open ones first, then new ones of the window."""
+    first = int(get_meta(connection, "next_assignment") or 0)
     rows = connection.execute(
-        "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 ORDER BY assignment LIMIT ?",
-        (count,),
+        "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND open_from <= ?"
+        " ORDER BY assignment LIMIT ?",
+        (first, count),
     ).fetchall()
     handed = []
     holder = _holder(site, incarnation)
@@ -76,7 +79,6 @@ def hand_out(
             (site, incarnation, json.dumps(names_held), request_id, assignment),
         )
         handed.append(Handed(assignment=assignment, prompt_index=prompt_index, seed=sampling_seed))
-    first = int(get_meta(connection, "next_assignment") or 0)
     chosen, last = difficulty.choose(
         connection,
         first,
@@ -91,7 +93,8 @@ def hand_out(
     ]
     names = json.dumps([holder])
     connection.executemany(
-        "INSERT INTO work VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
+        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders, request_id)"
+        " VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
         [(each.assignment, each.prompt_index, each.seed, site, incarnation, names, request_id) for each in new],
     )
     if new:
@@ -161,7 +164,8 @@ def reopen(connection: Connection, assignment: int) -> None:
     """Hand the assignment of a dropped group out again; its prompt and seed follow from the run's seed."""
     (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))
     connection.execute(
-        "INSERT INTO work VALUES (?, ?, ?, '', '', 0, '[]', '') ON CONFLICT DO NOTHING",
+        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
+        " VALUES (?, ?, ?, '', '', 0, '[]') ON CONFLICT DO NOTHING",
         (
             assignment,
             prompt_of(assignment, num_prompts=num_prompts, seed=seed),
@@ -188,6 +192,18 @@ def give_back(connection: Connection, *, site: SiteId, incarnation: str, assignm
             connection.execute(
                 "UPDATE work SET is_leased = 0, holders = ? WHERE assignment = ?", (json.dumps(names), assignment)
             )
+
+
+def held_by(
+    connection: Connection, assignment: int, *, site: SiteId, incarnation: str
+) -> tuple[int, dict[str, int]] | None:
+    """(prompt, counted returns by site) of an assignment that a site holds; None where it does not."""
+    row = connection.execute(
+        "SELECT prompt_index, returned FROM work WHERE assignment = ? AND site = ? AND incarnation = ?"
+        " AND is_leased = 1",
+        (min(assignment, 2**63 - 1), site, incarnation),
+    ).fetchone()
+    return None if row is None else (int(row[0]), json.loads(row[1]))
 
 
 def keep_only(connection: Connection, held: Collection[int], *, site: SiteId, incarnation: str) -> None:

@@ -18,6 +18,7 @@ from heterorl.common.wire.rollout import (
     outcomes_to_pb,
     reason_from_pb,
     rejections_from_pb,
+    return_reason_from_pb,
     work_grant_to_pb,
 )
 from heterorl.coordinator import observe
@@ -49,7 +50,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.AbandonWorkRequest, context: Context
     ) -> rollout_pb2.AbandonWorkResponse:
         await self._rollouts.abandon_work(
-            site=SiteId(request.site), incarnation=request.incarnation, assignments=list(request.assignments)
+            site=SiteId(request.site),
+            incarnation=request.incarnation,
+            assignments=list(request.assignments),
+            reason=return_reason_from_pb(request.reason),
         )
         return rollout_pb2.AbandonWorkResponse()
 

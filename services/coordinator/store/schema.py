@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 ANOTHER_PROGRAM = "start the release of heterorl that wrote it, or a newer one"
 """What to do about a store of a schema that this program does not know."""
 _BY_FLAVOUR = """
@@ -92,6 +92,9 @@ CREATE TABLE IF NOT EXISTS prompts (
     prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 """
+_RETURNERS = """
+CREATE TABLE returners (site TEXT PRIMARY KEY, accepted INTEGER NOT NULL, num_returns INTEGER NOT NULL) WITHOUT ROWID;
+"""
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
@@ -120,7 +123,7 @@ CREATE INDEX groups_by_version ON groups (version) WHERE version IS NOT NULL;
 CREATE TABLE work (
     assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,
     incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL,
-    request_id TEXT NOT NULL DEFAULT '');
+    request_id TEXT NOT NULL DEFAULT '', returned TEXT NOT NULL DEFAULT '{{}}', open_from INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_BY_FLAVOUR}
@@ -128,6 +131,7 @@ CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_SAMPLES}
 {_EVALUATIONS}
 {_PROMPTS}
+{_RETURNERS}
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
@@ -166,7 +170,15 @@ FROM_4 = _SAMPLES
 FROM_5 = _EVALUATIONS + _PROMPTS
 """Makes a store of schema 5 one of schema 6. Programs of schema 5 made these tables from some release on, hence the IF
 NOT EXISTS; no table since has any."""
-STEPS = {1: FROM_1, 2: FROM_2, 3: FROM_3, 4: FROM_4, 5: FROM_5}
+FROM_6 = (
+    """
+ALTER TABLE work ADD COLUMN returned TEXT NOT NULL DEFAULT '{}';
+ALTER TABLE work ADD COLUMN open_from INTEGER NOT NULL DEFAULT 0;
+"""
+    + _RETURNERS
+)
+"""Makes a store of schema 6, which counted no returns of rows that give no group, one of schema 7."""
+STEPS = {1: FROM_1, 2: FROM_2, 3: FROM_3, 4: FROM_4, 5: FROM_5, 6: FROM_6}
 """What makes a store of each earlier schema one of the next."""
 
 

@@ -23,7 +23,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from heterorl.common.errors import CorruptData, RewardError, UnknownPayload, UnknownVersion, UntrustedVersion
+from heterorl.common.errors import (
+    CorruptData,
+    PromptRefused,
+    RewardError,
+    UnknownPayload,
+    UnknownVersion,
+    UntrustedVersion,
+)
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process import metrics
@@ -63,7 +70,7 @@ class Scored:
     """What computing the rewards gave: a finding, or an error that says nothing of the site; neither where none are."""
 
     finding: Finding | None = None
-    error: RewardError | None = None
+    error: RewardError | PromptRefused | None = None
     seconds: float = 0.0
 
 
@@ -117,7 +124,7 @@ class Examiner:
                 tolerance=self.yardstick.config.reward_tolerance,
                 trusted=self.yardstick.config.trust_rewards_of,
             )
-        except RewardError as error:
+        except (RewardError, PromptRefused) as error:
             return Scored(error=error, seconds=time.perf_counter() - started)
         return Scored(finding=finding, seconds=time.perf_counter() - started)
 

@@ -37,6 +37,7 @@ def judge_rewards(
         trusted: sites whose word is enough; `*` is every site.
 
     Raises:
+        PromptRefused: the template does not write the prompt.
         RewardError: the verifier failed, code may come to either result, or a reward is neither computed here nor
             signed and its site is not trusted; that says nothing of the site.
     """

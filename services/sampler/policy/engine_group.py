@@ -150,7 +150,7 @@ class EngineGroup:
         """Give a request to the engine with the least under way.
 
         Raises:
-            ConfigError: the prompt leaves no room for a completion.
+            PromptTooLong: the prompt leaves no room for a completion.
             EngineError: all engines are out.
         """
         with self._news:

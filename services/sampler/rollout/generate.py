@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import EngineError
+from heterorl.common.errors import EngineError, PromptRefused
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.requests import Request
 from heterorl.common.model.canary import ScoredText
@@ -31,7 +31,7 @@ from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.rollout.drafts import Draft
 from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.harvest import Harvest
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 from heterorl.sampler.rollout.reserve import Reserve
 from heterorl.sampler.rollout.swap import Swap
 from heterorl.sampler.rollout.work import Work
@@ -40,6 +40,10 @@ from heterorl.sampler.session import Reported, Session
 _LOG = logging.getLogger(__name__)
 MAX_UNSCORED = 2
 """Fills of the engine that may wait for their rewards; then nothing begins until the rewards have come after."""
+
+
+REFUSED_S = 1.0
+"""Pause where nothing can be generated of any prompt that is given."""
 
 
 class Generation:
@@ -98,7 +102,7 @@ class Generation:
         return replace(
             self.swap.reported,
             tokens_per_s=self.harvest.tokens.per_s(self._clock.monotonic()),
-            problem=self.spooling.problem or self._policy.problem,
+            problem=self.spooling.problem or self._policy.problem or self.harvest.problem,
         )
 
     async def generate(self) -> None:
@@ -228,12 +232,12 @@ class Generation:
         if not work:
             return False
         version = self.swap.version
-        drafts = await asyncio.to_thread(
+        drafts, refused = await asyncio.to_thread(
             self._maker.begin, work, version=version, state_root=self.swap.reported.state_root
         )
         if self._may_begin and self.swap.version == version and self.reserve.look(1) == work[:1]:
             self.reserve.drop(len(work))
-            return await self._submit(drafts)
+            return await self._submit(drafts, refused)
         return True
 
     def _num_wanted(self) -> int:
@@ -251,22 +255,30 @@ class Generation:
             return None
         return self._work.ask_time - self._clock.monotonic()
 
-    async def _submit(self, drafts: Sequence[Draft]) -> bool:
-        """Hand requests to the engine; whether it took any."""
-        self.harvest.begin(drafts)
-        count, error = await asyncio.to_thread(self._submitted, drafts)
+    async def _submit(self, drafts: Sequence[Draft], refused: Sequence[Refused]) -> bool:
+        """Hand requests to the engine, and prompts back that were refused; whether anything became of them."""
+        if drafts:
+            self.harvest.begin(drafts)
+        count, too_long, error = await asyncio.to_thread(self._submitted, drafts)
+        found = [(draft.assignment, why) for draft, why in too_long if self._drafts.lose(draft.key) is not None]
+        self.harvest.refuse([*refused, *found])
         if error is not None:
-            refused = [draft for draft in drafts[count:] if self._drafts.lose(draft.key) is not None]
-            self.reserve.put_back([draft.assignment for draft in refused])
+            untaken = [draft for draft in drafts[count:] if self._drafts.lose(draft.key) is not None]
+            self.reserve.put_back([draft.assignment for draft in untaken])
             # During a swap it takes none; a swap that failed says so itself.
             if not self.guests.is_swapping and self.swap.version >= 0:
                 self.swap.note_failure(error)
-        if count:
+        if count > len(too_long):
+            self.harvest.refusals.passed()
             self.news.ring()
-        return count > 0
+        elif self.harvest.refusals.problem:
+            # Data that is refused row by row is not asked for without a pause.
+            self._work.ask_time = max(self._work.ask_time, self._clock.monotonic() + REFUSED_S)
+        return count > 0 or bool(refused)
 
-    def _submitted(self, drafts: Sequence[Draft]) -> tuple[int, EngineError | None]:
-        """How many of them the engine has taken, and why not all; in a thread."""
+    def _submitted(self, drafts: Sequence[Draft]) -> tuple[int, list[tuple[Draft, PromptRefused]], EngineError | None]:
+        """How many of them the engine has seen, which of these are too long, and why not all; in a thread."""
+        too_long = []
         for number, draft in enumerate(drafts):
             try:
                 self._engine.submit(
@@ -275,9 +287,11 @@ class Generation:
                         num_completions=self._maker.group_size,
                     )
                 )  # fmt: skip
+            except PromptRefused as error:
+                too_long.append((draft, error))
             except EngineError as error:
-                return number, error
-        return len(drafts), None
+                return number, too_long, error
+        return len(drafts), too_long, None
 
     def _return_reserve(self) -> None:
         self.harvest.give_back(self.reserve.clear())

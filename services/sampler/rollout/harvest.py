@@ -20,11 +20,12 @@ from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.requests import Finished, Lost
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
-from heterorl.common.types.rollout import Group
+from heterorl.common.types.rollout import Group, ReturnReason
 from heterorl.sampler.outbox.spooling import Spooling
 from heterorl.sampler.rollout.drafts import Draft, Drafts
 from heterorl.sampler.rollout.guests import Guests
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.maker import Refused, RolloutMaker
+from heterorl.sampler.rollout.refusals import Refusals
 from heterorl.sampler.rollout.scorer import Scorer
 from heterorl.sampler.rollout.speed import GroupRate, TokenRate
 from heterorl.sampler.rollout.swap import Swap
@@ -82,7 +83,8 @@ class Harvest:
         self._scorer = Scorer(maker)
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
         self._whole: list[Group] = []
-        self._returned: list[int] = []
+        self._returned: list[tuple[int, ReturnReason | None]] = []
+        self.refusals = Refusals()
 
     @property
     def is_empty(self) -> bool:
@@ -100,8 +102,20 @@ class Harvest:
     def give_back(self, assignments: Sequence[int]) -> None:
         """Hand assignments back."""
         if assignments:
-            self._returned += assignments
+            self._returned += [(number, None) for number in assignments]
             self._news.ring()
+
+    def refuse(self, refused: Sequence[Refused]) -> None:
+        """Hand assignments back of whose prompts nothing can be generated."""
+        for assignment, error in refused:
+            self._returned.append((assignment.id, self.refusals.note(assignment, error)))
+        if refused:
+            self._news.ring()
+
+    @property
+    def problem(self) -> str:
+        """Why no group comes of what is begun; empty while some does."""
+        return self.refusals.problem or self._scorer.problem
 
     def loops(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start the loops; they never end by themselves."""
@@ -179,7 +193,7 @@ class Harvest:
                 metrics.REWARD_ERRORS.inc()
                 self.log.note_failed()
                 self.groups.add(1, self._clock.monotonic())
-                self._give_up(draft)
+                self._give_up(draft, ReturnReason.REWARD_FAILED)
         else:
             whole = None
             for member, parts in zip(members, rows, strict=True):
@@ -190,9 +204,9 @@ class Harvest:
                 self._whole.append(self._maker.group(whole, state_roots=self._swap.state_roots))
         self._news.ring()
 
-    def _give_up(self, draft: Draft) -> None:
+    def _give_up(self, draft: Draft, reason: ReturnReason | None = None) -> None:
         """Hand an assignment back and ask for no more of its rewards."""
-        self._returned.append(draft.assignment.id)
+        self._returned.append((draft.assignment.id, reason))
         for task in self._scoring.pop(draft.key, ()):
             if task is not asyncio.current_task():
                 task.cancel()
@@ -234,8 +248,9 @@ class Harvest:
 
     async def _abandon(self) -> None:
         given = tuple(self._returned)
-        await self._work.abandon(given)
-        self._returned = [number for number in self._returned if number not in set(given)]
+        for reason in dict.fromkeys(reason for _, reason in given):
+            await self._work.abandon([number for number, other in given if other is reason], reason)
+        self._returned = [each for each in self._returned if each not in set(given)]
 
     async def hand_back(self) -> None:
         """Hand back what gives no group, as long as an end may take; a coordinator that is away lets it expire."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from heterorl.common.errors import PromptRefused
 from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
@@ -22,6 +23,8 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.sampler.rollout.drafts import Draft
 
+Refused = tuple[WorkAssignment, PromptRefused]
+"""An assignment of whose prompt nothing can be generated, and why."""
 NO_SEQUENCE = 0
 """Of a group that no outbox has numbered yet."""
 
@@ -42,30 +45,39 @@ class RolloutMaker:
     # A tokenizer is changed by who encodes with it, and several threads decode.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, work: Sequence[WorkAssignment], *, version: int, state_root: Digest) -> list[Draft]:
-        """A draft for each assignment, begun with a version.
+    def begin(
+        self, work: Sequence[WorkAssignment], *, version: int, state_root: Digest
+    ) -> tuple[list[Draft], list[Refused]]:
+        """A draft for each assignment, begun with a version, but for those whose prompts are refused.
 
         Args:
             work: what to generate.
             version: loaded now.
             state_root: of that version.
         """
-        prompts = [self.task.prompt(assignment.prompt_index) for assignment in work]
-        with self.lock:
-            encoded = [self.prompter.encode_prompt(prompt) for prompt in prompts]
         now = self.clock.monotonic()
-        return [
-            Draft(
-                key=next(self.keys),
-                assignment=assignment,
-                prompt=prompt,
-                prompt_token_ids=ids,
-                seed=self._seed(assignment, state_root),
-                version=version,
-                begun_at=now,
+        drafts: list[Draft] = []
+        refused: list[Refused] = []
+        for assignment in work:
+            prompt = self.task.prompt(assignment.prompt_index)
+            try:
+                with self.lock:
+                    ids = self.prompter.encode_prompt(prompt)
+            except PromptRefused as error:
+                refused.append((assignment, error))
+                continue
+            drafts.append(
+                Draft(
+                    key=next(self.keys),
+                    assignment=assignment,
+                    prompt=prompt,
+                    prompt_token_ids=ids,
+                    seed=self._seed(assignment, state_root),
+                    version=version,
+                    begun_at=now,
+                )
             )
-            for assignment, prompt, ids in zip(work, prompts, encoded, strict=True)
-        ]
+        return drafts, refused
 
     def score(self, prompt: Prompt, completion: Completion) -> tuple[RewardPart, ...]:
         """The parts of a completion's reward.

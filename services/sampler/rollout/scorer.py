@@ -57,6 +57,11 @@ class Scorer:
         self._failures.failed(error)
         _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)
 
+    @property
+    def problem(self) -> str:
+        """Why no group gets its rewards; empty while some do."""
+        return self._failures.problem
+
     def passed(self) -> None:
         """Note that a group has its rewards."""
         self._failures.passed()

@@ -11,7 +11,7 @@ from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unre
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.rollout import WorkAssignment
+from heterorl.common.types.rollout import ReturnReason, WorkAssignment
 from heterorl.common.types.words import peer_seconds, peer_words
 from heterorl.sampler.session import Session
 
@@ -78,8 +78,8 @@ class Work:
             self.ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
         return work
 
-    async def abandon(self, assignments: Sequence[int]) -> None:
-        """Hand work back; where that fails it expires."""
+    async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> None:
+        """Hand work back, with the reason for which it gives no group; where that fails it expires."""
         for first in range(0, len(assignments), MAX_ASKED):
             some = tuple(assignments[first : first + MAX_ASKED])
             try:
@@ -87,6 +87,7 @@ class Work:
                     site=self._session.registration.site,
                     incarnation=self._session.registration.incarnation,
                     assignments=some,
+                    reason=reason,
                 )
             except RemoteError as error:
                 _LOG.info("%d assignments are left to expire: %s", len(assignments) - first, error)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, EngineDied, EngineError
+from heterorl.common.errors import EngineDied, EngineError, PromptTooLong
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.model.canary import ScoredText
@@ -131,13 +131,13 @@ class VllmEngine:
         """Take a request; during a swap too.
 
         Raises:
-            ConfigError: the prompt leaves no room for a completion.
+            PromptTooLong: the prompt leaves no room for a completion.
             EngineError: the weights are not those of a version, or the process ended.
         """
         sampling = request.sampling or self._sampling
         limit = sampling.max_new_tokens
         if request.prompt.size + limit > self.max_model_len:
-            raise ConfigError(
+            raise PromptTooLong(
                 "engine.max_model_len",
                 f"{self.max_model_len} holds no prompt of {request.prompt.size} and {limit} new tokens",
             )

@@ -15,6 +15,7 @@ from heterorl.common.types.sample import SampleFilter, SamplePage
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
+from tests.support.earlier_store import SINCE_6
 from tests.support.run import INCARNATION, SITE, Run
 
 DIGEST, OTHER = Digest("d" * 64), Digest("e" * 64)
@@ -437,6 +438,7 @@ async def test_a_store_of_an_earlier_program_is_opened(tmp_path):
     with sqlite3.connect(tmp_path / "data" / "coordinator.sqlite") as connection:
         for table in ("jobs", "parts", "results", "sets"):
             connection.execute(f"DROP TABLE evaluation_{table}")
+        connection.executescript(SINCE_6)
         connection.execute("PRAGMA user_version=5")
     connection.close()
     await world.again()

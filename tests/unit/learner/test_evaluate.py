@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.generation.requests import Finished
 from heterorl.common.model import tensors
 from heterorl.common.model.prompts import Prompter
@@ -110,6 +110,26 @@ def test_failed_verifier_is_counted_and_is_no_wrong_answer():
     ).evaluate(Arena(LAYOUT), 0)  # fmt: skip
 
     assert (evaluation.accuracy, evaluation.num_errors) == (1.0, 1)
+
+
+def test_held_out_prompt_that_the_template_refuses_is_left_out(caplog):
+    task = ArithmeticTask(digits=2)
+
+    class Refusing(Bytes):
+        def encode_prompt(self, prompt):
+            if prompt.index == 1:
+                raise PromptRefused("use_chat_template", "the model's template refuses messages of user, user")
+            return super().encode_prompt(prompt)
+
+    evaluator = Evaluator(
+        task=task, engine=Answering(task, 3), prompter=Refusing(), num_prompts=4, num_per_prompt=1, seed=0
+    )
+    for version in range(2):
+        evaluation = evaluator.evaluate(Arena(LAYOUT), version)
+
+    assert (evaluation.num_prompts, evaluation.num_completions, evaluation.num_errors) == (3, 3, 0)
+    assert [sample.prompt_index for sample in evaluator.last_samples] == [0, 2, 3]
+    assert caplog.text.count("held-out prompt 1 is left out") == 1
 
 
 def test_what_was_generated_is_there_to_be_read():

@@ -78,5 +78,5 @@ MIGRATIONS = Migrations(
     version=schema.SCHEMA_VERSION,
     whole=in_postgres(schema.SCHEMA + schema.INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + tallies.TABLES,
     # None in PostgreSQL has an earlier one than 5, whose programs made indexes and counts without a number.
-    steps={5: in_postgres(schema.FROM_5 + schema.INDEXES) + tallies.TABLES},
+    steps={5: in_postgres(schema.FROM_5 + schema.INDEXES) + tallies.TABLES, 6: in_postgres(schema.FROM_6)},
 )

@@ -25,6 +25,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.samples import ring
 from tests.support.clock import ManualClock
+from tests.support.earlier_store import SINCE_6
 from tests.support.run import SITE, Run, credits_of, rollout
 
 ALL = SampleFilter()
@@ -352,6 +353,7 @@ async def test_store_of_an_earlier_program_keeps_samples_from_now_on(tmp_path):
     await core.close()
     with sqlite3.connect(tmp_path / "data" / "coordinator.sqlite") as connection:
         # As schema 4 had it.
+        connection.executescript(SINCE_6)
         connection.executescript(
             "DROP TABLE samples; DROP TABLE sample_payloads; DROP TABLE sample_totals; PRAGMA user_version = 4;"
         )

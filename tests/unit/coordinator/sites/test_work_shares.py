@@ -28,7 +28,7 @@ def allowances(connection, sites, *, limit=32, now=0.0, works_ahead=False):
 
 def hold(connection, site, *assignments):
     for assignment in assignments:
-        connection.execute("INSERT INTO work VALUES (?, 0, 0, ?, 'i', 1, '[]', '')", (assignment, site))
+        connection.execute("INSERT INTO work VALUES (?, 0, 0, ?, 'i', 1, '[]', '', '{}', 0)", (assignment, site))
 
 
 def deliver(connection, site, count):

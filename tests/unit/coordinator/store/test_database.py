@@ -216,7 +216,8 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
     def fill(connection):
         set_meta(connection, "run_id", "run")
         connection.executemany(
-            "INSERT INTO work VALUES (?, 0, 0, 'a', 'i', 0, '[]', ?)", [(number, "r" * 64) for number in range(500)]
+            "INSERT INTO work VALUES (?, 0, 0, 'a', 'i', 0, '[]', ?, '{}', 0)",
+            [(number, "r" * 64) for number in range(500)],
         )
         connection.executemany(
             "INSERT INTO groups (site, incarnation, sequence, digest, state, assignment, oldest_version, num_bytes,"

@@ -58,7 +58,7 @@ def some_change(rng):
                 (rng.choice(["pending", "leased", "consumed", "dropped"]), number),
             ),
             (
-                "INSERT OR IGNORE INTO work VALUES (?, 0, 0, ?, ?, ?, '[]', '')",
+                "INSERT OR IGNORE INTO work VALUES (?, 0, 0, ?, ?, ?, '[]', '', '{}', 0)",
                 (number, site, rng.choice("ij"), rng.randrange(2)),
             ),
             ("UPDATE work SET is_leased = 0 WHERE assignment = ?", (number,)),
@@ -91,7 +91,7 @@ def test_counts_are_those_of_the_rows_after_any_changes(connection, seed):
 def test_change_that_is_undone_is_not_counted(connection):
     before = counted(connection)
     connection.execute("BEGIN")
-    connection.execute("INSERT INTO work VALUES (1, 0, 0, 'a', 'i', 1, '[]', 'r')")
+    connection.execute("INSERT INTO work VALUES (1, 0, 0, 'a', 'i', 1, '[]', 'r', '{}', 0)")
     assert tallies.outstanding(connection) == 1
     assert tallies.held(connection, "a") == 1
     connection.execute("ROLLBACK")
@@ -101,7 +101,7 @@ def test_change_that_is_undone_is_not_counted(connection):
 
 
 def test_counting_writes_nothing_to_the_disk(connection):
-    connection.execute("INSERT INTO work VALUES (1, 0, 0, 'a', 'i', 1, '[]', 'r')")
+    connection.execute("INSERT INTO work VALUES (1, 0, 0, 'a', 'i', 1, '[]', 'r', '{}', 0)")
     names = {row[0] for row in connection.execute("SELECT name FROM main.sqlite_master")}
 
     assert not names & {"tally", "waiting", "holder", "out_work", "sharer"}

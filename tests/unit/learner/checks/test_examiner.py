@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.verify import build_site
 from benchmarks.verify_cheats import SEED
-from heterorl.common.errors import RewardError, UnknownPayload, UnknownVersion
+from heterorl.common.errors import PromptRefused, RewardError, UnknownPayload, UnknownVersion
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model import tensors
@@ -149,6 +149,18 @@ async def test_verifier_that_fails_blames_nobody(site, honest, monkeypatch):
     finding = await examine(site, honest[0])
 
     assert (finding.reason, "timed out" in finding.detail) == (None, True)
+
+
+async def test_row_that_the_template_refuses_blames_nobody_and_ends_no_learner(site, honest):
+    class Refusing:
+        def encode_prompt(self, prompt):
+            raise PromptRefused("use_chat_template", "the model's template refuses messages of user, user")
+
+    examiner = examiner_of(site)
+    examiner.yardstick = dataclasses.replace(examiner.yardstick, prompter=Refusing())
+    finding = await examiner.examine(queued(honest[0]))
+
+    assert (finding.reason, "refuses messages" in finding.detail) == (None, True)
 
 
 async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, tmp_path, caplog):

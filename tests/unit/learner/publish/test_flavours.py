@@ -41,6 +41,7 @@ from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from tests.support.clock import ManualClock
+from tests.support.earlier_store import SINCE_6
 from tests.support.learner_world import (
     FragileApi,
     Killed,
@@ -562,6 +563,7 @@ async def test_store_of_an_earlier_program_gets_flavours_and_keeps_what_it_had(t
         # As schema 1 had it: the same columns, but for the last.
         connection.executescript("DROP VIEW stated; DROP TABLE flavour_versions; PRAGMA user_version = 1;")
         connection.executescript("DROP TABLE failures; DROP TABLE convictions; DROP TABLE audit;")
+        connection.executescript(SINCE_6)
         connection.executescript("DROP TABLE samples; DROP TABLE sample_payloads; DROP TABLE sample_totals;")
         for table, column in (
             ("sites", "flavour"),

@@ -77,7 +77,7 @@ def work(*indices):
 def made(parts, maker, assignments):
     """Their groups, and the assignments that gave none."""
     engine, _ = parts
-    drafts = maker.begin(assignments, version=5, state_root=ROOT)
+    drafts, _ = maker.begin(assignments, version=5, state_root=ROOT)
     members = generate_all(
         engine,
         [draft.prompt_token_ids for draft in drafts],

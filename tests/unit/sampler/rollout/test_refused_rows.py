@@ -1,0 +1,160 @@
+"""Rows of which no group can be made: they cost nothing but themselves, and a person is told where none is left."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from heterorl.common.errors import ConfigError, PromptTooLong, RewardError
+from heterorl.common.model.canary import NUM_SEQUENCES, canary_texts
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.trial import try_prompts
+from heterorl.common.process import metrics
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.types.rollout import ReturnReason, RewardPart
+from tests.support.run import CONTRACT
+from tests.support.sampler_world import World
+
+ALTERNATE = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{{ m['content'] }} {% endfor %}"
+)
+"""The rule of the templates of Mistral, Gemma and Llama 2."""
+REFUSED, LONG = {7, 11, 30}, {19}
+
+
+@pytest.fixture(scope="module")
+def prompter(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "q": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = ALTERNATE
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": 0, "vocab_size": 3}))
+    return Prompter(str(directory), use_chat_template=True)
+
+
+def rows_of(path, *, refused, long=()):
+    """A task of CONTRACT.num_prompts training prompts by a file of messages; `refused` and `long` are positions."""
+    rows = []
+    for index in range(CONTRACT.num_prompts):
+        ask = [{"role": "user", "content": f"q {index}" + " q" * (5000 if index in long else 0)}]
+        rows.append({"messages": ask * (2 if index in refused else 1), "answer": "2"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = path.with_name("held-out.jsonl")
+    held_out.write_text(json.dumps({"messages": [{"role": "user", "content": "q held out"}], "answer": "2"}) + "\n")
+    config = TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out), data={"messages": "messages"})
+    return build_task(config)
+
+
+class RunTask:
+    """A task's prompts under the digest of the tests' contract; scoring fails for some answers."""
+
+    digest = CONTRACT.task_digest
+
+    def __init__(self, task, unscored=()):
+        self.num_prompts, self.num_evaluation_prompts = task.num_prompts, task.num_evaluation_prompts
+        self.prompt, self.evaluation_prompt = task.prompt, task.evaluation_prompt
+        self.unscored = set(unscored)
+
+    def score(self, prompt, completion):
+        if prompt.index in self.unscored:
+            raise RewardError("the right answer cannot be parsed")
+        return (RewardPart(name="correct", value=1.0),)
+
+
+@pytest.fixture
+async def world(tmp_path, prompter):
+    world = await World.open(tmp_path, groups_per_version=8)
+    await world.run.publish()
+    world.prompter = prompter
+    yield world
+    await world.close()
+
+
+def bound(engine, room):
+    """Make the engine refuse prompts as vLLM's adapter does."""
+    submit = engine.submit
+
+    def checked(request):
+        if request.prompt.size > room:
+            raise PromptTooLong("engine.max_model_len", f"{room} holds no prompt of {request.prompt.size}")
+        submit(request)
+
+    engine.submit = checked
+
+
+async def closed(world):
+    status = await world.core.get_status()
+    assert status.ledger.is_balanced
+    return status.ledger.closed
+
+
+async def acked_prompts(world):
+    rows = await world.core.database.run(lambda c: c.execute("SELECT DISTINCT assignment FROM groups").fetchall())
+    return len(rows)
+
+
+async def test_single_rows_end_no_sampler_and_stop_no_run(world, tmp_path, caplog):
+    world.task = RunTask(rows_of(tmp_path / "rows.jsonl", refused=REFUSED, long=LONG), unscored={3})
+    before = metrics.REFUSED_PROMPTS.labels("prompt_refused")._value.get()
+    world.start()
+    bound(world.engine, 4096)
+    # Two passes over the prompts.
+    await world.until_acknowledged(2 * CONTRACT.num_prompts)
+    assert not world.is_ended
+    await world.until(lambda: metrics.REFUSED_PROMPTS.labels("prompt_refused")._value.get() >= before + 9)
+    found = await closed(world)
+
+    assert found[ReturnReason.PROMPT_REFUSED] >= len(REFUSED)
+    assert found[ReturnReason.PROMPT_TOO_LONG] >= 1
+    assert found[ReturnReason.REWARD_FAILED] >= 1
+    lines = [record.getMessage() for record in caplog.records if "gives no group (" in record.getMessage()]
+    assert sorted(int(line.split()[1]) for line in lines) == sorted(REFUSED | LONG), "each row once"
+    assert any("roles must alternate" in line for line in lines)
+    assert "NO PROMPT" not in caplog.text
+
+
+async def test_data_that_is_refused_altogether_is_said_loudly_and_does_not_spin(world, tmp_path, caplog):
+    world.task = RunTask(rows_of(tmp_path / "rows.jsonl", refused=set(range(CONTRACT.num_prompts))))
+    world.start()
+    await world.passed(120.0)
+
+    assert not world.is_ended
+    assert "NO PROMPT for 8 groups in a row" in caplog.text
+    assert world.link.calls["lease_work"] < 200
+    (site,) = (await world.core.get_status()).sites
+    assert site.problem.startswith("NO PROMPT for")
+    # One site whose prompts are all refused closes next to nothing.
+    assert sum((await closed(world)).values()) <= 10
+
+
+async def test_rewards_that_all_fail_are_said_in_the_status(world):
+    world.task = RunTask(build_task(TaskConfig(name="arithmetic")), unscored=range(10_000))
+    world.task.num_prompts = CONTRACT.num_prompts
+    world.start()
+    await world.passed(60.0)
+
+    (site,) = (await world.core.get_status()).sites
+    assert site.problem.startswith("NO REWARD for")
+
+
+def test_start_refuses_data_that_is_refused_altogether_and_no_other(prompter, tmp_path):
+    try_prompts(rows_of(tmp_path / "some.jsonl", refused=set(range(CONTRACT.num_prompts)) - {0, 1}), prompter)
+    every = rows_of(tmp_path / "all.jsonl", refused=set(range(CONTRACT.num_prompts)))
+    with pytest.raises(
+        ConfigError, match=r"use_chat_template: all of 32 prompts that were tried are refused: .*must alternate"
+    ):
+        try_prompts(every, prompter)
+
+
+def test_canary_leaves_out_held_out_prompts_that_are_refused(prompter, tmp_path):
+    task = rows_of(tmp_path / "rows.jsonl", refused={0, 2})
+    task.evaluation_prompt, task.num_evaluation_prompts = task.prompt, task.num_prompts
+    texts = canary_texts(task, prompter)
+
+    wanted = [prompter.encode_prompt(task.prompt(index)).tolist() for index in (1, 3, 4, 5)]
+    assert [text.prompt.tolist() for text in texts] == wanted
+    assert len(texts) == NUM_SEQUENCES

@@ -25,7 +25,7 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
     ),
     "delay": frozenset({"default"}),
     "task": frozenset({"lr", "warm_start_lr"}),
-    "prompts": frozenset({"data", "system_prompt", "rewards", "sources"}),
+    "prompts": frozenset({"data", "system_prompt", "rewards", "sources", "sandbox"}),
     "regime": frozenset(
         {
             "last_evaluations",

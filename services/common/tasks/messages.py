@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.task import Message, Prompt, Task
+from heterorl.common.tasks.task import Message, Prompt, Task, uncertain_parts
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -74,6 +74,10 @@ class SystemPromptTask:
             RewardError: the verifier failed; that is not a score.
         """
         return self.inner.score(prompt, completion)
+
+    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
+        """Rewards, by name, of which another machine may give this completion another value without fault."""
+        return uncertain_parts(self.inner, prompt, completion)
 
     def close(self) -> None:
         """End what the task runs."""

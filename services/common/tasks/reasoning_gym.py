@@ -1,55 +1,84 @@
 """Any data set of the reasoning-gym package by name; its own verifier gives the score.
 
 A text is held out or trained on by its own digest, so that no seed and no size can show a held-out prompt in training.
+Its verifiers run answers as Python, so no completion is scored in this process: a worker's sandbox does that.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import math
-import threading
+import logging
 from typing import Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
+from heterorl.common.tasks.rewards.near import NEAR, NearLimit
+from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.sandbox.entries import Entries, NoEntries
+from heterorl.common.tasks.rewards.sandbox.gym import limit_of
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
-from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import bytes_digest
 
-_SEED_STRIDE = 1_000_003
-"""Item i of a data set is made from seed + i; data sets so far apart share no item."""
-_HELD_OUT_SHARE = 4
-"""One text in so many is held out."""
-_MAX_TRIES = 200
-"""(3/4)**200 = 1e-25: without a held-out text by then, the data set has too few texts."""
-_CACHED_ENTRIES = 4096
+_LOG = logging.getLogger(__name__)
+_PART = "score"
 
 
 class ReasoningGymTask:
     """Implements heterorl.common.tasks.task.Task; entries on the wrong side of the split are drawn again."""
 
-    def __init__(self, *, name: str, size: int, evaluation_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        size: int,
+        evaluation_size: int,
+        seed: int,
+        timeout_s: float,
+        num_workers: int,
+        sandbox: bool = True,
+    ) -> None:
+        """Nothing starts before the first score.
+
+        Args:
+            name: of the data set.
+            size: number of training prompts.
+            evaluation_size: number of held-out prompts.
+            seed: of the data set.
+            timeout_s: for the score of one completion, seconds.
+            num_workers: most processes that score.
+            sandbox: whether completions are scored inside one.
+
+        Raises:
+            ConfigError: the data set is unknown, or too small to be split.
+            DependencyMissing: the package is not installed.
+        """
         try:
             import reasoning_gym
         except ImportError as error:
             raise DependencyMissing("reasoning-gym", "gym") from error
-        self._gym: Any = reasoning_gym
-        self._name = name
-        self._size = max(size, evaluation_size)
-        self._seed = seed
-        self._datasets: list[Any] = []
-        # A learner evaluates and checks rewards in two threads: made twice, a data set would take the next one's place.
-        self._making = threading.Lock()
-        self._entry = functools.lru_cache(maxsize=_CACHED_ENTRIES)(self._find)
+        version = getattr(reasoning_gym, "__version__", "")
+        self._entries = Entries(reasoning_gym, name=name, size=max(size, evaluation_size), seed=seed)
+        self._limit_s = limit_of(timeout_s)
+        self._near = NearLimit()
+        self._has_scored = False
+        self.num_workers = num_workers
         self.num_prompts = size
         self.num_evaluation_prompts = evaluation_size
-        version = getattr(reasoning_gym, "__version__", "")
-        self.digest: Digest = bytes_digest(f"reasoning_gym 2 {version} {name} {size} {evaluation_size} {seed}".encode())
+        stated = f"{version} {name} {size} {evaluation_size} {seed} {self._limit_s:g}"
+        self.digest: Digest = bytes_digest(f"reasoning_gym 3 {stated}".encode())
+        job = {
+            "kind": "gym", "name": name, "size": max(size, evaluation_size), "seed": seed, "version": version,
+            "timeout_s": timeout_s, "sandbox": sandbox,
+        }  # fmt: skip
+        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
         # A wrong name and a data set too small to be split are told at the start, not in the middle of a run.
         self._entry(0, False)
         self._entry(0, True)
+        if not sandbox:
+            _LOG.warning(
+                "task.sandbox is false: a completion of reasoning_gym:%s may run any code as the user of this service",
+                name,
+            )
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""
@@ -60,43 +89,39 @@ class ReasoningGymTask:
         return _prompt(index, self._entry(index, True))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The data set's own score in [0, 1].
+        """The data set's own score in [0, 1]; 0 where its verifier raises or does not end in time.
 
         Raises:
-            RewardError: the verifier raised, or gave what is no number.
+            ConfigError: completions cannot be scored here, such as without a sandbox.
+            RewardError: the prompt is not of this data set, or what scores does not start again; that is not a score.
         """
-        entry = self._entry(prompt.index, is_held_out(prompt.text))
-        if entry["question"] != prompt.text:
-            raise RewardError(f"prompt {prompt.index} is not of this data set")
         try:
-            value = float(self._dataset(0).score_answer(answer=completion.strip(), entry=entry))
-        except Exception as error:
-            raise RewardError(f"reasoning_gym failed on prompt {prompt.index}: {peer_words(repr(error))}") from error
-        if not math.isfinite(value):
-            raise RewardError(f"reasoning_gym scored prompt {prompt.index} with {value}")
-        return (RewardPart(name="score", value=value),)
+            reply = self.pool.ask({"index": prompt.index, "prompt": prompt.text, "completion": completion})
+        except LoadFailed as error:
+            if self._has_scored:
+                raise RewardError(f"the process that scores does not start again: {error}") from error
+            action = "docs/rewards.md says what a sandbox needs, and what task.sandbox = false gives away"
+            raise ConfigError("task.name", str(error), action=action) from error
+        except RewardError as error:
+            raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
+        self._has_scored = True
+        if reply["seconds"] > NEAR * self._limit_s:
+            self._near.add(prompt, completion)
+        return (RewardPart(name=_PART, value=float(reply["value"])),)
 
-    def _find(self, index: int, held_out: bool) -> Any:
-        for attempt in range(_MAX_TRIES):
-            entry = self._dataset(attempt)[index]
-            if is_held_out(entry["question"]) is held_out:
-                return entry
-        raise ConfigError("task.name", f"reasoning_gym:{self._name} has too few different prompts to hold some out")
+    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
+        """Rewards, by name, of which another machine may give this completion another value without fault."""
+        return (_PART,) if self._near.has(prompt, completion) else ()
 
-    def _dataset(self, attempt: int) -> Any:
-        with self._making:
-            while attempt >= len(self._datasets):
-                seed = self._seed + len(self._datasets) * _SEED_STRIDE
-                try:
-                    self._datasets.append(self._gym.create_dataset(self._name, size=self._size, seed=seed))
-                except (ValueError, KeyError, TypeError, AssertionError) as error:
-                    raise ConfigError("task.name", f"reasoning_gym:{self._name}: {error}") from error
-            return self._datasets[attempt]
+    def close(self) -> None:
+        """Kill the processes, with what runs inside."""
+        self.pool.close()
 
-
-def is_held_out(text: str) -> bool:
-    """Which side of the split a prompt is on: a function of its text alone."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % _HELD_OUT_SHARE == 0
+    def _entry(self, index: int, held_out: bool) -> Any:
+        try:
+            return self._entries.find(index, held_out)
+        except NoEntries as error:
+            raise ConfigError("task.name", str(error)) from error
 
 
 def _prompt(index: int, entry: Any) -> Prompt:

@@ -65,7 +65,11 @@ class SourceConfig(Config):
     directory itself. What is installed keeps its names."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time for the reward of one completion, seconds. A process that needs longer is killed and replaced, and the group
-    is given up."""
+    is given up. reasoning_gym: a completion has half of it, at most 2 s, and is then worth 0."""
+    sandbox: bool = True
+    """reasoning_gym: whether completions are scored inside bubblewrap. Its verifiers run answers as Python: with false
+    a completion may run any code as the user of this service, read its keys and files, and change every later score.
+    For machines that allow no namespaces and hold nothing else. Of one machine: no node adopts it."""
     reward_workers: int = Field(default=1, ge=1, le=64)
     """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
     4 unless this is set."""
@@ -155,8 +159,9 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
         from heterorl.common.tasks.reasoning_gym import ReasoningGymTask
 
         task = ReasoningGymTask(
-            name=argument, size=config.size, evaluation_size=config.evaluation_size, seed=config.seed
-        )
+            name=argument, size=config.size, evaluation_size=config.evaluation_size, seed=config.seed,
+            timeout_s=config.reward_timeout_s, num_workers=config.reward_workers, sandbox=config.sandbox,
+        )  # fmt: skip
     elif kind == "jsonl" and argument:
         from heterorl.common.tasks.jsonl import JsonlTask
 
@@ -249,7 +254,7 @@ def apart(task: Task, config: SourceConfig) -> Task:
     if isinstance(task, WeightedTask):
         return task.with_own_score(apart(task.inner, config.model_copy(update={"rewards": (), "reward": ""})))
     kind = config.name.partition(":")[0]
-    if config.reward or (kind in _OF_FILES and config.match == "math_verify"):
+    if config.reward or kind == "reasoning_gym" or (kind in _OF_FILES and config.match == "math_verify"):
         return task
     job: dict[str, object]
     if kind in _OF_FILES:

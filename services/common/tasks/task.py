@@ -74,6 +74,12 @@ class Task(Protocol):
         ...
 
 
+def uncertain_parts(task: Task, prompt: Prompt, completion: str) -> tuple[str, ...]:
+    """Parts, by name, of which another machine may give this completion another value without fault."""
+    find = getattr(task, "uncertain", None)
+    return tuple(find(prompt, completion)) if find is not None else ()
+
+
 def source_of(task: Task, index: int) -> str:
     """The label of the source of a training prompt; empty where a task has one source."""
     find = getattr(task, "source_of", None)

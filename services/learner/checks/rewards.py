@@ -13,7 +13,7 @@ from heterorl.common.tasks.rewards.remote.reward import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.sources.mixture import MixtureTask
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
 from heterorl.common.types.rollout import DropReason, Group, RewardPart, Rollout, total_reward
 from heterorl.learner.checks.judge import SOUND, Finding
 
@@ -61,8 +61,10 @@ def judge_rewards(
         if not problem:
             continue
         detail = f"rollouts[{number}].{problem}"
-        if isinstance(task, WeightedTask | MixtureTask) and _is_by_code(
-            rollout, parts, task.by_code(prompt), tolerance=tolerance
+        if _is_by(uncertain_parts(task, prompt, texts[number]), rollout, parts, tolerance=tolerance):
+            raise RewardError(f"{detail}, in a time so near its limit that either may be right")
+        if isinstance(task, WeightedTask | MixtureTask) and _is_by(
+            task.by_code(prompt), rollout, parts, tolerance=tolerance
         ):
             _refuse_doubtful(task, prompt, texts[number], stated=rollout.reward_parts, computed=parts)
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
@@ -106,8 +108,8 @@ def _believed(
     return "", tuple(parts)
 
 
-def _is_by_code(rollout: Rollout, computed: Sequence[RewardPart], names: Collection[str], *, tolerance: float) -> bool:
-    """Whether all that differs is what the completion's code came to: with the stated values of it all is right."""
+def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> bool:
+    """Whether all that differs is these rewards, of values from 0 to 1: with the stated values of them all is right."""
     said = {part.name: part.value for part in rollout.reward_parts}
     if not names or not all(0.0 <= said.get(name, -1.0) <= 1.0 for name in names):
         return False

@@ -117,7 +117,7 @@ class RewardProcess:
 
     def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self.process is not None
-        reply = json.loads(_converse(self.process, json.dumps(message).encode() + b"\n", timeout_s))
+        reply = json.loads(converse(self.process, json.dumps(message).encode() + b"\n", timeout_s))
         if not isinstance(reply, dict):
             raise ValueError("the answer is no object")
         return reply
@@ -215,8 +215,19 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         threading.Thread(target=process.wait, daemon=True).start()
 
 
-def _converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-    """Write a line and read one, both within one limit: the other side may read nothing while it hangs."""
+def converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
+    """Write a line and read one, both within one limit: the other side may read nothing while it hangs.
+
+    Args:
+        process: its two pipes do not block.
+        line: what is asked.
+        timeout_s: limit, seconds.
+
+    Raises:
+        OSError: it ended.
+        TimeoutError: it did not answer in time.
+        ValueError: it answered too much.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + timeout_s

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -76,6 +76,13 @@ class NamedReward:
             return (replace(parts[0], name=self.name, weight=self.weight),)
         return tuple(replace(part, name=f"{self.name}/{part.name}", weight=self.weight) for part in parts)
 
+    def is_uncertain(self, prompt: Prompt, completion: str) -> bool:
+        """Whether another machine may give this completion another value without fault."""
+        if isinstance(self.source, CodeReward):
+            return self.source.is_uncertain(prompt, completion)
+        find: Callable[[Prompt, str], tuple[str, ...]] | None = getattr(self.source, "uncertain", None)
+        return find is not None and bool(find(prompt, completion))
+
     @property
     def num_workers(self) -> int:
         """Most of its values that are computed at once."""
@@ -129,11 +136,7 @@ class WeightedTask:
 
     def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
         """Rewards, by name, of which another machine may give this completion another value without fault."""
-        return tuple(
-            each.name
-            for each in self.rewards
-            if isinstance(each.source, CodeReward) and each.source.is_uncertain(prompt, completion)
-        )
+        return tuple(each.name for each in self.rewards if each.is_uncertain(prompt, completion))
 
     def by_code(self, prompt: Prompt) -> tuple[str, ...]:  # noqa: ARG002 - a mixture has others for other prompts
         """Rewards, by name, that are what a completion's code comes to."""

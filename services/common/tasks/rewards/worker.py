@@ -126,6 +126,15 @@ def _remote(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         raise LoadError("error", str(error)) from error
 
 
+def _gym(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    module: Any = importlib.import_module("heterorl.common.tasks.rewards.sandbox.gym")
+    try:
+        loaded: tuple[Answer, dict[str, Any]] = module.load(job)
+    except (ValueError, OSError) as error:
+        raise LoadError("error", str(error)) from error
+    return loaded
+
+
 def _code(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     module: Any = importlib.import_module("heterorl.common.tasks.rewards.sandbox.code")
     try:
@@ -207,7 +216,10 @@ def _beside(name: str) -> Any:
     return module
 
 
-_KINDS = {"math_verify": _math, "function": _function, "exact": _exact, "task": _task, "remote": _remote, "code": _code}
+_KINDS = {
+    "math_verify": _math, "function": _function, "exact": _exact, "task": _task, "remote": _remote, "code": _code,
+    "gym": _gym,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

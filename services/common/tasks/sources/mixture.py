@@ -14,7 +14,7 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.weighted import WeightedTask
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -114,8 +114,7 @@ class MixtureTask:
     def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
         """Rewards, by name, of which another machine may give this completion another value without fault."""
         assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        task = self.sources[prompt.number].task
-        return task.uncertain(prompt.inner, completion) if isinstance(task, WeightedTask) else ()
+        return uncertain_parts(self.sources[prompt.number].task, prompt.inner, completion)
 
     def by_code(self, prompt: Prompt) -> tuple[str, ...]:
         """Rewards of the prompt's own task, by name, that are what a completion's code comes to."""

@@ -12,7 +12,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.math_verify import MAX_MEMORY_BYTES, MathVerifier
 from heterorl.common.tasks.rewards.process import SCRIPT
 
@@ -65,13 +65,18 @@ def test_wrong_task_name_names_its_key(name):
 
 
 def test_reasoning_gym_datasets_work_by_name():
-    task = build_task(TaskConfig(name="reasoning_gym:basic_arithmetic", size=20, evaluation_size=5))
+    task = build_task(
+        TaskConfig(name="reasoning_gym:basic_arithmetic", size=20, evaluation_size=5, reward_timeout_s=20)
+    )
     prompt, held_out = task.prompt(3), task.evaluation_prompt(3)
 
     assert (task.num_prompts, task.num_evaluation_prompts) == (20, 5)
-    assert task.score(prompt, prompt.answer)[0].value == 1.0
-    assert task.score(held_out, held_out.answer)[0].value == 1.0
-    assert task.score(prompt, "nonsense")[0].value < 1.0
+    try:
+        assert task.score(prompt, prompt.answer)[0].value == 1.0
+        assert task.score(held_out, held_out.answer)[0].value == 1.0
+        assert task.score(prompt, "nonsense")[0].value < 1.0
+    finally:
+        close_task(task)
     assert prompt.text != held_out.text
 
 
@@ -89,12 +94,15 @@ def test_reasoning_gym_never_trains_on_a_held_out_prompt(name):
 
 
 def test_reasoning_gym_does_not_score_a_prompt_of_another_task():
-    task = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5))
+    task = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5, reward_timeout_s=20))
     other = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5, seed=9))
 
     assert task.digest != other.digest
-    with pytest.raises(RewardError, match="not of this data set"):
-        task.score(other.prompt(0), "1")
+    try:
+        with pytest.raises(RewardError, match="not of this data set"):
+            task.score(other.prompt(0), "1")
+    finally:
+        close_task(task)
 
 
 def lines(tmp_path, *rows, name="task.jsonl"):
@@ -281,13 +289,13 @@ def test_reasoning_gym_has_the_same_prompts_when_two_threads_ask_for_new_ones(mo
         made.append(seed)
         if len(made) == 1:
             # Another thread needs the same data set while the first one makes it.
-            second.append(threading.Thread(target=task._dataset, args=(40,)))
+            second.append(threading.Thread(target=task._entries.dataset, args=(40,)))
             second[0].start()
             second[0].join(0.5)
         return create(name, size=size, seed=seed)
 
     monkeypatch.setattr(reasoning_gym, "create_dataset", slow)
-    task._dataset(40)
+    task._entries.dataset(40)
     second[0].join()
 
     # One seed for each: what was made twice would stand in the place of the next.

@@ -90,7 +90,8 @@ class Sandbox:
         with _Pipes() as pipes:
             deadline = time.monotonic() + self.limits.seconds
             process = subprocess.Popen(
-                self._command(pipes), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                self.command(pipes.orders_out, pipes.report_in),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 pass_fds=(pipes.orders_out, pipes.report_in), env={}, bufsize=0,
             )  # fmt: skip
             pipes.close_other_side()
@@ -108,7 +109,14 @@ class Sandbox:
                         pipe.close()
                 process.wait()
 
-    def _command(self, pipes: _Pipes) -> list[str]:
+    def command(self, orders: int, report: int, *, serving: Sequence[Path] = ()) -> list[str]:
+        """What runs `inside`.
+
+        Args:
+            orders: descriptor that it reads.
+            report: descriptor that it writes.
+            serving: files of ours that it may import; it is the first process of its namespace then.
+        """
         is_root = os.geteuid() == 0
         spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         # Root of the machine needs no namespace of users, and in one of its own its processes would not be counted.
@@ -124,11 +132,15 @@ class Sandbox:
                 files += ["--symlink", str(Path(link).readlink()), link]
             elif Path(link).is_dir():
                 files += ["--ro-bind", link, link]
+        if serving:
+            files += ["--perms", "0755", "--dir", "/serving"]
+        for script in serving:
+            files += ["--ro-bind", str(script), f"/serving/{script.name}"]
         limits = self.limits
         numbers = [limits.memory_bytes, limits.work_bytes, limits.num_processes, int(limits.seconds) + 1]
         user = _FIRST_USER + os.getpid() if is_root else -1
         return [
-            self.program, *spaces, "--die-with-parent", "--new-session", *files,
+            self.program, *spaces, *(["--as-pid-1"] if serving else []), "--die-with-parent", "--new-session", *files,
             "--ro-bind", str(INSIDE), "/inside.py",
             "--dev", "/dev", "--remount-ro", "/dev",
             "--size", str(limits.work_bytes), "--perms", "1777", "--tmpfs", "/tmp",
@@ -137,7 +149,7 @@ class Sandbox:
             "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
             # Not -I: it would ignore PYTHONHASHSEED, and code that reads a set in its order would toss a coin.
-            "--", self.python, "-s", "-B", "/inside.py", str(pipes.orders_out), str(pipes.report_in), str(user),
+            "--", self.python, "-s", "-B", "/inside.py", str(orders), str(report), str(user),
             *map(str, numbers),
         ]  # fmt: skip
 

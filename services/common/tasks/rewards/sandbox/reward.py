@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import OrderedDict
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.config import CodeRewardConfig
+from heterorl.common.tasks.rewards.near import NEAR, NearLimit
 from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
 from heterorl.common.tasks.rewards.remote.reward import WHOLE
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
-
-NEAR = 0.25
-"""Share of a time limit beyond which another machine may come to another result."""
-_REMEMBERED = 4096
 
 
 class CodeReward:
@@ -39,7 +34,7 @@ class CodeReward:
         self.num_workers = num_workers
         self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
         self._timeout_s, self._test_timeout_s = timeout_s, min(config.test_timeout_s, timeout_s)
-        self._near: OrderedDict[bytes, None] = OrderedDict()
+        self._near = NearLimit()
         try:
             facts = self.pool.start()
         except RewardError as error:
@@ -63,19 +58,13 @@ class CodeReward:
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
         if reply["slowest_s"] > NEAR * self._test_timeout_s or reply["total_s"] > NEAR * self._timeout_s:
-            self._near[_name(prompt, completion)] = None
-            while len(self._near) > _REMEMBERED:
-                self._near.popitem(last=False)
+            self._near.add(prompt, completion)
         return (RewardPart(name=WHOLE, value=float(reply["value"])),)
 
     def is_uncertain(self, prompt: Prompt, completion: str) -> bool:
         """Whether the score that was given took so long that another machine's may differ without fault."""
-        return _name(prompt, completion) in self._near
+        return self._near.has(prompt, completion)
 
     def close(self) -> None:
         """Kill the processes, with what runs inside."""
         self.pool.close()
-
-
-def _name(prompt: Prompt, completion: str) -> bytes:
-    return hashlib.sha256(f"{prompt.index}\n{completion}".encode(errors="surrogatepass")).digest()

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
-from heterorl.common.tasks.rewards.sandbox.reward import CodeReward, _name
+from heterorl.common.tasks.rewards.near import NearLimit
+from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import source_of
@@ -205,12 +206,12 @@ def test_a_source_with_a_reward_of_another_service_is_refused():
 
 def test_what_may_have_another_value_elsewhere_is_that_of_the_prompts_own_source():
     code = object.__new__(CodeReward)
-    code.num_workers, code.digest, code._near = 1, "d", {}
+    code.num_workers, code.digest, code._near = 1, "d", NearLimit()
     tested = WeightedTask(ArithmeticTask(digits=1), [NamedReward(name="tests", weight=1.0, source=code)])
     sources = (("a", ArithmeticTask(digits=1)), ("b", tested))
     task = MixtureTask([Source(label=label, weight=1.0, task=each) for label, each in sources])
     plain, coded = task.prompt(0), task.prompt(task.num_prompts - 1)
-    code._near[_name(coded.inner, "x")] = None
+    code._near.add(coded.inner, "x")
 
     assert task.uncertain(coded, "x") == ("tests",)
     assert task.uncertain(coded, "y") == task.uncertain(plain, "x") == ()

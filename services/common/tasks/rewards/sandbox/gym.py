@@ -1,0 +1,207 @@
+"""Scores of reasoning-gym's data sets. Runs in a worker process, what scores in a sandbox of it.
+
+Guarantees: a completion that raises, hangs, takes too much or ends what scores it is worth 0, which is a value; a
+sandbox that cannot be built is an error and no value. No completion reaches the score of another one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.tasks.rewards.process import converse
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import Limits, NoSandbox, find_sandbox
+
+LIMIT_S = 2.0
+"""Most time for one completion."""
+MEMORY_BYTES = 1 << 30
+"""Of each process; an import of reasoning-gym takes 0.3 GB of it."""
+WORK_BYTES = 16 << 20
+NUM_PROCESSES = 4
+_START_TIMEOUT_S = 60.0
+_MARGIN_S = 0.25
+"""What is left of the time limit for the way back."""
+_GRACE_S = 1.0
+"""So much later than the time of a completion is over, an answer to it is still taken."""
+_ENVIRONMENT = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Without a sandbox; inside there is one of its own."""
+_FILES = tuple(Path(__file__).parent / name for name in ("serve.py", "entries.py"))
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def limit_of(timeout_s: float) -> float:
+    """Time for one completion of the time for its reward: the rest is for its prompt, and for another start."""
+    return min(LIMIT_S, timeout_s / 2)
+
+
+def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """What answers requests.
+
+    Raises:
+        ValueError: completions can be scored here by nobody.
+    """
+    paths, shown = _places()
+    command = [sys.executable, "-I", "-B", str(_FILES[0])]
+    if job["sandbox"]:
+        limits = Limits(
+            # Of what serves; each child sets its own.
+            seconds=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0, num_processes=NUM_PROCESSES
+        )  # fmt: skip
+        try:
+            command = find_sandbox(python="", shown=shown, limits=limits).command(0, 1, serving=_FILES)
+        except NoSandbox as error:
+            raise ValueError(f"completions of reasoning_gym are scored in a sandbox: {error}") from error
+    limit_s = limit_of(job["timeout_s"])
+    order = {
+        "kind": "serve", "paths": paths, "limit_s": limit_s, "memory_bytes": MEMORY_BYTES, "work_bytes": WORK_BYTES,
+        **{key: job[key] for key in ("name", "size", "seed", "version")},
+    }  # fmt: skip
+    server = Server(command, json.dumps(order).encode() + b"\n")
+    server.wait(_START_TIMEOUT_S)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        deadline = time.monotonic() + job["timeout_s"] - min(_MARGIN_S, 0.1 * job["timeout_s"])
+        question = {"index": request["index"], "question": request["prompt"]}
+        return server.score(question, request["completion"], limit_s=limit_s, deadline=deadline)
+
+    return answer, {}
+
+
+class Server:
+    """What scores, started again after a completion that left something behind or ended it."""
+
+    def __init__(self, command: list[str], order: bytes) -> None:
+        self._command, self._order = command, order
+        self._is_ready = False
+        self._process = self._start()
+
+    def score(self, question: dict[str, Any], completion: str, *, limit_s: float, deadline: float) -> dict[str, Any]:
+        """The value of a completion and the seconds that it took.
+
+        Args:
+            question: the prompt's index and text.
+            completion: what is scored.
+            limit_s: its time, seconds.
+            deadline: until when another start is waited for, on the monotonic clock.
+
+        Raises:
+            ValueError: there is no such prompt, or nothing that scores.
+            OSError: what scores ended before it saw the completion.
+            TimeoutError: it did not find the prompt in time.
+        """
+        self.wait(deadline - time.monotonic())
+        try:
+            found = self._exchange(question, deadline - time.monotonic())
+        except TimeoutError:
+            raise
+        except OSError:
+            # Gone since the completion before, as where memory was short; this one has not been seen.
+            self.wait(deadline - time.monotonic())
+            found = self._exchange(question, deadline - time.monotonic())
+        if "error" in found:
+            raise ValueError(found["error"])
+        try:
+            reply = self._exchange({"completion": completion}, limit_s + min(_GRACE_S, limit_s / 2))
+        except (OSError, ValueError):
+            reply = {"value": 0.0, "seconds": limit_s, "ends": True}
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        if reply["ends"]:
+            self._end()
+            # In the time of this completion; where that is not enough or fails, in that of the next one.
+            with suppress(TimeoutError, ValueError):
+                self.wait(deadline - time.monotonic())
+        return {"value": reply["value"], "seconds": reply["seconds"]}
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is ready.
+
+        Raises:
+            ValueError: it cannot score.
+            TimeoutError: it is not ready in time.
+        """
+        if self._process.poll() is not None:
+            self._end()
+            self._process = self._start()
+        if self._is_ready:
+            return
+        try:
+            reply = json.loads(converse(self._process, b"", timeout_s))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            self._end()
+            raise ValueError(f"what scores completions does not start: {error}") from error
+        if "failed" in reply:
+            self._end()
+            raise ValueError(f"what scores completions does not start: {reply['failed']}")
+        self._is_ready = True
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_ENVIRONMENT,
+            bufsize=0,
+        )  # fmt: skip
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        assert process.stdin is not None
+        # A pipe holds far more; one that is closed already is noticed by who waits for the answer.
+        with suppress(OSError):
+            os.write(process.stdin.fileno(), self._order)
+        self._is_ready = False
+        return process
+
+    def _end(self) -> None:
+        """Kill it, and the first process of the namespace, with which all others there die."""
+        # As another user's that one gets no signal when its parent is gone; it ends when its input does, if it can.
+        for number in _children(self._process.pid):
+            with suppress(OSError):
+                os.kill(number, signal.SIGKILL)
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+        self._process.wait()
+
+    def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            reply: dict[str, Any] = json.loads(converse(self._process, json.dumps(message).encode() + b"\n", timeout_s))
+        except (OSError, ValueError):
+            # What it may still say would be taken for the next answer.
+            self._end()
+            raise
+        return reply
+
+
+def _children(number: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{number}/task/{number}/children").read_text("ascii").split()]
+    except OSError:
+        return []
+
+
+def _places() -> tuple[list[str], list[str]]:
+    """Where packages are looked for, and what of it must be shown for that."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    if spec is None or spec.origin is None:
+        raise ValueError("reasoning-gym is not installed")
+    package = Path(spec.origin).parent
+    installed = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    paths = [path for path in installed if os.access(path, os.R_OK | os.X_OK)]
+    if str(package.parent) in paths:
+        return paths, paths
+    # From a working copy: the package alone, not what lies beside it.
+    return [str(package.parent), *paths], [str(package), *paths]

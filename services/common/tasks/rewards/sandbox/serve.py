@@ -1,0 +1,259 @@
+"""What scores completions of reasoning-gym inside the sandbox: a process that imports it once and forks for each.
+
+Its verifiers run answers as Python. So a child scores one completion, and whatever it does ends with it: the parent
+reads a bounded answer until a deadline, kills all other processes of its namespace and waits for them. The parent is
+the first process there, which no signal of the others reaches, and undumpable, so that none of them traces it. What
+they can change of it (its limits, its turns), and what outlives processes (files, objects of System V), it looks for
+after each: then it says its answer and ends, and another one is started.
+
+JSON lines: an order, then for each completion the prompt and, once that is found, the completion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import math
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_ANSWER_BYTES = 1024
+_MAX_WORDS = 300
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+_WORK = Path("/tmp")
+"""The only directory that may be written."""
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_MSG_INFO, _SHM_INFO, _SEM_INFO = 12, 14, 19
+
+
+def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
+    """Load a data set and score completions until there are no more orders.
+
+    Args:
+        order: see heterorl.common.tasks.rewards.sandbox.gym.
+        orders: binary file of lines.
+        report: number of the descriptor that lines are written to.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # What is imported may print; that is no answer.
+    out = os.dup(report)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, report)
+    try:
+        entries, is_held_out = _load(order)
+        entry = entries.find(0, False)
+        # The data set's own answer, no completion: what is loaded late is there for every child then, and a data set
+        # that cannot be scored here is known before the first one.
+        entries.score(entry, str(entry["answer"]))
+        if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl")
+        _clear_work()
+        # What stays is not copied for every child.
+        gc.freeze()
+        before = _state(libc)
+    except Exception as error:  # noqa: BLE001 - reported to whoever started this
+        _write(out, {"failed": f"{type(error).__name__}: {str(error)[:_MAX_WORDS]}"})
+        return
+    _write(out, {"ready": True})
+    for line in orders:
+        asked = json.loads(line)
+        try:
+            entry = entries.find(asked["index"], is_held_out(asked["question"]))
+        except Exception as error:  # noqa: BLE001 - no completion took part
+            _write(out, {"error": f"{type(error).__name__}: {str(error)[:_MAX_WORDS]}"})
+            continue
+        if entry["question"] != asked["question"]:
+            _write(out, {"error": f"prompt {asked['index']} is not of this data set"})
+            continue
+        _write(out, {"found": True})
+        completion = json.loads(orders.readline())["completion"]
+        began = time.monotonic()
+        try:
+            answer = _scored(entries, entry, completion, order["limit_s"])
+        except OSError as error:
+            _write(out, {"error": f"no process for a completion: {error}"})
+            continue
+        seconds = time.monotonic() - began
+        is_whole = _is_whole(libc, before)
+        _write(out, {"value": _value(answer), "seconds": seconds, "ends": not is_whole})
+        if not is_whole:
+            return
+
+
+def _load(order: dict[str, Any]) -> Any:
+    own = importlib.import_module("entries")
+    # Of packages only those that the service itself would import.
+    sys.path[:] = [path for path in sys.path if Path(path).name not in ("site-packages", "dist-packages")]
+    sys.path.extend(order["paths"])
+    gym = importlib.import_module("reasoning_gym")
+    version = getattr(gym, "__version__", "")
+    if version != order["version"]:
+        raise RuntimeError(f"it is reasoning-gym {version} there and {order['version']} here")
+    return own.Entries(gym, name=order["name"], size=order["size"], seed=order["seed"]), own.is_held_out
+
+
+def _scored(entries: Any, entry: Any, completion: str, limit_s: float) -> str:
+    """What a child says of a completion, until its time is over; then nothing of it is left.
+
+    Raises:
+        OSError: there is no room for a process.
+    """
+    answer_out, answer_in = os.pipe()
+    try:
+        child = os.fork()
+    except OSError:
+        os.close(answer_out)
+        os.close(answer_in)
+        raise
+    if child == 0:
+        try:
+            _score(answer_in, entries, entry, completion, limit_s)
+        finally:
+            os._exit(0)
+    os.close(answer_in)
+    try:
+        return _read(answer_out, time.monotonic() + limit_s).decode(errors="replace")
+    finally:
+        os.close(answer_out)
+        _end(child)
+
+
+def _score(answer_in: int, entries: Any, entry: Any, completion: str, limit_s: float) -> None:
+    """In the child. All that it has of the parent's is its pipe."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    answer = os.dup2(answer_in, 3)
+    os.closerange(4, 256)
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    most = math.ceil(limit_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
+    # Equal texts get equal scores.
+    random.seed(0)
+    # A verifier that raises says that the answer is none, as this does by saying nothing.
+    os.write(answer, f"value {entries.score(entry, completion)!r}\n".encode())
+
+
+def _read(number: int, deadline: float) -> bytes:
+    """A line, or what there is of it at its deadline, its bound or its end."""
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    read = b""
+    while b"\n" not in read and len(read) <= MAX_ANSWER_BYTES:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1000):
+            break
+        piece = os.read(number, MAX_ANSWER_BYTES)
+        if not piece:
+            break
+        read += piece
+    return read.partition(b"\n")[0]
+
+
+def _end(child: int) -> None:
+    """Kill what a completion started, and wait for it."""
+    if not _is_contained():
+        # Without a namespace of its own: what left the child's session is not reached.
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(OSError):
+                kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _value(answer: str) -> float:
+    """A score in [0, 1]; 0 for an answer without one."""
+    kind, _, number = answer.partition(" ")
+    try:
+        value = float(number) if kind == "value" else 0.0
+    except ValueError:
+        return 0.0
+    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
+
+
+def _state(libc: Any) -> list[Any]:
+    """What a completion could change for those after it.
+
+    Raises:
+        OSError: it cannot be read any more.
+    """
+    if not _is_contained():
+        return []
+    words = (ctypes.c_int * 64)()
+    objects = []
+    # Of messages and memory the first number counts them, of semaphores the eighth.
+    libc.msgctl(0, _MSG_INFO, words)
+    objects.append(words[0])
+    libc.shmctl(0, _SHM_INFO, words)
+    objects.append(words[0])
+    libc.semctl(0, 0, _SEM_INFO, words)
+    objects.append(words[7])
+    limits = [resource.getrlimit(limit) for limit in _LIMITS]
+    turns = [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0)]
+    return [objects, limits, turns, list(_WORK.iterdir())]
+
+
+def _is_whole(libc: Any, before: list[Any]) -> bool:
+    try:
+        return _state(libc) == before
+    except OSError:
+        return False
+
+
+def _is_contained() -> bool:
+    """Whether this is the first process of a namespace of its own, in which everything may be killed."""
+    return os.getpid() == 1
+
+
+def _clear_work() -> None:
+    """Remove what imports wrote, of which nothing is read again; a completion's files are seen then."""
+    if not _is_contained():
+        return
+    for directory, names, files in os.walk(_WORK, topdown=False):
+        for name in files:
+            Path(directory, name).unlink()
+        for name in names:
+            Path(directory, name).rmdir()
+
+
+def _write(out: int, reply: dict[str, Any]) -> None:
+    line = json.dumps(reply).encode() + b"\n"
+    while line:
+        line = line[os.write(out, line) :]
+
+
+def main() -> None:
+    """Serve without a sandbox, where a configuration says so: limits of a process, and nothing else."""
+    orders = os.fdopen(0, "rb")
+    order = json.loads(orders.readline())
+    for kind, most in (
+        (resource.RLIMIT_AS, order["memory_bytes"]), (resource.RLIMIT_FSIZE, order["work_bytes"]),
+        (resource.RLIMIT_CORE, 0),
+    ):  # fmt: skip
+        resource.setrlimit(kind, (most, most))
+    sys.path.append(str(Path(__file__).parent))
+    serve(order, orders, 1)
+
+
+if __name__ == "__main__":
+    main()

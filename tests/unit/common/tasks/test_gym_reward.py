@@ -1,0 +1,319 @@
+"""Completions of reasoning-gym in the real sandbox: scores as outside, and none reaches the service or another one."""
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.messages import SystemPromptTask
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym
+from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+
+COUNTDOWN = TaskConfig(name="reasoning_gym:countdown", size=8, evaluation_size=4, reward_timeout_s=20.0)
+
+
+def opened(settings=COUNTDOWN):
+    return apart(build_task(settings), settings)
+
+
+@pytest.fixture(scope="module")
+def task():
+    task = opened()
+    yield task
+    close_task(task)
+
+
+def run(code):
+    """A completion that countdown's verifier runs as Python."""
+    return f"exec({code!r})"
+
+
+def value(task, completion):
+    return task.score(task.prompt(0), completion)[0].value
+
+
+def says(task, expression):
+    """What Python inside says of an expression: its digits come out as a forged score."""
+    code = f"import os, socket\nsaid = float({expression})\nos.write(3, f'value {{said}}\\n'.encode())"
+    return value(task, run(code))
+
+
+def is_sound(task):
+    """Whether a right answer, a wrong one and none get what they should."""
+    prompt = task.prompt(0)
+    return [value(task, prompt.answer), value(task, "1"), value(task, "rubbish")] == [1.0, 0.05, 0.01]
+
+
+def test_a_completion_reaches_no_file_no_environment_no_network_and_no_process(task, tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("SECRET", "s3cret")
+    mine = opened()
+    try:
+        value(mine, f"__import__('os').system('id > {mark}; echo $SECRET >> {mark}')")
+        assert not mark.exists()
+        assert says(mine, "'SECRET' in os.environ") == 0.0
+        # The way by which it says so is open.
+        assert says(mine, "1") == 1.0
+    finally:
+        close_task(mine)
+    assert says(task, f"os.path.exists({str(Path(__file__).parent)!r})") == 0.0
+    assert says(task, "any(map(os.path.exists, ('/etc/passwd', '/proc/1', '/home', '/var')))") == 0.0
+    assert says(task, "os.getuid() == 0") == 0.0
+    assert says(task, "len(socket.if_nameindex()) > 1") == 0.0
+    # Of the parent it has the pipe of its answer, and not those by which the service is spoken to.
+    code = "import os, stat\nkinds = []\nfor number in range(64):\n    try: kinds.append(stat.S_ISFIFO(os.fstat(number).st_mode))\n    except OSError: pass\n"
+    assert value(task, run(code + "os.write(3, f'value {float(kinds == [False] * 3 + [True])}\\n'.encode())")) == 1.0
+
+
+def test_what_a_completion_replaces_is_whole_for_the_next_one(task):
+    patch = "import reasoning_gym.games.countdown as c\nc.CountdownDataset.score_answer = lambda *_, **__: 1.0"
+    value(task, run(patch))
+    value(task, run("import builtins\nbuiltins.float = lambda _: 1.0"))
+
+    assert is_sound(task)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1000)",
+        "import time; time.sleep(1000)",
+        "import os\nwhile True: os.write(3, b'a')",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+        "raise SystemExit",
+        "import os; os._exit(0)",
+    ],
+    ids=["loop", "fork bomb", "daemon", "sleep", "long answer", "killed", "exit", "end"],
+)
+def test_what_does_not_answer_is_worth_nothing_and_the_next_one_is_scored(task, code):
+    assert is_sound(task)
+    server, began = server_of(task), time.monotonic()
+
+    assert value(task, run(code)) == 0.0
+
+    assert time.monotonic() - began < 15
+    assert is_sound(task)
+    assert server_of(task) == server
+
+
+def test_processes_and_memory_end_at_their_limits(task):
+    count = (
+        "import os, time\nn = 1\n"
+        "for _ in range(100):\n"
+        "    try:\n"
+        "        if os.fork() == 0: time.sleep(60)\n"
+        "        n += 1\n"
+        "    except OSError: pass\n"
+        "os.write(3, f'value {n / 100}\\n'.encode())\n"
+    )
+    assert value(task, run(count)) in (gym.NUM_PROCESSES / 100, (gym.NUM_PROCESSES - 1) / 100)
+    # sympy takes the MemoryError for an answer that cannot be read.
+    assert value(task, run("x = bytearray(10 << 30)")) == 0.01
+    assert is_sound(task)
+
+
+# To pid 1, which scores all completions: what reaches it, and what stays when its processes are gone.
+@pytest.mark.parametrize(
+    ("code", "starts_again"),
+    [
+        ("import os, signal\nfor n in (9, 15, 19, 2): os.kill(1, n)\nos.kill(-1, 19)", False),
+        ("import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.ptrace(16, 1, 0, 0) == -1", False),
+        ("import resource\nresource.prlimit(1, resource.RLIMIT_AS, (1 << 20, 1 << 20))", True),
+        ("import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", True),
+        ("import os\nos.setpriority(os.PRIO_PROCESS, 1, 19)", True),
+        ("import os\nos.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))", True),
+        ("import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0", True),
+        ("import ctypes\nassert ctypes.CDLL(None).msgget(0, 0o1600) >= 0", True),
+        ("import ctypes\nassert ctypes.CDLL(None).semget(0, 9, 0o1600) >= 0", True),
+        ("open('/tmp/sympy.py', 'w').write('x')", True),
+    ],
+    ids=["signals", "trace", "memory", "time", "nice", "batch", "shared memory", "messages", "semaphores", "file"],
+)
+def test_what_a_completion_changes_of_the_process_that_scores_ends_with_it(task, code, starts_again):
+    assert is_sound(task)
+    before = server_of(task)
+
+    value(task, run(code))
+
+    assert (server_of(task) != before) is starts_again
+    assert is_sound(task)
+
+
+def server_of(task):
+    """The process that is pid 1 inside."""
+    (worker,) = (psutil.Process(each.process.pid) for each in task.pool.workers if each.process)
+    (outside,) = worker.children()
+    (inside,) = outside.children()
+    return inside.pid
+
+
+def test_a_server_that_is_gone_is_started_again_for_the_next_completion(task):
+    assert is_sound(task)
+    psutil.Process(server_of(task)).kill()
+
+    assert is_sound(task)
+
+
+def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored():
+    mine = opened(COUNTDOWN.model_copy(update={"reward_timeout_s": 6.0}))
+    try:
+        assert is_sound(mine)
+        server = psutil.Process(server_of(mine))
+        server.suspend()
+        with pytest.raises(RewardError, match="no answer in"):
+            value(mine, "1")
+        assert psutil.wait_procs([server], timeout=20)[1] == []
+        assert is_sound(mine)
+    finally:
+        close_task(mine)
+
+
+def test_a_forged_score_is_a_number_from_0_to_1(task):
+    for forged, got in (("1e300", 1.0), ("-5", 0.0), ("nan", 0.0), ("inf", 0.0), ("x", 0.0), ("0.25", 0.25)):
+        assert value(task, run(f"import os\nos.write(3, b'value {forged}\\n')")) == got
+
+
+def test_nothing_is_left_when_the_task_is_closed():
+    task = opened()
+    worker = value(task, "1") and psutil.Process(task.pool.workers[0].process.pid)
+    family = [worker, *worker.children(recursive=True)]
+    assert len(family) >= 3
+
+    close_task(task)
+
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "leg_counting", "prime_factorization", "spiral_matrix"])
+def test_scores_are_those_of_the_data_set_itself(name):
+    settings = TaskConfig(name=f"reasoning_gym:{name}", size=12, evaluation_size=4, reward_timeout_s=20.0)
+    task = opened(settings)
+    try:
+        for index in range(12):
+            prompt, entry = task.prompt(index), task._entries.find(index, False)
+            for text in (prompt.answer, f" {prompt.answer}\n", task.prompt((index + 1) % 12).answer, "", "12"):
+                assert task.score(prompt, text)[0].value == task._entries.score(entry, text)
+        held_out = task.evaluation_prompt(0)
+        assert task.score(held_out, held_out.answer)[0].value == 1.0
+        # Its verifier raises for what is no number: no answer, and not the end of a group.
+        if name == "prime_factorization":
+            assert task.score(task.prompt(0), "two") == (dataclasses.replace(task.score(held_out, "1")[0], value=0.0),)
+    finally:
+        close_task(task)
+
+
+def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task):
+    slow = run("import time; time.sleep(0.7)")
+    prompt = task.prompt(0)
+    task.score(prompt, slow)
+    task.score(prompt, "1")
+
+    assert task.uncertain(prompt, slow) == ("score",)
+    assert task.uncertain(prompt, "1") == ()
+    # Also where it is one task of several, or has a system prompt.
+    mixture = MixtureTask([Source(label="a", weight=1.0, task=SystemPromptTask(task, "Be brief."))])
+    assert mixture.uncertain(mixture.prompt(0), slow) == ("score",)
+
+
+def test_own_score_in_a_sum_goes_through_the_sandbox_too(tmp_path):
+    mark = tmp_path / "mark"
+    match = [{"kind": "match", "name": "correct", "weight": 2.0}]
+    settings = COUNTDOWN.model_copy(update={"rewards": TaskConfig(rewards=match).rewards})
+    for task in (opened(settings), build_task(settings)):
+        try:
+            prompt = task.prompt(0)
+            assert task.score(prompt, prompt.answer)[0].value == 1.0
+            task.score(prompt, f"__import__('os').system('touch {mark}')")
+            slow = run("import time; time.sleep(0.7)")
+            task.score(prompt, slow)
+            assert task.uncertain(prompt, slow) == ("correct",)
+        finally:
+            close_task(task)
+    assert not mark.exists()
+
+
+def test_without_bubblewrap_a_start_ends_with_what_to_install(tmp_path, monkeypatch):
+    # The worker finds bwrap by its PATH, and the packaged one only where its package is installed.
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho bwrap: No permissions to create a new namespace >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    task = opened()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"^task.name: .*No permissions.*user namespaces must be allowed.*docs/rew"
+        ):
+            value(task, "1")
+    finally:
+        close_task(task)
+    monkeypatch.setattr(bubblewrap, "_packaged", lambda: "")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="scored in a sandbox: bubblewrap is not installed: apt install bubblewrap"):
+        gym.load({"sandbox": True, "timeout_s": 5.0})
+
+
+def test_a_sandbox_that_is_not_built_later_is_an_error_and_no_zero(tmp_path, monkeypatch):
+    task = opened()
+    try:
+        assert value(task, "1") == 0.05
+        for worker in task.pool.workers:
+            worker.close()
+        monkeypatch.setenv("PATH", str(tmp_path))
+        (tmp_path / "bwrap").write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        with pytest.raises(RewardError, match="builds no sandbox here"):
+            value(task, "1")
+    finally:
+        close_task(task)
+
+
+def test_without_a_sandbox_scores_are_equal_and_a_start_warns(task, caplog):
+    with caplog.at_level(logging.WARNING):
+        open_ = opened(COUNTDOWN.model_copy(update={"sandbox": False}))
+    try:
+        assert "task.sandbox is false: a completion of reasoning_gym:countdown may run any code" in caplog.text
+        assert open_.digest == task.digest
+        assert is_sound(open_)
+        # A child has from its parent that no process of the same user may trace it.
+        assert says(open_, "__import__('ctypes').CDLL(None).prctl(3) == 0") == 1.0
+        patch = "import reasoning_gym.games.countdown as c\nc.CountdownDataset.score_answer = lambda *_, **__: 1.0"
+        for code in (patch, "while True: pass", "x = bytearray(10 << 30)", "import os; os._exit(0)"):
+            assert value(open_, run(code)) == value(task, run(code))
+            assert is_sound(open_)
+    finally:
+        close_task(open_)
+
+
+def test_the_time_for_a_completion_is_part_of_the_contract():
+    digests = {}
+    for seconds in (1.0, 4.0, 60.0):
+        digests[seconds] = build_task(COUNTDOWN.model_copy(update={"reward_timeout_s": seconds})).digest
+
+    assert digests[4.0] == digests[60.0] != digests[1.0]
+
+
+def test_no_score_is_computed_where_questions_are_made():
+    """The service makes questions with the package itself; of completions it sees the score."""
+    code = (
+        "import json, reasoning_gym.games.countdown as c\n"
+        "from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task\n"
+        "def refuse(*_, **__): raise SystemExit('scored here')\n"
+        "c.CountdownDataset.score_answer = refuse\n"
+        "config = TaskConfig(name='reasoning_gym:countdown', size=8, evaluation_size=4, reward_timeout_s=20.0)\n"
+        "task = build_task(config)\n"
+        "print(json.dumps([each.score(each.prompt(0), '1')[0].value for each in (task, apart(task, config))]))\n"
+        "close_task(task)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert json.loads(done.stdout) == [0.05, 0.05]

@@ -12,8 +12,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.rewards.remote.reward import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.tasks.sources.mixture import MixtureTask
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, uncertain_of
 from heterorl.common.types.rollout import DropReason, Group, RewardPart, total_reward
 from heterorl.learner.checks.judge import SOUND, Finding
 
@@ -53,8 +52,8 @@ def judge_rewards(
             )
             if problem:
                 return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
-        if isinstance(task, WeightedTask | MixtureTask):
-            _refuse_uncertain(rollout.reward_parts, parts, task.uncertain(prompt, texts[number]), tolerance=tolerance)
+        uncertain = uncertain_of(task, prompt, texts[number])
+        _refuse_uncertain(rollout.reward_parts, parts, uncertain, tolerance=tolerance)
         computed = total_reward(parts)
         if not abs(rollout.reward - computed) <= tolerance:
             return _mismatch(f"rollouts[{number}].reward: {rollout.reward:g}, computed {computed:g}")

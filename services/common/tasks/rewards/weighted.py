@@ -15,7 +15,7 @@ from heterorl.common.errors import RewardError
 from heterorl.common.tasks.rewards.remote.reward import WHOLE, RemoteReward, Terms
 from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, total_reward
 from heterorl.common.wire.common import bytes_digest
@@ -132,8 +132,18 @@ class WeightedTask:
         return tuple(
             each.name
             for each in self.rewards
-            if isinstance(each.source, CodeReward) and each.source.is_uncertain(prompt, completion)
+            if (isinstance(each.source, CodeReward) and each.source.is_uncertain(prompt, completion))
+            or (each.is_own_score and uncertain_of(each.source, prompt, completion))
         )
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion of a prompt can be scored; empty where they can.
+
+        Raises:
+            RewardError: nothing is known.
+        """
+        own = (each.source for each in self.rewards if each.is_own_score)
+        return next((problem for source in own if (problem := answer_problem_of(source, prompt))), "")
 
     def without_remote(self) -> WeightedTask:
         """The same where nobody else is asked: their values are ABSENT. They stay this task's, to be closed."""

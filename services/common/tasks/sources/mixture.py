@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.rewards.weighted import WeightedTask
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -114,8 +113,16 @@ class MixtureTask:
     def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
         """Rewards, by name, of which another machine may give this completion another value without fault."""
         assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        task = self.sources[prompt.number].task
-        return task.uncertain(prompt.inner, completion) if isinstance(task, WeightedTask) else ()
+        return uncertain_of(self.sources[prompt.number].task, prompt.inner, completion)
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion of a prompt can be scored; empty where they can.
+
+        Raises:
+            RewardError: nothing is known.
+        """
+        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
+        return answer_problem_of(self.sources[prompt.number].task, prompt.inner)
 
     def close(self) -> None:
         """End what the tasks run."""

@@ -129,7 +129,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
-    from heterorl.common.model.trial import try_prompts, try_reward
+    from heterorl.common.model.trial import try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 
     if service == "learner":
@@ -138,4 +138,5 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
         task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
     if prompter is not None:
         try_prompts(task, prompter)
+    try_answers(task)
     try_reward(task, prompter)

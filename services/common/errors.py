@@ -3,7 +3,7 @@
     HeterorlError
       OperatorError           the person running us must change something
         ConfigError             a key, value or file
-          PromptRefused  PromptTooLong  a row of the data: its group alone is given up
+          PromptRefused  PromptTooLong  AnswerUnreadable  a row of the data: its group alone is given up
         PortInUse  DiskFull  DependencyMissing  DependencyUnsupported
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
                               each says itself whether waiting helps (`is_transient`)
@@ -68,6 +68,10 @@ class PromptRefused(ConfigError):
 
 class PromptTooLong(PromptRefused):
     """A prompt that leaves no room for a completion."""
+
+
+class AnswerUnreadable(PromptRefused):
+    """A prompt whose right answer its reward cannot read, so that no completion of it can be scored."""
 
 
 class PortInUse(OperatorError):

@@ -18,7 +18,7 @@ from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.statement import statement_of
-from heterorl.common.model.trial import try_prompts, try_reward
+from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
@@ -87,6 +87,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
         # Otherwise every group would be given up, one after another.
+        try_answers(task)
         try_reward(tried_here(task, asks_others=bool(config.evaluation.every_versions)), prompter)
     sampling = config.sampling.semantics()
     passes = PassCount()

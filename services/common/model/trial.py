@@ -1,15 +1,21 @@
-"""Before the first group: some prompts through the template, and the reference answer of one to its reward."""
+"""Before the first group: some prompts through the template, answers that can be compared, one reward."""
 
 from __future__ import annotations
 
 import logging
+import time
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, knows_answers
 from heterorl.common.types.rollout import total_reward
 
 _LOG = logging.getLogger(__name__)
+NUM_ANSWERS = 1000
+"""Answers that are tried, evenly spread over the task, as far as ANSWERS_S reaches: 0.2 to 6 ms each."""
+ANSWERS_S = 10.0
+MAX_UNREADABLE = 0.5
+"""Share of answers that cannot be read beyond which the reward is not the one for this data."""
 NUM_TRIED = 32
 """Prompts that are tried, evenly spread over the task."""
 
@@ -33,8 +39,40 @@ def try_prompts(task: Task, prompter: Prompter) -> None:
     raise ConfigError(refused.key, words, action=refused.action)
 
 
+def try_answers(task: Task) -> None:
+    """Read the answers, all of a small task: a row whose answer cannot be read gives no group, and rows keep numbers.
+
+    Raises:
+        ConfigError: more than half of them cannot be read.
+        DependencyMissing: the package that reads them is not installed.
+    """
+    if not knows_answers(task):
+        return
+    until, bad, num_tried = time.monotonic() + ANSWERS_S, [], 0
+    for index in sorted({number * task.num_prompts // NUM_ANSWERS for number in range(NUM_ANSWERS)}):
+        prompt = task.prompt(index)
+        try:
+            problem = answer_problem_of(task, prompt)
+        except RewardError as error:
+            # Whoever tries a reward says so.
+            _LOG.warning("the answers are not tried: %s", error)
+            return
+        num_tried += 1
+        if problem:
+            bad.append((prompt, problem))
+        if time.monotonic() >= until:
+            break
+    if not bad:
+        return
+    shown = ", ".join(f"prompt {prompt.index} ({prompt.answer[:40]!r}: {problem})" for prompt, problem in bad[:3])
+    words = f"{len(bad)} of {num_tried} answers that were tried cannot be read: {shown}"
+    if len(bad) > MAX_UNREADABLE * num_tried:
+        raise ConfigError("task.match", words, action='correct the data, or take match = "exact" or another reward')
+    _LOG.warning("%s; no group is made of such rows", words)
+
+
 def try_reward(task: Task, prompter: Prompter | None) -> float:
-    """Score the first prompt's own answer; a task whose rewards cannot be computed here is not begun.
+    """Score a prompt's own answer, the first one that can be read; a task without rewards here is not begun.
 
     Args:
         task: whose prompt it is.
@@ -44,15 +82,27 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
         ConfigError: the reward failed.
         DependencyMissing: the package that computes it is not installed.
     """
-    prompt = task.prompt(0)
+    prompt = _readable(task)
     text = prompt.answer
     if prompter is not None:
         text = prompter.decode(prompter.tokens(prompt.answer))
     try:
         reward = total_reward(task.score(prompt, text))
     except RewardError as error:
-        problem = f"the reference answer of prompt 0 gets no reward here: {error}"
+        problem = f"the reference answer of prompt {prompt.index} gets no reward here: {error}"
         action = "correct task.reward or the data; raise task.reward_timeout_s if it only needs longer"
         raise ConfigError("task", problem, action=action) from error
-    _LOG.info("the reference answer of prompt 0 gets a reward of %g", reward)
+    _LOG.info("the reference answer of prompt %d gets a reward of %g", prompt.index, reward)
     return reward
+
+
+def _readable(task: Task) -> Prompt:
+    """The first prompt whose answer can be read; the first one where none of some can."""
+    for index in range(min(NUM_TRIED, task.num_prompts) if knows_answers(task) else 0):
+        prompt = task.prompt(index)
+        try:
+            if not answer_problem_of(task, prompt):
+                return prompt
+        except RewardError:
+            break
+    return task.prompt(0)

@@ -8,6 +8,8 @@ from heterorl.common.tasks.rewards.math_verify import MathVerifier
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import RewardPart
 
+_PART = "correct"
+
 
 class Matcher:
     """Compares a completion with the answer of its prompt."""
@@ -18,7 +20,7 @@ class Matcher:
         self.num_workers = num_workers if self._verifier else 1
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 for a matching answer, else 0.
+        """1 for a matching answer, else 0; mathematics that take too long to compare match nothing.
 
         Raises:
             RewardError: the verifier crashed or timed out.
@@ -27,7 +29,21 @@ class Matcher:
             is_right = completion.strip() == prompt.answer.strip()
         else:
             is_right = self._verifier.verify(answer=prompt.answer, completion=completion)
-        return (RewardPart(name="correct", value=float(is_right)),)
+        return (RewardPart(name=_PART, value=float(is_right)),)
+
+    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
+        """The part's name where another machine may give this completion another value without fault."""
+        is_so = self._verifier is not None and self._verifier.is_uncertain(answer=prompt.answer, completion=completion)
+        return (_PART,) if is_so else ()
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion can be compared with the prompt's answer; empty where they can.
+
+        Raises:
+            DependencyMissing: the package that compares is not installed.
+            RewardError: nothing is known.
+        """
+        return "" if self._verifier is None else self._verifier.problem(prompt.answer)
 
     def close(self) -> None:
         """Kill the verifier's processes."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.task import Message, Prompt, Task, uncertain_parts
+from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, uncertain_parts
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -78,6 +78,14 @@ class SystemPromptTask:
     def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
         """Rewards, by name, of which another machine may give this completion another value without fault."""
         return uncertain_parts(self.inner, prompt, completion)
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion of a prompt can be scored; empty where they can.
+
+        Raises:
+            RewardError: nothing is known.
+        """
+        return answer_problem_of(self.inner, prompt)
 
     def close(self) -> None:
         """End what the task runs."""

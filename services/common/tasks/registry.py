@@ -52,7 +52,7 @@ class SourceConfig(Config):
     seed: int = Field(default=0, ge=0)
     """reasoning_gym: seed of the data set; the others: which pairs come first and which are held out."""
     match: Literal["exact", "math_verify"] = "exact"
-    """jsonl, parquet and hf: how an answer is compared."""
+    """jsonl, parquet and hf: how an answer is compared. Rows whose answer math_verify cannot read give no group."""
     reward: str = ""
     """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts. It runs in
     processes of its own; all files of its package, and those it imports of the same directory, must be equal on every
@@ -65,7 +65,8 @@ class SourceConfig(Config):
     directory itself. What is installed keeps its names."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time for the reward of one completion, seconds. A process that needs longer is killed and replaced, and the group
-    is given up. reasoning_gym: a completion has half of it, at most 2 s, and is then worth 0."""
+    is given up; math_verify counts processor time, and a completion that needs more is a wrong answer. reasoning_gym: a
+    completion has half of it, at most 2 s, and is then worth 0."""
     sandbox: bool = True
     """reasoning_gym: whether completions are scored inside bubblewrap. Its verifiers run answers as Python: with false
     a completion may run any code as the user of this service, read its keys and files, and change every later score.

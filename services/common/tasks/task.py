@@ -74,7 +74,7 @@ class Task(Protocol):
         ...
 
 
-def uncertain_parts(task: Task, prompt: Prompt, completion: str) -> tuple[str, ...]:
+def uncertain_parts(task: object, prompt: Prompt, completion: str) -> tuple[str, ...]:
     """Parts, by name, of which another machine may give this completion another value without fault."""
     find = getattr(task, "uncertain", None)
     return tuple(find(prompt, completion)) if find is not None else ()
@@ -84,3 +84,19 @@ def source_of(task: Task, index: int) -> str:
     """The label of the source of a training prompt; empty where a task has one source."""
     find = getattr(task, "source_of", None)
     return str(find(index)) if find is not None else ""
+
+
+def knows_answers(task: object) -> bool:
+    """Whether a task may know of an answer that no completion can be compared with it."""
+    return hasattr(task, "answer_problem")
+
+
+def answer_problem_of(task: object, prompt: Prompt) -> str:
+    """Why no completion of a prompt can be scored, as far as its answer alone shows; empty where nothing is known.
+
+    Raises:
+        DependencyMissing: what would know is not installed.
+        RewardError: what would know failed.
+    """
+    find = getattr(task, "answer_problem", None)
+    return str(find(prompt)) if find is not None else ""

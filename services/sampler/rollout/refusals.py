@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from heterorl.common.errors import PromptRefused, PromptTooLong
+from heterorl.common.errors import AnswerUnreadable, PromptRefused, PromptTooLong
 from heterorl.common.process import metrics
 from heterorl.common.tasks.scoring import FailureRow
 from heterorl.common.types.rollout import ReturnReason, WorkAssignment
@@ -14,6 +14,8 @@ _LOG = logging.getLogger(__name__)
 MAX_LINES = 100
 """Rows that are named in the log; all others are counted in the metric alone."""
 CURE = "correct the data, task.system_prompt or use_chat_template, or raise engine.max_model_len"
+
+_REASONS = {PromptTooLong: ReturnReason.PROMPT_TOO_LONG, AnswerUnreadable: ReturnReason.REWARD_FAILED}
 
 
 @dataclass(slots=True)
@@ -25,7 +27,7 @@ class Refusals:
 
     def note(self, assignment: WorkAssignment, error: PromptRefused) -> ReturnReason:
         """Count a prompt that was refused; the reason for its return."""
-        reason = ReturnReason.PROMPT_TOO_LONG if isinstance(error, PromptTooLong) else ReturnReason.PROMPT_REFUSED
+        reason = _REASONS.get(type(error), ReturnReason.PROMPT_REFUSED)
         metrics.REFUSED_PROMPTS.labels(reason.value).inc()
         self._row.failed(error)
         index = assignment.prompt_index

@@ -1,36 +1,111 @@
-"""math-verify in a process of its own that is killed when it takes too long: an error is never a zero reward."""
+"""math-verify in processes of their own that are killed when they take too long.
+
+An answer of a completion that takes more than the processor time is a wrong answer, as slow code is. It is processor
+time, not that of a clock, so that a busy machine gives the same values. What fails for another reason is an error and
+never a zero reward.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
 from heterorl.common.errors import DependencyMissing, RewardError
-from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.near import NEAR
+from heterorl.common.tasks.rewards.process import LoadFailed, OutOfTime, RewardPool
 
 MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30
+PATIENCE = 4.0
+"""Seconds by the clock for each of processor time, before a worker is killed and nothing is said of the answer."""
+_REMEMBERED = 1 << 14
 
 
 class MathVerifier:
-    """Compares answers as mathematics."""
+    """Compares answers as mathematics; may be used from several threads."""
 
     def __init__(self, *, timeout_s: float, num_workers: int = 1) -> None:
+        """Start nothing yet.
+
+        Args:
+            timeout_s: processor time for one completion, seconds.
+            num_workers: most completions at once.
+        """
         job = {"kind": "math_verify", "max_memory_bytes": MAX_MEMORY_BYTES}
-        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
+        self._cpu_s = timeout_s
+        self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, num_workers=num_workers)
+        # A worker of its own: whether an answer can be read is asked before generation, which must not wait for scores.
+        self.reader = RewardPool(job, timeout_s=PATIENCE * timeout_s)
+        self._problems: OrderedDict[bytes, str] = OrderedDict()
+        self._near: OrderedDict[bytes, str] = OrderedDict()
 
     def verify(self, *, answer: str, completion: str) -> bool:
-        """Whether the completion's final answer equals the answer.
+        """Whether the completion's final answer equals the answer; one that takes too long to compare does not.
 
         Raises:
             DependencyMissing: the package is not installed.
             RewardError: the worker crashed, timed out, or could not read the right answer.
         """
+        given = completion[-MAX_ANSWER_CHARS:]
         try:
-            reply = self.pool.ask({"answer": answer, "completion": completion[-MAX_ANSWER_CHARS:]})
-        except LoadFailed as error:
-            raise DependencyMissing("math-verify", "tasks") from error
-        except RewardError as error:
-            raise RewardError(f"math-verify: {error}") from error
+            reply = self._asked(self.pool, {"answer": answer, "completion": given})
+        except OutOfTime:
+            if problem := self.problem(answer):
+                raise RewardError(f"math-verify: {problem}") from None
+            reply = {"readable": True, "correct": False, "used_s": self._cpu_s}
+        if not reply["readable"]:
+            raise RewardError(f"math-verify: {_UNREADABLE}")
+        if reply["used_s"] > NEAR * self._cpu_s:
+            _remember(self._near, _name(answer, completion))
         return bool(reply["correct"])
+
+    def is_uncertain(self, *, answer: str, completion: str) -> bool:
+        """Whether a comparison that was made took so long that another machine's may differ without fault."""
+        return _name(answer, completion) in self._near
+
+    def problem(self, answer: str) -> str:
+        """Why no completion can be compared with an answer; empty where they can.
+
+        Raises:
+            DependencyMissing: the package is not installed.
+            RewardError: the worker crashed or timed out; that says nothing of the answer.
+        """
+        name = _name(answer)
+        known = self._problems.get(name)
+        if known is not None:
+            return known
+        try:
+            found = "" if self._asked(self.reader, {"answer": answer})["readable"] else _UNREADABLE
+        except OutOfTime:
+            found = f"the right answer takes more than {self._cpu_s:g} s of processor time to parse"
+        _remember(self._problems, name, found)
+        return found
 
     def close(self) -> None:
         """Kill the workers."""
         self.pool.close()
+        self.reader.close()
+
+    def _asked(self, pool: RewardPool, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return pool.ask({**request, "cpu_s": self._cpu_s})
+        except LoadFailed as error:
+            raise DependencyMissing("math-verify", "tasks") from error
+        except OutOfTime:
+            raise
+        except RewardError as error:
+            raise RewardError(f"math-verify: {error}") from error
+
+
+_UNREADABLE = "the right answer cannot be parsed"
+
+
+def _remember(known: OrderedDict[bytes, str], name: bytes, value: str = "") -> None:
+    known[name] = value
+    while len(known) > _REMEMBERED:
+        known.popitem(last=False)
+
+
+def _name(*texts: str) -> bytes:
+    return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).digest()

@@ -43,6 +43,10 @@ class LoadFailed(RewardError):
         super().__init__(text)
 
 
+class OutOfTime(RewardError):
+    """The worker took all the processor time that a request allows, which its kernel counts and ends it for."""
+
+
 class RewardProcess:
     """One worker process, started when it is first needed."""
 
@@ -89,6 +93,7 @@ class RewardProcess:
         """The answer to one request.
 
         Raises:
+            OutOfTime: it took all its processor time, where the request bounds it.
             RewardError: the worker crashed, took too long, or answered that it failed.
         """
         if self.process is None or self.process.poll() is not None:
@@ -96,8 +101,9 @@ class RewardProcess:
         try:
             reply = self._exchange({**request, "limit_s": self.timeout_s + _GRACE_S}, self.timeout_s)
         except (OSError, ValueError, TimeoutError) as error:
+            is_spent = self.process is not None and self.process.poll() == -signal.SIGPROF
             self.close()
-            raise RewardError(str(error) or "no answer") from error
+            raise (OutOfTime if is_spent else RewardError)(str(error) or "no answer") from error
         if "error" in reply:
             # It may hold a completion, which is a peer's.
             raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from heterorl.common.errors import RewardError
 from heterorl.common.tasks.rewards.remote.reward import WHOLE, RemoteReward, Terms
 from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_parts
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, total_reward
 from heterorl.common.wire.common import bytes_digest
@@ -80,8 +80,7 @@ class NamedReward:
         """Whether another machine may give this completion another value without fault."""
         if isinstance(self.source, CodeReward):
             return self.source.is_uncertain(prompt, completion)
-        find: Callable[[Prompt, str], tuple[str, ...]] | None = getattr(self.source, "uncertain", None)
-        return find is not None and bool(find(prompt, completion))
+        return bool(uncertain_parts(self.source, prompt, completion))
 
     @property
     def num_workers(self) -> int:
@@ -150,6 +149,15 @@ class WeightedTask:
         """
         rewards = [each for each in self.rewards if isinstance(each.source, CodeReward)]
         return tuple(part for reward in rewards for part in reward.score(prompt, completion))
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion of a prompt can be scored; empty where they can.
+
+        Raises:
+            RewardError: nothing is known.
+        """
+        own = (each.source for each in self.rewards if each.is_own_score)
+        return next((problem for source in own if (problem := answer_problem_of(source, prompt))), "")
 
     def without_remote(self) -> WeightedTask:
         """The same where nobody else is asked: their values are ABSENT. They stay this task's, to be closed."""

@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -49,6 +50,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
     # An alarm without a handler ends the process even inside one long step of C, where Python never gets its turn.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     job = json.loads(requests.readline())
     try:
         answer, facts = _KINDS[job["kind"]](job)
@@ -84,12 +86,27 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     logging.disable(logging.WARNING)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        # The library's own time limits use signals and swallow errors as "wrong"; the parent's limit counts.
-        right = library.parse(request["answer"], parsing_timeout=None)
-        if not right:
-            raise ValueError("the right answer cannot be parsed")
-        given = library.parse(request["completion"], parsing_timeout=None)
-        return {"correct": bool(given) and bool(library.verify(right, given, timeout_seconds=None))}
+        # The library's own time limits use signals and swallow errors as "wrong"; the parent's limits count. That of
+        # processor time is the same on a machine that is busy with other things.
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
+        try:
+            right = library.parse(request["answer"], parsing_timeout=None)
+            if "completion" not in request or not right:
+                return {"readable": bool(right)}
+            correct = judged(right, request["completion"])
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        # What takes too much memory is as wrong as what takes too long, and as uncertain.
+        used_s = request["cpu_s"] if correct is None else time.process_time() - began
+        return {"readable": True, "correct": bool(correct), "used_s": used_s}
+
+    def judged(right: Any, completion: str) -> bool | None:
+        try:
+            given = library.parse(completion, parsing_timeout=None)
+            return bool(given) and bool(library.verify(right, given, timeout_seconds=None))
+        except (MemoryError, RecursionError):
+            return None
 
     return answer, {}
 

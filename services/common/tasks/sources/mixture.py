@@ -14,7 +14,7 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.weighted import WeightedTask
-from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
+from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_parts
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -131,6 +131,15 @@ class MixtureTask:
         assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
         task = self.sources[prompt.number].task
         return task.run_again(prompt.inner, completion) if isinstance(task, WeightedTask) else ()
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion of a prompt can be scored; empty where they can.
+
+        Raises:
+            RewardError: nothing is known.
+        """
+        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
+        return answer_problem_of(self.sources[prompt.number].task, prompt.inner)
 
     def close(self) -> None:
         """End what the tasks run."""

@@ -107,12 +107,24 @@ class TableTask:
         return self._held_columns.prompt(int(self._held_rows[index]), index=index)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 for a matching answer, else 0.
+        """1 for a matching answer, else 0; mathematics that take too long to compare match nothing.
 
         Raises:
             RewardError: the verifier crashed or timed out.
         """
         return self._matcher.score(prompt, completion)
+
+    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
+        """Parts, by name, of which another machine may give this completion another value without fault."""
+        return self._matcher.uncertain(prompt, completion)
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion of a prompt can be scored; empty where they can.
+
+        Raises:
+            RewardError: nothing is known.
+        """
+        return self._matcher.answer_problem(prompt)
 
     def close(self) -> None:
         """Kill the verifier's processes."""

@@ -1,13 +1,14 @@
 """Rewards of groups: the first failure gives up the rest, and a row of failures is said loudly."""
 
+import json
 import logging
 
 import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
-from heterorl.common.model.trial import try_reward
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.model.trial import try_answers, try_reward
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.scoring import FailureRow, score_group
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import RewardPart
@@ -85,6 +86,38 @@ def test_one_reward_is_tried_by_the_way_of_completions():
         match="^task: the reference answer of prompt 0 gets no reward here: no answer.*task.reward_timeout_s",
     ):
         try_reward(Scored(fails_on("reference")), None)
+
+
+def mathematical(tmp_path, answers):
+    path = tmp_path / "math.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": each}) + "\n" for n, each in enumerate(answers)))
+    (tmp_path / "held-out.jsonl").write_text('{"prompt": "held out", "answer": "1"}\n')
+    held_out = str(tmp_path / "held-out.jsonl")
+    return build_task(TaskConfig(name=f"jsonl:{path}", evaluation_path=held_out, match="math_verify"))
+
+
+@pytest.mark.timeout(120)
+def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_numbers(tmp_path, caplog):
+    task = mathematical(tmp_path, ["Tuesday", "1", "(A)", "2", "3", "Yes", "4", "", "5"])
+    try:
+        try_answers(task)
+        (words,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert words.startswith("4 of 9 answers that were tried cannot be read: prompt 0 ('Tuesday': the right answer")
+        assert words.count("prompt ") == 3
+        assert task.num_prompts == 9
+        assert try_reward(task, None) == 1.0, "the first answer that can be read"
+    finally:
+        close_task(task)
+
+
+@pytest.mark.timeout(120)
+def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):
+    task = mathematical(tmp_path, ["Tuesday", "1", "(A)", "Yes"])
+    try:
+        with pytest.raises(ConfigError, match=r"task.match: 3 of 4 answers.*prompt 0 \('Tuesday'.*match = \"exact\""):
+            try_answers(task)
+    finally:
+        close_task(task)
 
 
 def test_a_missing_verifier_is_told_before_the_first_group(tmp_path, monkeypatch):

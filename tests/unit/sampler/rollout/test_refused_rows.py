@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -11,7 +12,7 @@ from heterorl.common.model.canary import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_prompts
 from heterorl.common.process import metrics
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.types.rollout import ReturnReason, RewardPart
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
@@ -69,7 +70,7 @@ class RunTask:
 async def world(tmp_path, prompter):
     world = await World.open(tmp_path, groups_per_version=8)
     await world.run.publish()
-    world.prompter = prompter
+    world.prompter, world.errors_before = prompter, metrics.REWARD_ERRORS._value.get()
     yield world
     await world.close()
 
@@ -115,6 +116,68 @@ async def test_single_rows_end_no_sampler_and_stop_no_run(world, tmp_path, caplo
     assert sorted(int(line.split()[1]) for line in lines) == sorted(REFUSED | LONG), "each row once"
     assert any("roles must alternate" in line for line in lines)
     assert "NO PROMPT" not in caplog.text
+
+
+class MathTask(RunTask):
+    """The same with the reward of the task itself."""
+
+    def __init__(self, task):
+        super().__init__(task)
+        self.score, self.answer_problem = task.score, task.answer_problem
+
+
+class Speaking:
+    """A prompter whose completions are all one text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def encode_prompt(self, prompt):
+        return np.array([2, 3], np.int32)
+
+    def decode(self, token_ids):
+        return self.text
+
+
+def math_rows(path, *, unreadable):
+    numbers = range(CONTRACT.num_prompts)
+    answers = ["Tuesday" if number in unreadable else "7" for number in numbers]
+    path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": answers[n]}) + "\n" for n in numbers))
+    held_out = path.with_name("held-out.jsonl")
+    held_out.write_text(json.dumps({"prompt": "held out", "answer": "1"}) + "\n")
+    return build_task(
+        TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out), match="math_verify", reward_timeout_s=1.0)
+    )
+
+
+async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_path, caplog):
+    task = math_rows(tmp_path / "rows.jsonl", unreadable={5, 6, 40})
+    world.task, world.prompter = MathTask(task), Speaking("it is $7$")
+    try:
+        world.start()
+        await world.until_acknowledged(2 * CONTRACT.num_prompts)
+        found = await closed(world)
+    finally:
+        close_task(task)
+
+    assert found[ReturnReason.REWARD_FAILED] >= 3
+    # No reward was asked for in vain: the engine saw none of them.
+    assert metrics.REWARD_ERRORS._value.get() == world.errors_before
+    named = {line.getMessage().split()[1] for line in caplog.records if "gives no group (" in line.getMessage()}
+    assert named == {"5", "6", "40"}
+
+
+async def test_completions_that_take_too_long_to_compare_are_wrong_answers(world, tmp_path):
+    task = math_rows(tmp_path / "rows.jsonl", unreadable=())
+    world.task, world.prompter = MathTask(task), Speaking("$\\boxed{9^{9^{9^{9}}}}$")
+    try:
+        world.start()
+        await world.until_acknowledged(2)
+        assert await closed(world) == {}
+    finally:
+        close_task(task)
+
+    assert metrics.REWARD_ERRORS._value.get() == world.errors_before
 
 
 async def test_data_that_is_refused_altogether_is_said_loudly_and_does_not_spin(world, tmp_path, caplog):

@@ -1,0 +1,66 @@
+"""Mathematics that take too long to compare: worth nothing, and nobody's fault where two machines differ."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import RewardError
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.types.rollout import DropReason, RewardPart
+from heterorl.learner.checks.rewards import judge_rewards
+from tests.support.run import Run, rollout
+
+HANGS = "$\\boxed{9^{9^{9^{9}}}}$"
+TEXTS = {"slow": HANGS, "right": "$42$", "wrong": "$41$"}
+
+
+@pytest.fixture(scope="module", params=["alone", "weighted", "mixed"])
+def task(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{number}?", "answer": "42"}) + "\n" for number in range(4)))
+    source = {"name": f"jsonl:{path}", "match": "math_verify", "reward_timeout_s": 1.0, "evaluation_size": 1}
+    if request.param == "weighted":
+        source["rewards"] = [{"kind": "match", "name": "math", "weight": 1.0}]
+    if request.param == "mixed":
+        source = {"name": "mixture", "sources": [{**source, "label": "math"}, {"name": "arithmetic", "label": "sums"}]}
+    task = build_task(TaskConfig.model_validate(source))
+    yield task
+    close_task(task)
+
+
+def judged(task, directory, *stated):
+    """What the learner says of a group of (text, stated reward)."""
+    run = Run(None, directory)
+    number = next(number for number in range(task.num_prompts) if task.prompt(number).text == "1?")
+    name = task.score(task.prompt(number), "x")[0].name
+    texts = [TEXTS[text] for text, _ in stated]
+    rollouts = [
+        rollout(
+            0, token_ids=np.array([place], np.int32), reward=value, reward_parts=(RewardPart(name=name, value=value),)
+        )
+        for place, (_, value) in enumerate(stated)
+    ]
+    group = run.group(SimpleNamespace(id=0, prompt_index=number), version=0, rollouts=tuple(rollouts))
+    prompter = SimpleNamespace(
+        encode_prompt=lambda prompt: group.prompt_token_ids, decode=lambda ids: texts[int(ids[0])]
+    )
+    return judge_rewards(group, task=task, prompter=prompter, tolerance=1e-6)
+
+
+@pytest.mark.timeout(120)
+def test_completion_that_takes_too_long_is_wrong_and_costs_no_group(task, tmp_path):
+    assert judged(task, tmp_path, ("right", 1.0), ("slow", 0.0)).is_sound
+
+
+@pytest.mark.timeout(120)
+def test_site_whose_machine_had_the_time_is_no_cheat(task, tmp_path):
+    with pytest.raises(RewardError, match="in a time so near its limit that either may be right"):
+        judged(task, tmp_path, ("right", 1.0), ("slow", 1.0))
+
+
+@pytest.mark.timeout(120)
+def test_quick_comparison_leaves_no_doubt(task, tmp_path):
+    finding = judged(task, tmp_path, ("right", 1.0), ("wrong", 1.0))
+    assert finding.reason is DropReason.REWARD_MISMATCH

@@ -102,7 +102,8 @@ class Prompter:
                 add_generation_prompt=True,
                 **self.template_arguments,
             )
-        except TemplateError as error:
+        # A template computes, such as with a part that these messages lack.
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             roles = ", ".join(message.role for message in messages)
             problem = f"the model's template refuses messages of {roles}: {first_line(error)}"
             raise PromptRefused(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.contract import chat_template_digest
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.registry import TaskConfig, build_task
@@ -13,6 +13,7 @@ from heterorl.demo.tiny_model import write_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% if m.role == 'developer' %}{{ m.content + 1 }}{% endif %}"
     "{{ loop.index }}+{{ m.content }}={% endfor %}{% if enable_thinking %}7{% endif %}"
 )
 CONVERSATION = Prompt(
@@ -65,11 +66,14 @@ def test_system_prompt_of_a_task_stands_before_its_prompts(model_dir):
 def test_what_the_template_cannot_write_names_the_key(model_dir):
     with pytest.raises(ConfigError, match="use_chat_template: prompts are messages"):
         Prompter(str(model_dir), use_chat_template=False).encode_prompt(CONVERSATION)
-    tool = Prompt(index=0, text="3", answer="", messages=(Message(role="tool", content="1"), *CONVERSATION.messages))
-    with pytest.raises(
-        ConfigError, match="use_chat_template: the model's template refuses messages of tool, system, user"
-    ):
-        Prompter(str(model_dir), use_chat_template=True).encode_prompt(tool)
+    # By its own word, and where it computes with what a message is not.
+    for role in ("tool", "developer"):
+        first = Message(role=role, content="1")
+        asked = Prompt(index=0, text="3", answer="", messages=(first, *CONVERSATION.messages))
+        with pytest.raises(
+            PromptRefused, match=f"use_chat_template: the model's template refuses messages of {role}, system, user"
+        ):
+            Prompter(str(model_dir), use_chat_template=True).encode_prompt(asked)
 
 
 def test_arguments_that_nothing_takes_are_refused(model_dir):

@@ -21,7 +21,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.rollout.drafts import Draft
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 
 
 def answered(engine: HfEngine, prompter: Prompter, prompt: Prompt, completion: Completion) -> Completion:
@@ -36,10 +36,10 @@ def main() -> None:
     begin, collect = RolloutMaker.begin, HfEngine.collect
     asked: dict[int, tuple[Prompter, Prompt]] = {}
 
-    def watched(self: RolloutMaker, work: Sequence[WorkAssignment], **named: Any) -> list[Draft]:
-        drafts = begin(self, work, **named)
+    def watched(self: RolloutMaker, work: Sequence[WorkAssignment], **named: Any) -> tuple[list[Draft], list[Refused]]:
+        drafts, refused = begin(self, work, **named)
         asked.update({draft.key: (self.prompter, draft.prompt) for draft in drafts})
-        return drafts
+        return drafts, refused
 
     def doctored(self: HfEngine) -> list[Finished | Lost]:
         return [

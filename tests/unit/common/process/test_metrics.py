@@ -11,7 +11,7 @@ from heterorl.common.process import logs, metrics
 from heterorl.sampler.config import SamplerConfig
 
 UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",
-         "_info")  # fmt: skip
+         "_info", "_assignments")  # fmt: skip
 WITHOUT_UNIT = {
     "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_iw_variance",
     "heterorl_learner_grad_norm", "heterorl_learner_learning_rate", "heterorl_coordinator_ledger_balanced", "heterorl_coordinator_draining",

@@ -106,12 +106,12 @@ class ReasoningGymTask:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
         self._has_scored = True
         if reply["seconds"] > NEAR * self._limit_s:
-            self._near.add(prompt, completion)
+            self._near.add(prompt.index, completion)
         return (RewardPart(name=_PART, value=float(reply["value"])),)
 
     def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
         """Rewards, by name, of which another machine may give this completion another value without fault."""
-        return (_PART,) if self._near.has(prompt, completion) else ()
+        return (_PART,) if self._near.has(prompt.index, completion) else ()
 
     def close(self) -> None:
         """Kill the processes, with what runs inside."""

@@ -61,11 +61,9 @@ def judge_rewards(
         if not problem:
             continue
         detail = f"rollouts[{number}].{problem}"
-        if _is_by(uncertain_parts(task, prompt, texts[number]), rollout, parts, tolerance=tolerance):
-            raise RewardError(f"{detail}, in a time so near its limit that either may be right")
-        if isinstance(task, WeightedTask | MixtureTask) and _is_by(
-            task.by_code(prompt), rollout, parts, tolerance=tolerance
-        ):
+        by_code = task.by_code(prompt) if isinstance(task, WeightedTask | MixtureTask) else ()
+        names = {*by_code, *uncertain_parts(task, prompt, texts[number])}
+        if _is_by(names, rollout, parts, tolerance=tolerance):
             _refuse_doubtful(task, prompt, texts[number], stated=rollout.reward_parts, computed=parts)
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
         return _mismatch(detail)
@@ -118,27 +116,24 @@ def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPa
 
 
 def _refuse_doubtful(
-    task: WeightedTask | MixtureTask,
-    prompt: Prompt,
-    completion: str,
-    *,
-    stated: Sequence[RewardPart],
-    computed: Sequence[RewardPart],
+    task: Task, prompt: Prompt, completion: str, *, stated: Sequence[RewardPart], computed: Sequence[RewardPart]
 ) -> None:
     """Run code again whose result is not the stated one.
 
     Raises:
-        RewardError: it took so long, or comes to so different results here alone, that the site may be right.
+        RewardError: a reward took so long, or code comes to so different results here, that the site may be right.
     """
     said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
     for is_last in [False] * RUN_AGAIN + [True]:
-        for name in task.uncertain(prompt, completion):
+        for name in uncertain_parts(task, prompt, completion):
             if said[name] != first[name]:
                 raise RewardError(
                     f"{name} is {said[name]:g}, computed {first[name]:g}, in a time so near its limit that either may"
                     " be right"
                 )
-        for part in () if is_last else task.run_again(prompt, completion):
+        if is_last or not isinstance(task, WeightedTask | MixtureTask):
+            continue
+        for part in task.run_again(prompt, completion):
             if part.value != first[part.name]:
                 raise RewardError(
                     f"{part.name} is {said[part.name]:g}, computed {first[part.name]:g} and then {part.value:g}: the"

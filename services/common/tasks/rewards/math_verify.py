@@ -7,19 +7,19 @@ never a zero reward.
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
+import functools
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
-from heterorl.common.tasks.rewards.near import NEAR
+from heterorl.common.tasks.rewards.near import NEAR, NearLimit
 from heterorl.common.tasks.rewards.process import LoadFailed, OutOfTime, RewardPool
 
 MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30
 PATIENCE = 4.0
 """Seconds by the clock for each of processor time, before a worker is killed and nothing is said of the answer."""
-_REMEMBERED = 1 << 14
+_CACHED_ANSWERS = 1 << 14
+_UNREADABLE = "the right answer cannot be parsed"
 
 
 class MathVerifier:
@@ -37,8 +37,8 @@ class MathVerifier:
         self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, num_workers=num_workers)
         # A worker of its own: whether an answer can be read is asked before generation, which must not wait for scores.
         self.reader = RewardPool(job, timeout_s=PATIENCE * timeout_s)
-        self._problems: OrderedDict[bytes, str] = OrderedDict()
-        self._near: OrderedDict[bytes, str] = OrderedDict()
+        self.problem = functools.lru_cache(maxsize=_CACHED_ANSWERS)(self._problem)
+        self._near = NearLimit()
 
     def verify(self, *, answer: str, completion: str) -> bool:
         """Whether the completion's final answer equals the answer; one that takes too long to compare does not.
@@ -57,30 +57,24 @@ class MathVerifier:
         if not reply["readable"]:
             raise RewardError(f"math-verify: {_UNREADABLE}")
         if reply["used_s"] > NEAR * self._cpu_s:
-            _remember(self._near, _name(answer, completion))
+            self._near.add(answer, completion)
         return bool(reply["correct"])
 
     def is_uncertain(self, *, answer: str, completion: str) -> bool:
         """Whether a comparison that was made took so long that another machine's may differ without fault."""
-        return _name(answer, completion) in self._near
+        return self._near.has(answer, completion)
 
-    def problem(self, answer: str) -> str:
+    def _problem(self, answer: str) -> str:
         """Why no completion can be compared with an answer; empty where they can.
 
         Raises:
             DependencyMissing: the package is not installed.
             RewardError: the worker crashed or timed out; that says nothing of the answer.
         """
-        name = _name(answer)
-        known = self._problems.get(name)
-        if known is not None:
-            return known
         try:
-            found = "" if self._asked(self.reader, {"answer": answer})["readable"] else _UNREADABLE
+            return "" if self._asked(self.reader, {"answer": answer})["readable"] else _UNREADABLE
         except OutOfTime:
-            found = f"the right answer takes more than {self._cpu_s:g} s of processor time to parse"
-        _remember(self._problems, name, found)
-        return found
+            return f"the right answer takes more than {self._cpu_s:g} s of processor time to parse"
 
     def close(self) -> None:
         """Kill the workers."""
@@ -96,16 +90,3 @@ class MathVerifier:
             raise
         except RewardError as error:
             raise RewardError(f"math-verify: {error}") from error
-
-
-_UNREADABLE = "the right answer cannot be parsed"
-
-
-def _remember(known: OrderedDict[bytes, str], name: bytes, value: str = "") -> None:
-    known[name] = value
-    while len(known) > _REMEMBERED:
-        known.popitem(last=False)
-
-
-def _name(*texts: str) -> bytes:
-    return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).digest()

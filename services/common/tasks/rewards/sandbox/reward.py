@@ -58,12 +58,12 @@ class CodeReward:
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
         if reply["slowest_s"] > NEAR * self._test_timeout_s or reply["total_s"] > NEAR * self._timeout_s:
-            self._near.add(prompt, completion)
+            self._near.add(prompt.index, completion)
         return (RewardPart(name=WHOLE, value=float(reply["value"])),)
 
     def is_uncertain(self, prompt: Prompt, completion: str) -> bool:
         """Whether the score that was given took so long that another machine's may differ without fault."""
-        return self._near.has(prompt, completion)
+        return self._near.has(prompt.index, completion)
 
     def close(self) -> None:
         """Kill the processes, with what runs inside."""

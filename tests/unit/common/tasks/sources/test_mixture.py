@@ -211,7 +211,7 @@ def test_what_may_have_another_value_elsewhere_is_that_of_the_prompts_own_source
     sources = (("a", ArithmeticTask(digits=1)), ("b", tested))
     task = MixtureTask([Source(label=label, weight=1.0, task=each) for label, each in sources])
     plain, coded = task.prompt(0), task.prompt(task.num_prompts - 1)
-    code._near.add(coded.inner, "x")
+    code._near.add(coded.inner.index, "x")
 
     assert task.uncertain(coded, "x") == ("tests",)
     assert task.uncertain(coded, "y") == task.uncertain(plain, "x") == ()

@@ -84,13 +84,13 @@ test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and comp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler
 
 test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun with a network namespace; or N=20: end two machines' learner so often, in every way, and account for all, 20 minutes; as root
-	OMP_NUM_THREADS=1 $(if $(KILLS),$(BIN)/python -m tests.faults.nodes --kills $(N) --out runs/nodes --json benchmarks/results/nodes.json,$(BIN)/pytest -q -m nodes tests/unit/learner/backends tests/integration/test_torchrun.py)
+	OMP_NUM_THREADS=1 $(if $(KILLS),$(BIN)/python -m campaigns.nodes --kills $(N) --out runs/nodes --json benchmarks/results/nodes.json,$(BIN)/pytest -q -m nodes tests/unit/learner/backends tests/integration/test_torchrun.py)
 
 test-machine: $(SETUP)  ## Bring a fresh Debian under systemd to a run with PostgreSQL, a bucket, a standby and a relay, and kill its coordinator; as root, with debootstrap and systemd-container; OPTIONS="--bind DIR --pip-conf FILE"; 4 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.fresh_machine --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/machine.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.fresh_machine --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/machine.json
 
 test-compose: $(SETUP)  ## Build the images and start deploy/compose.yaml in a Docker of its own; as root, with docker.io, debootstrap and the Compose of `make programs`; OPTIONS="--wheels DIR"; 6 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.compose_run --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/compose.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.compose_run --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/compose.json
 
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
 	$(PYTEST_GPU) -q -s tests/gpu
@@ -114,16 +114,16 @@ types: $(SETUP)  ## Check the types
 environments: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Set up the environments of the services, the engines and the trackers
 
 kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills --kills $(N) --runs $(RUNS) --out runs/kills --json benchmarks/results/kills.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.kills --kills $(N) --runs $(RUNS) --out runs/kills --json benchmarks/results/kills.json
 
 kills-stores: $(SETUP)  ## Kill PostgreSQL, a bucket and coordinators over them N times (N=20: 2 minutes) and account for every group
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.store_kills --kills $(N) --out runs/kills-stores --json benchmarks/results/kills_stores.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.store_kills --kills $(N) --out runs/kills-stores --json benchmarks/results/kills_stores.json
 
 rotations: $(SETUP)  ## Renew all certificates and restart the coordinator under traffic, 4 and 2 times a round, N rounds
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.rotation --rounds $(N) --out runs/rotation
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.rotation --rounds $(N) --out runs/rotation
 
 wan: $(SETUP)  ## Two sites in network namespaces, 150 ms and 1 % loss apart, cut for 200 s under a real Prometheus; 7 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.wan --out runs/wan --images runs/wan/images --json benchmarks/results/wan.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.wan --out runs/wan --images runs/wan/images --json benchmarks/results/wan.json
 
 dashboards-images: $(SETUP)  ## Draw every dashboard from a Prometheus's data: SERVER=http://127.0.0.1:9090 MINUTES=30
 	$(BIN)/python -m deploy.grafana.preview $(SERVER) --out runs/dashboards --minutes $(MINUTES)
@@ -181,7 +181,7 @@ $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json
 
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.fuzz --cases $(N)
 
 dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
 	$(BIN)/python -m deploy.grafana.generate

@@ -140,10 +140,10 @@ _BESIDE = """
 | `tests/integration/` | real servers and real SQLite in one process |
 | `tests/e2e/` | whole runs as processes |
 | `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |
-| `tests/fuzz/` | damaged input for each decoder of foreign bytes |
 | `tests/engines/`, `tests/trackers/` | vLLM and DeepSpeed, experiment trackers, each in an environment of their own |
 | `tests/gpu/` | what needs a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
+| `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines; `fuzz` damages input for each decoder |
 | `benchmarks/` | what the numbers in [results](results.md) were made with, and the numbers |
 | `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
 | `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |

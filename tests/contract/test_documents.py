@@ -25,7 +25,7 @@ DOCUMENTS = sorted(
 MODULE = re.compile(r"heterorl(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"[\w@.-]*[\w@-]/?(?:/[\w@.-]+)*/?")
 SOURCES = (".py", ".proto", ".sh")
-OURS = {"services", "tests", "docs", "deploy", "benchmarks", "protos", "requirements", "examples", "src"}
+OURS = {"services", "tests", "campaigns", "docs", "deploy", "benchmarks", "protos", "requirements", "examples", "src"}
 ON_A_NODE = {"larger.py", "larger.score", "mytask.rewards"}
 """What a reader's own directories hold, and no folder of the repository."""
 

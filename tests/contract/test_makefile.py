@@ -98,7 +98,7 @@ def test_learner_on_several_machines_is_tested_or_by_a_number_ended_so_often():
 
     words = recipe("test-nodes", "N=20")
     assert words[words.index("-m") + 1 :] == [
-        "tests.faults.nodes", "--kills", "20", "--out", "runs/nodes", "--json", "benchmarks/results/nodes.json"
+        "campaigns.nodes", "--kills", "20", "--out", "runs/nodes", "--json", "benchmarks/results/nodes.json"
     ]  # fmt: skip
 
 

@@ -50,4 +50,4 @@ def test_no_file_imports_from_tests(path):
 )
 def test_an_import_from_tests_is_found(source):
     assert _test_modules(source)
-    assert _test_modules("from tests.support.run import Run; from tests.faults import kills") == set()
+    assert _test_modules("from tests.support.run import Run; from campaigns import kills") == set()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.faults.kills import campaign, is_kept
+from campaigns.kills import campaign, is_kept
 from tests.support.cluster import Cluster
 
 

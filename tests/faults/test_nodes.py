@@ -4,9 +4,9 @@ import sqlite3
 
 import pytest
 
-from tests.faults.nodes import SMALL, campaign, is_kept
-from tests.faults.nodes_evidence import differences, repeated, rise
-from tests.faults.nodes_faults import ENDED_S, ON_ONE, ON_TWO, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
+from campaigns.nodes import SMALL, campaign, is_kept
+from campaigns.nodes_evidence import differences, repeated, rise
+from campaigns.nodes_faults import ENDED_S, ON_ONE, ON_TWO, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
 from tests.support.cluster import Cluster
 from tests.support.nodes import can_make_namespaces
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.faults.rotation import Rotation, is_kept
+from campaigns.rotation import Rotation, is_kept
 
 
 @pytest.mark.slow

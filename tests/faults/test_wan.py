@@ -1,6 +1,6 @@
 """`make wan` names every promise that its run did not keep."""
 
-from tests.faults.wan import problems
+from campaigns.wan import problems
 
 
 def test_every_broken_promise_of_a_run_is_named():

@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from tests.faults.wan_picture import PANELS, draw, since
+from campaigns.wan_picture import PANELS, draw, since
 
 TIMES = {"begin": 1000.0, "cut": 1060.0, "heal": 1260.0, "end": 1360.0}
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from campaigns.fuzz.mutate import mutated
+from campaigns.fuzz.run import TARGETS, repeat, run_cases
 from heterorl.common.errors import CorruptData, MalformedPayload
-from tests.fuzz.mutate import mutated
-from tests.fuzz.run import TARGETS, repeat, run_cases
 
 CASES = dict.fromkeys(TARGETS, 3000) | {"safetensors": 400, "compose": 1500, "push": 1500}
 

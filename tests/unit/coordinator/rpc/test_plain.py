@@ -6,11 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
 from heterorl.coordinator.rpc.plain import SMALL_BYTES, read_push
 from heterorl.coordinator.rpc.scan import parse
 from heterorl.v1 import rollout_pb2
-from tests.fuzz.mutate import mutated
 
 
 def _group(sequence=1, *, num_tokens=4, **changes):

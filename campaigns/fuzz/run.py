@@ -15,13 +15,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
+from campaigns.fuzz.chunks import ChunkTarget, ZstdTarget
+from campaigns.fuzz.files import ComposeTarget, ContainerTarget, PayloadTarget, StateTarget
+from campaigns.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget, StatementTarget
+from campaigns.fuzz.plans import FetchTarget
+from campaigns.fuzz.pushes import PushTarget
+from campaigns.fuzz.routing import RoutingTarget
 from heterorl.common.errors import HeterorlError
-from tests.fuzz.chunks import ChunkTarget, ZstdTarget
-from tests.fuzz.files import ComposeTarget, ContainerTarget, PayloadTarget, StateTarget
-from tests.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget, StatementTarget
-from tests.fuzz.plans import FetchTarget
-from tests.fuzz.pushes import PushTarget
-from tests.fuzz.routing import RoutingTarget
 
 CAP_BYTES = 64 << 20
 """Memory that a case may take beside what the process holds; the largest valid case needs some kilobytes."""

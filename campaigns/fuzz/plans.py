@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import blake3
 
+from campaigns.fuzz.files import scratch
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process.clock import SystemClock
@@ -17,7 +18,6 @@ from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.policy import plan_from_pb
 from heterorl.v1 import policy_pb2
-from tests.fuzz.files import scratch
 
 MAX_BYTES = 4096
 NAMES = (

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from campaigns.fuzz.mutate import LONG_EDGES, mutated
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
@@ -34,7 +35,6 @@ from heterorl.common.wire.seal import receive
 from heterorl.common.wire.statement import TABLES, statement_from_bytes, statement_to_bytes
 from heterorl.coordinator.versions.path import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
-from tests.fuzz.mutate import LONG_EDGES, mutated
 
 DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
     (rollout_pb2.Group, receive),

@@ -1,7 +1,7 @@
 """Run the fuzzing and print cases and crashes of each target.
 
-    python -m tests.fuzz --cases 1000000              so many cases for each target, on all cores
-    python -m tests.fuzz --target chunk2 --case 4711  one case again, with its traceback
+    python -m campaigns.fuzz --cases 1000000              so many cases for each target, on all cores
+    python -m campaigns.fuzz --target chunk2 --case 4711  one case again, with its traceback
 
 A crash is anything but a valid result or one of this project's own errors: another exception, an assertion, more memory
 than the cap. A case depends on its target and number alone, so it can be repeated.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.fuzz.run import TARGETS, fuzz, repeat
+from campaigns.fuzz.run import TARGETS, fuzz, repeat
 
 
 def main() -> int:

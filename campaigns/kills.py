@@ -1,6 +1,6 @@
 """SIGKILL random processes of a real run at random instants, then account for everything that was acknowledged.
 
-python -m tests.faults.kills --kills 1000 --out runs/kills --runs 1
+python -m campaigns.kills --kills 1000 --out runs/kills --runs 1
 
 Several runs share the kills out and go side by side, each with its own processes, seed and account.
 """

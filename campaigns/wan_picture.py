@@ -1,6 +1,6 @@
 """One picture of an outage: what comes from each site, how long it is silent, how far it is behind, from its begin on.
 
-python -m tests.faults.wan_picture runs/wan/images/outage.json docs/wan.png draws it again from the numbers of a run.
+python -m campaigns.wan_picture runs/wan/images/outage.json docs/wan.png draws it again from the numbers of a run.
 """
 
 from __future__ import annotations

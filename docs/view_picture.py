@@ -1,6 +1,6 @@
 """Makes docs/assets/view.png: `heterorl view` of made-up samples, in Chromium, by a path that is no machine's.
 
-python -m tests.support.view_picture docs/assets/view.png
+python -m docs.view_picture docs/assets/view.png
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from heterorl.common.types.sample import rollout_json
 from tests.support.browser import browser
 from tests.support.samples import make_sample
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 COUNT, SHOWN = 399, 395
 """Samples of the export, and the one that is shown: texts of several lengths, right and wrong."""
 WIDTH, HEIGHT = 1280, 674

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.model.routing import RoutedTokens, RouterReplay, RoutingShape
-from tests.fuzz.mutate import mutated
 
 SHAPES = [
     RoutingShape(num_layers=1, top_k=1, num_experts=2),

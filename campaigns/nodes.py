@@ -1,6 +1,6 @@
 """End the machines of a learner under torchrun at random moments, in every way, then account for everything.
 
-    python -m tests.faults.nodes --kills 20 --out runs/nodes [--json benchmarks/results/nodes.json]
+    python -m campaigns.nodes --kills 20 --out runs/nodes [--json benchmarks/results/nodes.json]
 
 Two machines are network namespaces with an agent of torchrun and a rank each (FSDP2, gloo). The coordinator, two
 samplers and a witness are processes of the host, behind certificates. A supervisor stands for the scheduler: it waits
@@ -26,13 +26,13 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
+from campaigns.nodes_evidence import agreement, curve, held_out, repeated
+from campaigns.nodes_faults import ENDED_S, RANK_TIMEOUT_S, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.warm_start import WarmStart, warm_start
-from tests.faults.nodes_evidence import agreement, curve, held_out, repeated
-from tests.faults.nodes_faults import ENDED_S, RANK_TIMEOUT_S, RANKS_ENDED_S, TRAINS_S, Fault, Row, plan
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account, free_port
 from tests.support.nodes import Job, Network, joined_namespaces

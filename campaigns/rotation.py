@@ -1,6 +1,6 @@
 """Renew every certificate of a running run, again and again, and restart its coordinator in between by either signal.
 
-python -m tests.faults.rotation --rounds 20 --out runs/rotation
+python -m campaigns.rotation --rounds 20 --out runs/rotation
 """
 
 from __future__ import annotations

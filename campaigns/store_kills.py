@@ -1,6 +1,6 @@
 """SIGKILL PostgreSQL, a bucket's server and coordinators over them at random moments, then account for everything that was acknowledged.
 
-python -m tests.faults.store_kills --kills 20 --out runs/kills-stores
+python -m campaigns.store_kills --kills 20 --out runs/kills-stores
 
     postgres   the server and its sessions; it is started again at once
     active     the coordinator that serves

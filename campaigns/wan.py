@@ -1,6 +1,6 @@
 """Two sites, a long lossy line between them, and an outage in the middle, watched by a real Prometheus.
 
-    python -m tests.faults.wan --outage 200 --out runs/wan [--json benchmarks/results/wan.json] [--images docs/wan]
+    python -m campaigns.wan --outage 200 --out runs/wan [--json benchmarks/results/wan.json] [--images docs/wan]
 
 Site A (coordinator, learner, Prometheus, a witness that pushes groups of its own) and site B (two samplers) are network
 namespaces; every byte between them goes over a TUN device. Certificates are on. Needs `unshare -rn` and /dev/net/tun.
@@ -24,11 +24,11 @@ from typing import Any
 
 from rich.console import Console
 
+from campaigns import wan_evidence
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.demo.tiny_model import write_tiny_model
-from tests.faults import wan_evidence
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account
 from tests.support.prometheus import PROMETHEUS, Prometheus, metrics_port, start_prometheus
@@ -305,7 +305,7 @@ def main() -> int:
         if reason:
             console.print(f"skipped: {reason}")
             return 0
-        os.execvp("unshare", ["unshare", "-rn", sys.executable, "-m", "tests.faults.wan", *sys.argv[1:], "--inside"])
+        os.execvp("unshare", ["unshare", "-rn", sys.executable, "-m", "campaigns.wan", *sys.argv[1:], "--inside"])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)

@@ -7,14 +7,14 @@ import random
 
 from google.protobuf.message import DecodeError, Message
 
+from campaigns.fuzz.messages import any_message
+from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
 from heterorl.coordinator.groups.intake import Arrival
 from heterorl.coordinator.rpc.plain import OBJECT_BYTES, REST_BYTES, SMALL_BYTES, PlainPush, read_push
 from heterorl.coordinator.rpc.scan import parse
 from heterorl.coordinator.servicers.arrivals import Pushed, read_all
 from heterorl.v1 import rollout_pb2
-from tests.fuzz.messages import any_message
-from tests.fuzz.mutate import mutated
 from tests.support.run import CONTRACT
 
 END = 300

@@ -1,6 +1,6 @@
 """Build the images, start the run of deploy/compose.yaml in a real Docker by the words of deploy/README.md, time every step.
 
-    python -m tests.e2e.compose_run --base DIR [--index URL | --wheels DIR] --json benchmarks/results/compose.json
+    python -m campaigns.compose_run --base DIR [--index URL | --wheels DIR] --json benchmarks/results/compose.json
 
 A Docker daemon of its own, with its own directory, runs beside the machine's; Compose is the one of `make programs`. No
 registry is asked: the image that all others are made from is a Debian 12 by debootstrap with its Python 3.11, Prometheus
@@ -26,11 +26,11 @@ from typing import Any
 
 from rich.console import Console
 
+from campaigns.debian import Steps, block, make_base, until
+from campaigns.docker import Docker, index_of, run
 from heterorl.demo.tiny_model import write_tiny_model
-from tests.e2e.debian import Steps, block, make_base, until
-from tests.e2e.docker import Docker, index_of, run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 BIN = ROOT / ".venv" / "bin"
 PYTHON_IMAGE = "python:3.11-slim"
 RUN = ("coordinator", "learner", "sampler-1", "sampler-2")

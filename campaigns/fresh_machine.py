@@ -1,6 +1,6 @@
 """Bring a fresh Debian under systemd to a running run by the words of the documentation, and time every step.
 
-    python -m tests.e2e.fresh_machine --base DIR [--bind DIR ...] [--pip-conf FILE] --json benchmarks/results/machine.json
+    python -m campaigns.fresh_machine --base DIR [--bind DIR ...] [--pip-conf FILE] --json benchmarks/results/machine.json
 
 The machine is a container of systemd-nspawn with its own processes, files, users and systemd; it shares network and cores
 with its host. Its Debian, made once by debootstrap in --base, has Python, git and PostgreSQL, and no compiler. In it stand
@@ -24,11 +24,11 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
+from campaigns.debian import Steps, block, make_base, until
 from heterorl.demo.tiny_model import write_tiny_model
-from tests.e2e.debian import Steps, block, make_base, until
 from tests.support.bucket import BUCKET, KEY, SECRET, BucketServer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 KEYS = "/etc/heterorl/bucket"
 CREDENTIALS = "/etc/heterorl/credentials"

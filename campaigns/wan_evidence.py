@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from campaigns import wan_picture
 from deploy.grafana import preview
 from deploy.grafana.panels import BOARDS, Query
 from deploy.grafana.preview import filled
-from tests.faults import wan_picture
 from tests.support.prometheus import Prometheus
 
 WINDOW = "30s"

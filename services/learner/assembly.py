@@ -22,17 +22,14 @@ from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.common import NO_LORA, Contract
+from heterorl.common.types.common import Contract
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.company import Company
 from heterorl.learner.backends.ranks.local import LocalRanks
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.backends.zero.backend import DeepSpeedBackend
-from heterorl.learner.backends.zero.engine import import_deepspeed
 from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.rewards import check_trust, tried_here
@@ -103,7 +100,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         group_size=config.group_size,
         sampling=sampling,
         end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
-        lora=backend.lora if isinstance(backend, TorchBackend | Fsdp2Backend) else NO_LORA,
+        lora=backend.lora,
         routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
@@ -142,7 +139,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
 
 def build_backend(
     config: LearnerConfig, num_ranks: int, passes: PassCount | None = None, *, company: Company | None = None
-) -> tuple[TrainBackend, Callable[[], None]]:
+) -> tuple[TorchBackend | DividedBackend, Callable[[], None]]:
     """The backend of rank 0, and what ends the other ranks; starts those, unless a launcher has.
 
     Raises:
@@ -208,6 +205,8 @@ def _check_divided(config: LearnerConfig) -> None:
     if isinstance(config.backend, DeepSpeedBackendConfig):
         if config.lora.is_on:
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
+        from heterorl.learner.backends.zero.engine import import_deepspeed
+
         # Before the other ranks begin, which would all miss it.
         import_deepspeed(config.backend.device)
     for name in LIBRARIES:
@@ -220,7 +219,10 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
     if not isinstance(options, TorchBackendConfig) and not config.overlap_publication:
         # Nothing computes meanwhile: the copy would be for nothing.
         options = options.model_copy(update={"overlap_checkpoint": False})
+    # Only the chosen one is imported: FSDP2 brings torch.distributed.fsdp and sympy, 640 modules.
     if isinstance(options, Fsdp2BackendConfig):
+        from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
+
         return Fsdp2Backend(
             model_dir=config.model_dir,
             config=options,
@@ -232,6 +234,8 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
             replays_routing=config.sampling.router_replay == "rollout",
         )
     assert isinstance(options, DeepSpeedBackendConfig)
+    from heterorl.learner.backends.zero.backend import DeepSpeedBackend
+
     return DeepSpeedBackend(
         model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, ranks=ranks, passes=passes
     )

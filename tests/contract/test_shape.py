@@ -12,12 +12,12 @@ SOURCES = sorted(path for path in (ROOT / "services").rglob("*.py") if "v1" not 
 MAX_LINES = 300
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_is_short_and_ascii(path):
-    text = path.read_text(encoding="utf-8")
+def test_sources_are_short_and_ascii():
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SOURCES}
 
-    assert len(text.splitlines()) <= MAX_LINES or "over 300 lines because" in text
-    assert text.isascii()
+    long = {name for name, text in texts.items() if len(text.splitlines()) > MAX_LINES}
+    assert [name for name in long if "over 300 lines because" not in texts[name]] == []
+    assert [name for name, text in texts.items() if not text.isascii()] == []
 
 
 def test_no_file_is_named_for_nothing():
@@ -26,7 +26,7 @@ def test_no_file_is_named_for_nothing():
     assert [name for name in names if Path(name).stem in {"util", "utils", "helper", "helpers", "misc"}] == []
 
 
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PROGRAMS = [path for folder in ("tests", "campaigns", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
 
 
 def _test_modules(source):
@@ -40,9 +40,10 @@ def _test_modules(source):
     return {name for name, own in parts.items() if own[0] == "tests" and any(part.startswith("test_") for part in own)}
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_imports_from_tests(path):
-    assert _test_modules(path.read_text()) == set(), "what several tests need is in tests/support"
+def test_no_file_imports_from_tests():
+    found = {str(path.relative_to(ROOT)): _test_modules(path.read_text()) for path in PROGRAMS}
+
+    assert {name: modules for name, modules in found.items() if modules} == {}, "what tests share is in tests/support"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def runs(completion):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exec(completion, {})
+            exec(completion, {})  # noqa: S102 - what a reward of code does
     except Exception:  # noqa: BLE001 - any failure is a failed test
         return 0.0
     return 1.0

@@ -14,6 +14,7 @@ from typing import Any
 
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.types.run import RunStatus
+from heterorl.common.wire.common import bytes_digest
 from heterorl.demo.processes import Child, start, stop
 from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.certificates import Certificates
@@ -151,11 +152,13 @@ class Cluster:
 
 
 def account(cluster: Cluster, acknowledged: set[GroupId], samplers: list[str]) -> dict[str, Any]:
-    """Compare independent records with the store: what was acknowledged and is not there, what had two effects."""
+    """Compare independent records with the store: what was acknowledged and is not whole, what had two effects."""
     from heterorl.coordinator.groups import ledger
 
     connection = cluster.database()
     rows = connection.execute("SELECT site, incarnation, sequence, state, assignment FROM groups").fetchall()
+    kept = connection.execute("SELECT digest, payload FROM groups WHERE state IN ('pending', 'leased')").fetchall()
+    torn = [digest for digest, payload in kept if payload is None or bytes_digest(payload) != digest]
     known = {GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence, *_ in rows}
     lost = [group_id for group_id in acknowledged if group_id not in known]
     for site in samplers:
@@ -175,7 +178,7 @@ def account(cluster: Cluster, acknowledged: set[GroupId], samplers: list[str]) -
         "acknowledged": len(acknowledged),
         "groups": len(rows),
         "versions": len(versions),
-        "lost": len(lost) + len(lost_versions),
+        "lost": len(lost) + len(lost_versions) + len(torn),
         "duplicated": sum(count - 1 for count in consumed.values()),
         "ledger_balanced": counted.is_balanced and counted == recounted,
         "dense": sorted(versions) == list(range(len(versions))),

@@ -73,6 +73,9 @@ async def test_groups_that_find_no_room_are_refused_and_the_others_kept(disk, tm
     acknowledged, refused = await fill(core, run)
 
     assert len(acknowledged) > 5
+    with pytest.raises(StoreFull) as refusal:
+        await core.push_groups([refused])
+    assert refusal.value.retry_after_s > 0
     assert await stored(core) == [group.id.sequence for group in acknowledged]
     assert not core.on_fatal.done(), "a full disk is not a failed one"
 

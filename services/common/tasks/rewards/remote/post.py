@@ -77,7 +77,7 @@ class Server:
             pause_s = max(asked_s, wait_s * random.uniform(0.5, 1.0))
             if time.monotonic() + pause_s >= deadline:
                 raise TimeoutError(f"{last}; no time is left to try again")
-            time.sleep(pause_s)
+            time.sleep(pause_s)  # noqa: TID251 - of a reward's worker, which is killed at its limit
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _once(self, body: bytes, *, timeout_s: float, deadline: float) -> bytes:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from heterorl.common.model.building import BUILDING
+
 ALPHABET = "0123456789+-*=() "
 EOS = "<eos>"
 PAD = "<pad>"
@@ -44,7 +46,7 @@ def write_tiny_model(directory: Path, *, seed: int, hidden_size: int = 64, num_l
         bos_token_id=None,
         initializer_range=0.06,
     )
-    with torch.random.fork_rng():
+    with BUILDING, torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory)

@@ -19,6 +19,7 @@ from rich.progress import Progress
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
+from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
 from heterorl.common.tasks.registry import TaskConfig, build_task
@@ -96,9 +97,7 @@ def _verified(directory: Path) -> dict[str, Any] | None:
 
 
 def _train(directory: Path, options: WarmStart) -> float:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    model = load_pretrained(str(directory), dtype=torch.float32)
     prompter = Prompter(str(directory), use_chat_template=False)
     task = options.build_task()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)

@@ -194,10 +194,11 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
 
     from heterorl.common.model import tensors
     from heterorl.common.model.adapters import attach
+    from heterorl.common.model.building import BUILDING
     from heterorl.common.model.routing import routing_shape
 
     settings: Any = AutoConfig.from_pretrained(model_dir)
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
     model.tie_weights()
     if lora.is_on:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from heterorl.common.model.building import BUILDING
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, VersionSpan
 from heterorl.learner.train.model import prepare
@@ -42,8 +43,9 @@ def tiny_model(
         attn_implementation="sdpa",
         **settings,
     )
-    torch.manual_seed(seed)
-    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    with BUILDING:
+        torch.manual_seed(seed)
+        model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
     if dtype is torch.float64:
         _widen_norms(model)
     prepare(model, gradient_checkpointing=False)

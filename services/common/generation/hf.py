@@ -23,8 +23,8 @@ from heterorl.common.generation.rows import Group, Rows
 from heterorl.common.generation.turns import Turns
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
+from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.canary import ScoredText
-from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.common.model.routing import RouterRecorder
@@ -68,12 +68,9 @@ class HfEngine:
         Raises:
             ConfigError: it cannot be loaded, or has no routers that can be recorded.
         """
-        from transformers import AutoModelForCausalLM, __version__
+        from transformers import __version__
 
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
-        except (OSError, ValueError) as error:
-            raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+        model = load_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
         try:
             self.model: Any = model.to(device).eval()
         except (AssertionError, RuntimeError) as error:

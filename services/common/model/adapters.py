@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.building import BUILDING
 from heterorl.common.types.common import Digest, LoraSettings
 
 PARTS = ("lora_a", "lora_b")
@@ -71,7 +72,9 @@ def attach(model: nn.Module, settings: LoraSettings) -> None:
                     raise ConfigError(_KEY, f"{name} is the output embedding", action="name other linear layers")
                 found.add(name)
                 full = f"{path}.{name}" if path else name
-                setattr(parent, name, LoraLinear(child, rank=settings.rank, alpha=settings.alpha, name=full))
+                with BUILDING:
+                    adapted = LoraLinear(child, rank=settings.rank, alpha=settings.alpha, name=full)
+                setattr(parent, name, adapted)
     missing = sorted(set(settings.target_modules) - found)
     if missing:
         raise ConfigError(_KEY, f"the model has no linear layer {', '.join(missing)}", action="name layers it has")

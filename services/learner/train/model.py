@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
@@ -27,17 +27,9 @@ def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -
     Raises:
         ConfigError: it is not a causal language model, or cannot be read.
     """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(model_dir), dtype=torch.float32, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    model: nn.Module = load_pretrained(str(model_dir), dtype=torch.float32, attention="sdpa")
     prepare(model, gradient_checkpointing=gradient_checkpointing)
-    network: nn.Module = model
-    return network
+    return model
 
 
 def prepare(model: nn.Module, *, gradient_checkpointing: bool) -> None:

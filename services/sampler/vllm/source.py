@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype
@@ -111,10 +110,5 @@ class VllmSource:
 
 
 def _load_on_cpu(model_dir: str, dtype: Dtype) -> tuple[Any, int]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[dtype])
-    except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    model = load_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[dtype])
     return model.eval(), int(model.config.vocab_size)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from heterorl.common.model.building import BUILDING
+
 
 def empty_model(model_dir: str) -> nn.Module:
     """A causal language model whose parameters are on the meta device; its buffers are real, as they are computed.
@@ -19,7 +21,7 @@ def empty_model(model_dir: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_dir)
-    with _parameters_on_meta():
+    with BUILDING, _parameters_on_meta():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     return model
 
@@ -50,7 +52,7 @@ def replace_parameters(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """While it lasts, modules of this process register parameters without storage.
+    """While it lasts, modules of this process register parameters without storage; BUILDING is held.
 
     Not torch's meta device: buffers such as the frequencies of positions are computed, and in no file.
     """

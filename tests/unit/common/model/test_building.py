@@ -1,0 +1,94 @@
+"""Threads that build models leave torch as it was."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from heterorl.common.model.adapters import attach
+from heterorl.common.model.building import load_pretrained
+from heterorl.common.types.common import Digest, LoraSettings
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner.backends.loading.empty import empty_model
+from tests.support.training import tiny_model
+
+NUM_PAIRS = 20
+LORA = LoraSettings(rank=1, alpha=1.0, target_modules=("q_proj",), base_digest=Digest(""))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=1))
+
+
+@pytest.fixture
+def quick_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def _functions():
+    functions = {name: value for name, value in vars(nn.init).items() if callable(value)}
+    return functions | {"register_parameter": nn.Module.register_parameter}
+
+
+@pytest.fixture
+def whole_torch():
+    """Functions that models in the making replace; put back for the tests behind this one."""
+    before = _functions()
+    yield before
+    nn.Module.register_parameter = before.pop("register_parameter")
+    for name, value in before.items():
+        setattr(nn.init, name, value)
+
+
+def _at_once(*builds):
+    """Each in a thread of its own, many times, with every round begun together; what they raised."""
+    together, errors = threading.Barrier(len(builds)), []
+
+    def repeat(build):
+        try:
+            for _ in range(NUM_PAIRS):
+                together.wait()
+                build()
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            errors.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=repeat, args=(build,)) for build in builds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["new", "pretrained", "empty"])
+def test_torch_is_as_it_was_after_two_threads_built_models_at_once(quick_switches, whole_torch, model_dir, kind):
+    builds = {
+        "new": tiny_model,
+        "pretrained": lambda: load_pretrained(model_dir, dtype=torch.float32),
+        "empty": lambda: empty_model(model_dir),
+    }
+
+    assert _at_once(builds[kind], builds[kind]) == []
+
+    changed = [name for name, value in _functions().items() if value is not whole_torch[name]]
+    assert changed == []
+
+
+def test_adapters_have_values_while_another_thread_builds_a_model_without(quick_switches, whole_torch, model_dir):
+    devices = set()
+
+    def adapt():
+        model = load_pretrained(model_dir, dtype=torch.float32)
+        attach(model, LORA)
+        devices.update(parameter.device.type for parameter in model.parameters())
+
+    assert _at_once(adapt, lambda: empty_model(model_dir)) == []
+
+    assert devices == {"cpu"}

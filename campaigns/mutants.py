@@ -145,16 +145,16 @@ def reaching(root: Path = ROOT) -> dict[str, list[str]]:
     for name, path in (ours | theirs).items():
         graph[name] |= _started(name, path) & (ours.keys() | theirs.keys())
         graph[name] |= {f"{folder}.conftest" for folder in _folders(name)} & theirs.keys()
-    by_file: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[bool, bool, int, int, str]]] = defaultdict(list)
     for name, path in theirs.items():
         if path.name.startswith("test_"):
-            far = _distances(graph, name)
+            far, test = _distances(graph, name), path.relative_to(root).as_posix()
             for module in far.keys() & ours.keys():
-                # Of two that are as near, the one that reaches less says more.
-                by_file[ours[module].relative_to(root).as_posix()].append(
-                    (far[module], len(far), path.relative_to(root).as_posix())
-                )
-    return {file: [test for _, _, test in sorted(tests)] for file, tests in by_file.items()}
+                file = ours[module].relative_to(root)
+                is_own = test.startswith(f"tests/unit/{file.parts[1]}/")
+                # Those that import it, then those of its service; of two as near, the one that reaches less says more.
+                by_file[file.as_posix()].append((far[module] > 1, not is_own, far[module], len(far), test))
+    return {file: [test for *_, test in sorted(tests)] for file, tests in by_file.items()}
 
 
 def _started(name: str, path: Path) -> set[str]:
@@ -308,6 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one guard, half of it for each tier")
     parser.add_argument("--again", action="store_true", help="once more those that no test noticed")
     options = parser.parse_args(arguments)
+    # The copy is removed, and a running pytest ended, also by SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     rows = [row for row in rows if not (options.again and row["noticed"] == "none")]
     with tempfile.TemporaryDirectory(prefix="heterorl-mutants-") as directory:

@@ -248,6 +248,21 @@ async def test_group_beyond_the_contract_is_refused_before_its_numbers_become_ar
     assert (await secure.operator.get_status()).ledger.dropped == {DropReason.INVALID: 2}
 
 
+async def test_refused_group_of_an_assignment_that_no_store_can_hold_is_counted_like_any_other(secure):
+    work = await secure.run.lease(2)
+    refused, sound = (group_to_pb(secure.run.group(one)) for one in work)
+    refused.assignment = 2**63
+    del refused.rollouts[1:]
+    data = [rollout_pb2.PushGroupsRequest(group=group).SerializeToString() for group in (refused, sound)]
+    async with _channel(secure, "sampler", own=True) as channel:
+        call = _start(channel, "/heterorl.v1.RolloutService/PushGroups", *data)
+        answers = [rollout_pb2.PushGroupsResponse.FromString(answer) async for answer in call]
+
+    assert [answer.status for answer in answers] == [rollout_pb2.PUSH_STATUS_DROPPED, rollout_pb2.PUSH_STATUS_ACCEPTED]
+    assert "rollouts: 1, the group size is 2" in answers[0].message
+    assert (await secure.operator.get_status()).ledger.dropped == {DropReason.INVALID: 1}
+
+
 async def test_message_of_as_many_fields_as_pass_holds_up_nobody(secure):
     rollouts = rollout_pb2.Rollout(token_ids=[1] * 4096, sampler_logprobs=[-1.0] * 4096)
     rollouts.spans.extend([rollout_pb2.VersionSpan()] * 4096)

@@ -68,10 +68,13 @@ def test_equal_seeds_draw_equally_and_a_new_guard_changes_one_place_at_most():
 
 
 def test_tests_that_reach_a_file_come_nearest_first():
-    tests = reaching(ROOT)["services/coordinator/servicers/arrivals.py"]
+    tests = reaching(ROOT)["services/coordinator/store/database.py"]
 
-    own, far = "tests/unit/coordinator/groups/test_sound_groups.py", "tests/faults/test_kills.py"
-    assert tests.index(own) < tests.index(far)
+    ordered = [
+        "tests/unit/coordinator/store/test_database.py", "tests/unit/coordinator/test_core.py",
+        "tests/integration/test_border.py", "tests/faults/test_kills.py",
+    ]  # fmt: skip
+    assert sorted(ordered, key=tests.index) == ordered
     assert "tests/unit/learner/loss/test_loss_trl.py" not in tests
 
 

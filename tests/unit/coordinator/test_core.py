@@ -611,8 +611,10 @@ async def test_plan_trusts_no_claim_about_what_the_caller_holds(core, run):
     assert [p.kind for p in (same, delta, liar)] == [PlanKind.SAME, PlanKind.DELTA, PlanKind.SNAPSHOT]
     with pytest.raises(UnknownVersion):
         await core.get_signed_manifest(version=9)
-    with pytest.raises(InvalidRequest):
-        await core.list_steps(after_step=0, limit=0)
+    for limit in (0, 1001):
+        with pytest.raises(InvalidRequest, match=r"limit: .* is not in 1\.\.1000"):
+            await core.list_steps(after_step=0, limit=limit)
+    assert await core.list_steps(after_step=0, limit=1000) == ()
 
 
 async def test_restart_keeps_everything_and_gives_leases_a_fresh_term(tmp_path, clock):

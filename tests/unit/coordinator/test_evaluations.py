@@ -1,5 +1,6 @@
 """Evaluations at the coordinator: planned, handed out, counted once, summed up; over a real store."""
 
+import asyncio
 import dataclasses
 import sqlite3
 import threading
@@ -160,6 +161,15 @@ async def test_a_site_that_lives_keeps_its_part_for_the_lease(world):
     await world.core.heartbeat(beat)
 
     assert (await world.ask(B, held=(2,))).parts[0].id == part.id
+
+
+async def test_a_site_that_asks_after_a_silence_is_not_silent_before_its_answer_has_left(world):
+    world.clock.advance(121.0)
+
+    # Both wait for the store, where the second finds the part of the first.
+    first, second = await asyncio.gather(world.ask(), world.ask(B))
+
+    assert first.parts[0].id != second.parts[0].id
 
 
 async def test_what_a_site_holds_and_does_not_know_of_is_given_again(world):

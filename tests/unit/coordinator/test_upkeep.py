@@ -4,12 +4,16 @@ import asyncio
 import threading
 
 import pytest
+import xxhash
+from pydantic import ValidationError
 
 from heterorl.common.errors import PayloadMissing, StoreFull, UnknownPayload, UnknownVersion, UntrustedVersion
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS
 from heterorl.common.types.policy import PayloadKind, PlanKind
 from heterorl.common.types.run import Heartbeat
-from heterorl.common.weights.payload import write_snapshot
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.manifest import build_manifest
+from heterorl.common.weights.payload import write_delta, write_snapshot
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -18,7 +22,7 @@ from heterorl.coordinator.payloads import snapshots as snapshots_module
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, keeping, published, puller, stored_files
-from tests.support.run import INCARNATION, SITE
+from tests.support.run import INCARNATION, LAYOUT, SITE
 
 
 async def named(core):
@@ -175,6 +179,14 @@ async def test_nothing_is_retired_before_plans_of_an_earlier_process_have_ended(
 
 
 @pytest.mark.files
+def test_deltas_are_kept_at_least_as_long_as_samplers_may_ask_for_them():
+    with pytest.raises(ValidationError, match="keep_versions is below max_staleness_versions"):
+        CoordinatorConfig(keep_versions=7, max_staleness_versions=8)
+    assert CoordinatorConfig(keep_versions=8, max_staleness_versions=8).merge_window_versions == 8
+    # 0: as many as four times the staleness, 256 at least.
+    assert CoordinatorConfig(max_staleness_versions=100).merge_window_versions == 400
+
+
 async def test_full_quota_deletes_before_it_refuses_and_names_its_key(tmp_path):
     async with keeping(tmp_path, merged_bytes=0, keep_versions=40) as (core, _):
         run = await published(core, tmp_path, 20)
@@ -384,6 +396,33 @@ async def test_merged_delta_that_somebody_fetches_outlives_its_use(tmp_path):
 
 
 @pytest.mark.files
+# Of the header's bytes: the state it starts from and the one it leads to.
+@pytest.mark.parametrize("place", [44, 76], ids=["from", "to"])
+def test_payload_of_another_way_is_found_though_its_chunks_lead_to_the_state(tmp_path, place):
+    old = Arena(LAYOUT)
+    new = old.copy()
+    new.chunk(0)[:] += 1
+    paths = [tmp_path / "snapshot", tmp_path / "delta"]
+    infos = [write_snapshot(paths[0], old), write_delta(paths[1], old, new)]
+    manifests = [
+        build_manifest(
+            run_id="run", epoch=1, version=version, parent_version=version - 1, parent_digest="", arena=arena,
+            step=version, info=info, payloads=(),
+        )
+        for version, (arena, info) in enumerate(zip((old, new), infos, strict=True))
+    ]  # fmt: skip
+    snapshots_module.verify_way(paths, manifests, on_chunk=lambda: None)
+    data = bytearray(paths[1].read_bytes())
+    data[place : place + 32] = bytes(range(32))
+    end = 12 + int.from_bytes(data[8:12], "little")
+    data[end : end + 8] = xxhash.xxh3_64_intdigest(bytes(data[12:end])).to_bytes(8, "little")
+    paths[1].write_bytes(data)
+
+    with pytest.raises(snapshots_module.DamagedPayload, match="it leads from") as found:
+        snapshots_module.verify_way(paths, manifests, on_chunk=lambda: None)
+    assert found.value.index == 1
+
+
 async def test_nothing_is_retired_when_the_head_cannot_be_rebuilt(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, _):
         run = await published(core, tmp_path, 5)

@@ -2,10 +2,11 @@
 
 import pytest
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, EngineDied
 from heterorl.common.process.config import load
+from heterorl.sampler import engines
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.engines import build_engines, vllm_options
+from heterorl.sampler.engines import build_engines, start_vllm, vllm_options
 from heterorl.sampler.policy.engine_group import EngineGroup
 from heterorl.sampler.vllm.options import OWN_ARGUMENTS, VllmOptions
 from tests.support.engines import EOS, semantics, write_model
@@ -75,3 +76,24 @@ def test_hf_engines_stand_behind_one(tmp_path):
     two.engine.load(two.base(), 4)
     assert (two.engine.version, two.engine.is_whole) == (4, True)
     two.close()
+
+
+def test_one_engine_that_does_not_start_ends_the_others(monkeypatch):
+    ended = []
+
+    class Starting:
+        def __init__(self, source, *, options, **_):
+            self.devices = options.devices
+            if self.devices == (1,):
+                raise EngineDied("no memory")
+
+        def close(self):
+            ended.append(self.devices)
+
+    monkeypatch.setattr(engines, "VllmEngine", Starting)
+    options = [VllmOptions(compute_dtype="bf16", batch_rows=8, devices=(device,)) for device in range(3)]
+
+    with pytest.raises(EngineDied, match="no memory"):
+        start_vllm(None, options, end_token_ids=(EOS,))
+
+    assert sorted(ended) == [(0,), (2,)]

@@ -89,6 +89,23 @@ def test_failures_that_pass_are_asked_again_within_the_time_limit():
     assert len(server.asked) == 3
 
 
+@pytest.mark.parametrize("wait", ["-5", "nan", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_a_wait_that_is_no_number_of_seconds_is_not_waited_for(wait):
+    replies = [(503, {"Retry-After": wait}, b"busy"), None]
+
+    with serving(lambda document: replies.pop(0) or lengths(document)) as server, task_of(http(server)) as task:
+        assert task.score(task.prompt(0), "four")[0].value == 0.4
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("wait", ["30", "inf"])
+def test_a_wait_beyond_the_time_limit_is_the_end(wait):
+    with serving(lambda _: (503, {"Retry-After": wait}, b"busy")) as server, task_of(http(server)) as task:
+        with pytest.raises(RewardError, match="status 503: busy; no time is left"):
+            task.score(task.prompt(0), "four")
+    assert len(server.asked) == 1
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, StoreFull
+from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.pull.reader import PayloadReader
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.container import FRAME_BYTES
@@ -50,6 +50,16 @@ async def content(blobs, digest, offset=0):
 async def broken_link(data):
     yield data
     raise ConnectionError("gone")
+
+
+@pytest.mark.parametrize("num_bytes", [0, MAX_BYTES + 1])
+async def test_payload_of_no_bytes_or_too_many_is_refused_and_leaves_no_file(tmp_path, num_bytes):
+    blobs = store(tmp_path)
+
+    with pytest.raises(QuotaExceeded, match=f"a payload of {num_bytes} bytes; the limit is {MAX_BYTES}"):
+        await blobs.append(digest=digest_of(b""), num_bytes=num_bytes, offset=0, frames=frames(b""))
+
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @settings(max_examples=30, deadline=None)

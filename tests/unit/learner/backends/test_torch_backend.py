@@ -189,6 +189,17 @@ def _spoil_random_state(path):
     save_file(tensors, path)
 
 
+def _change_random_state(change):
+    def damage(path):
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(path)
+        tensors["random/cpu"] = change(tensors["random/cpu"])
+        save_file(tensors, path)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -197,6 +208,8 @@ def _spoil_random_state(path):
         (OPTIMIZER_FILE, _truncate),
         (OPTIMIZER_FILE, _lose_moment),
         (OPTIMIZER_FILE, _spoil_random_state),
+        (OPTIMIZER_FILE, _change_random_state(lambda state: torch.cat([state, state[:8]]))),
+        (OPTIMIZER_FILE, _change_random_state(lambda state: state.to(torch.int16))),
         (COUNTERS_FILE, lambda path: path.write_text("{")),
         (COUNTERS_FILE, lambda path: path.write_text(json.dumps({"format": 99, "applied_steps": 1}))),
         (COUNTERS_FILE, lambda path: path.write_text(json.dumps({"format": 1, "applied_steps": -1}))),

@@ -177,14 +177,16 @@ async def test_group_that_is_refused_for_good_on_a_full_disk_waits(outbox, monke
 
 def test_only_terminal_outcomes_settle_a_group(tmp_path):
     run = Run(None, tmp_path)
-    ids = [run.group(work, version=0).id for work in _work(4)]
+    ids = [run.group(work, version=0).id for work in _work(5)]
     outcomes = [
         PushOutcome(id=ids[0], status=PushStatus.ACCEPTED),
         PushOutcome(id=ids[1], status=PushStatus.RETRY, retry_after_s=3.0),
         PushOutcome(id=ids[2], status=PushStatus.DUPLICATE),
         PushOutcome(id=ids[3], status=PushStatus.DROPPED, reason=DropReason.STALE_AT_INGEST),
+        PushOutcome(id=ids[4], status=PushStatus.RETRY, retry_after_s=1.0),
     ]
 
+    # The longest of the delays that are asked for.
     assert settle(outcomes) == ([1, 3, 4], 3.0)
 
 

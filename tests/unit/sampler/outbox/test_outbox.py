@@ -115,6 +115,14 @@ def test_file_that_cannot_be_opened_for_want_of_something_stays_where_it_is(tmp_
     assert not (tmp_path / "set-aside").exists()
 
 
+def test_spool_that_cannot_be_durable_is_refused(tmp_path, monkeypatch):
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda _, **options: connect(":memory:", **options))
+
+    with pytest.raises(CorruptStore, match=r"durable mode refused .*put state_dir on a local file system"):
+        Outbox(tmp_path)
+
+
 def _flip(directory, change, *, sequence=1):
     database = sqlite3.connect(directory / "outbox.sqlite")
     (data,) = database.execute("SELECT payload FROM groups WHERE sequence = ?", (sequence,)).fetchone()

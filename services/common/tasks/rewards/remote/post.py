@@ -153,6 +153,7 @@ def read_key(variable: str, file: str) -> str:
 
 def _seconds(text: str) -> float:
     try:
-        return min(max(float(text), 0.0), 3600.0)
+        # In this order NaN is no wait either; what is beyond the deadline ends the call.
+        return max(0.0, float(text))
     except ValueError:
         return 0.0

@@ -14,6 +14,7 @@ from heterorl.learner import assembly
 from heterorl.learner.backends.fsdp2 import backend as fsdp2_backend
 from heterorl.learner.backends.fsdp2 import state
 from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
+from heterorl.learner.backends.fsdp2.sharding import piece_of
 from heterorl.learner.backends.fsdp2.state import ShardedState
 from heterorl.learner.backends.ranks.division import check_experts
 from heterorl.learner.backends.ranks.place import Place
@@ -37,6 +38,19 @@ def apply_liger(model, config):
             raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
     modeling_qwen3.Qwen3RMSNorm = LigerRMSNorm
 """
+
+
+@pytest.mark.parametrize(("num_rows", "world_size"), [(8, 4), (7, 2), (9, 4), (5, 4), (2, 4), (1, 3), (0, 2)])
+def test_rows_of_each_rank_are_those_of_torch_chunk(num_rows, world_size):
+    values = torch.arange(3 * num_rows).view(num_rows, 3)
+    chunks = [*torch.chunk(values, world_size), *[values[:0]] * world_size][:world_size]
+
+    pieces = [piece_of(values.shape, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+    assert [piece.size for piece in pieces] == [chunk.numel() for chunk in chunks]
+    for piece, chunk in zip(pieces, chunks, strict=True):
+        assert torch.equal(values.view(-1)[piece.start : piece.start + piece.size], chunk.reshape(-1))
+        assert piece.start + piece.size <= values.numel()
 
 
 def test_rows_that_leave_the_storage_of_the_optimizer_are_refused_on_all_ranks(monkeypatch):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
+from heterorl.learner.backends.loading import opened as opened_module
 from heterorl.learner.backends.loading.empty import replace_parameters
 from heterorl.learner.backends.loading.opened import HeldWeights, NamedShards, fill, open_model
 from heterorl.learner.train.model import load_model
@@ -139,6 +140,24 @@ def test_files_that_are_not_the_model_by_name_are_left_to_transformers(tmp_path,
     assert all(parameter.is_meta for parameter in opened.model.parameters())
     torch.manual_seed(0)
     _assert_same(fill(opened), load_model(directory))
+
+
+def test_buffer_of_another_type_than_fp32_is_left_to_transformers(tmp_path, caplog, monkeypatch):
+    directory = _saved(tmp_path)
+    _change(directory, lambda values: values | {"counts": torch.ones(2, dtype=torch.bfloat16)})
+    empty_model = opened_module.empty_model
+
+    def with_buffer(model_dir):
+        model = empty_model(model_dir)
+        model.register_buffer("counts", torch.zeros(2, dtype=torch.bfloat16))
+        return model
+
+    monkeypatch.setattr(opened_module, "empty_model", with_buffer)
+    with caplog.at_level(logging.WARNING, logger="heterorl"):
+        opened = open_model(directory)
+
+    assert isinstance(opened.weights, HeldWeights)
+    assert "counts is torch.bfloat16" in caplog.text
 
 
 def test_experts_that_transformers_merges_are_left_to_it(tmp_path):

@@ -133,8 +133,9 @@ def test_eager_attention_takes_the_same_step(model_dir):
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():
-    with pytest.raises(ValidationError, match="needs compute_dtype bf16 and device cuda"):
-        TorchBackendConfig(attn_implementation="flash_attention_2")
+    for settings in ({}, {"compute_dtype": "bf16"}, {"device": "cuda"}):
+        with pytest.raises(ValidationError, match="needs compute_dtype bf16 and device cuda"):
+            TorchBackendConfig(attn_implementation="flash_attention_2", **settings)
     config = TorchBackendConfig(attn_implementation="flash_attention_2", compute_dtype="bf16", device="cuda")
 
     with pytest.raises(ConfigError, match=r"backend\.attn_implementation: flash_attention_2 cannot be had.*flash-attn"):

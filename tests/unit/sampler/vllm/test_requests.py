@@ -1,0 +1,19 @@
+"""A request that vLLM has no room for is refused before its process hears of it."""
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import PromptTooLong
+from heterorl.common.generation.requests import Request
+from heterorl.sampler.vllm.engine import VllmEngine
+from tests.support.engines import semantics
+
+
+@pytest.mark.parametrize(("own", "asked"), [(5, None), (1, semantics(max_new_tokens=5))], ids=["of-the-run", "its-own"])
+def test_prompt_that_leaves_no_room_for_its_completion_is_refused(own, asked):
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.max_model_len, engine._sampling = 8, semantics(max_new_tokens=own)
+
+    # Of 8 tokens 5 are the completion's, so that 3 are left.
+    with pytest.raises(PromptTooLong, match="8 holds no prompt of 4 and 5 new tokens"):
+        engine.submit(Request(key=1, prompt=np.arange(4, dtype=np.int32), seed=0, num_completions=1, sampling=asked))

@@ -49,9 +49,9 @@ def test_coordinator_and_its_commands_import_with_everything_else_blocked():
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["grpcio-health-checking", "numpy"])
-def test_the_gate_stops_what_is_not_in_the_file(name):
-    result = coordinator_without(name)
+def test_the_gate_stops_what_is_not_in_the_file():
+    # Its module has another name.
+    result = coordinator_without("grpcio-health-checking")
 
     assert result.returncode != 0
     assert "is not in requirements/coordinator.txt" in result.stderr

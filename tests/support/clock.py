@@ -30,3 +30,4 @@ class ManualClock:
         for at, future in self._sleepers:
             if at <= self._now and not future.done():
                 future.set_result(None)
+        self._sleepers = [(at, future) for at, future in self._sleepers if not future.done()]

@@ -37,9 +37,10 @@ def bucket_of_all():
     server.stop()
 
 
-@pytest.fixture(autouse=True)
-def _payloads(request, monkeypatch, tmp_path_factory):
+@pytest.fixture(autouse=True, scope="module")
+def _payloads(request, tmp_path_factory):
     if not IS_BUCKET:
+        yield
         return
     server, credentials = request.getfixturevalue("bucket_of_all"), tmp_path_factory.mktemp("credentials")
 
@@ -48,7 +49,9 @@ def _payloads(request, monkeypatch, tmp_path_factory):
         bucket = server.config(credentials, prefix=name, url_lifetime_s=60.0)
         return open_parts(config.model_copy(update={"payloads": bucket}), clock, **options)
 
-    monkeypatch.setattr(core, "open_parts", open_in_bucket)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "open_parts", open_in_bucket)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -61,14 +64,16 @@ def postgres_of_all():
     server.stop()
 
 
-@pytest.fixture(autouse=True)
-def _engine(request, monkeypatch):
-    if not IS_POSTGRES or request.node.get_closest_marker("sqlite"):
+@pytest.fixture(autouse=True, scope="module")
+def _engine(request):
+    # Tests marked `sqlite` are skipped before they ask for a store.
+    if not IS_POSTGRES:
         yield
         return
     from heterorl.coordinator.store.postgres.engine import open_store
 
     server = request.getfixturevalue("postgres_of_all")
-    monkeypatch.setattr(SqliteEngine, "open", lambda path: open_store(server.make_schema(str(path.resolve()))))
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SqliteEngine, "open", lambda path: open_store(server.make_schema(str(path.resolve()))))
+        yield
     server.drop_schemas()

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import pytest_asyncio
 
 from heterorl.common.errors import InvalidRequest, UnknownSample
 from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
@@ -11,6 +12,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.samples import listing
 from tests.support.clock import ManualClock
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 NUM = 50_000
 WHY = ("consumed", "reward_mismatch", "stale_at_lease", "evaluation")
 KINDS = ("consumed", "rejected", "dropped", "evaluation")
@@ -38,9 +40,10 @@ def many():
     return list(rows(NUM))
 
 
-@pytest.fixture
-async def core(tmp_path, many):
-    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def core(tmp_path_factory, many):
+    """Tests only read it: so many rows are inserted once."""
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path_factory.mktemp("listing")), ManualClock())
     await core.database.run(lambda connection: connection.executemany(INSERT, many))
     yield core
     await core.close()

@@ -11,7 +11,7 @@ from heterorl.sampler.evaluation.sets import SiteSet
 from tests.support.run import INCARNATION, SITE
 from tests.support.sampler_world import World
 
-SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 32, "temperature": 0.5, "every_versions": 2}]
+SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 16, "temperature": 0.5, "every_versions": 2}]
 
 
 class Held:
@@ -49,7 +49,7 @@ async def found(world, version=0):
 
 async def until_done(world, version=0):
     while (of := await found(world, version)) is None or of.state is not EvaluationState.DONE:
-        await world._pass(0.1)
+        await world._pass(0.5)
         if world.running.done():
             await world.running
     return of
@@ -64,11 +64,11 @@ async def test_a_version_is_evaluated_beside_rollouts_and_each_prompt_counts_onc
     world.start()
     done = await until_done(world)
 
-    assert (done.summary.num_prompts, done.summary.num_samples, done.sites) == (12, 12 * 32, ((SITE, 12),))
+    assert (done.summary.num_prompts, done.summary.num_samples, done.sites) == (12, 12 * 16, ((SITE, 12),))
     assert done.summary.average.mean == 0.5
     assert {request.sampling.temperature for request in of_evaluation(world.engine)} == {0.5}
-    # Twelve prompts of four blocks, each drawn once.
-    assert len(of_evaluation(world.engine)) == 48
+    # Twelve prompts of two blocks, each drawn once.
+    assert len(of_evaluation(world.engine)) == 24
     assert await world.ledger_acked() > 0
 
 
@@ -90,9 +90,9 @@ async def test_newer_weights_wait_for_the_evaluation_and_rollouts_go_on(world):
     await until_done(world)
     await world.until(lambda: len(world.engine.loaded) == 2)
 
-    # All 48 blocks were drawn before the newer weights came, and rollouts beside them.
+    # All 24 blocks were drawn before the newer weights came, and rollouts beside them.
     ((version, num_blocks, num_requests),) = at_load
-    assert (version, num_blocks) == (1, 48)
+    assert (version, num_blocks) == (1, 24)
     assert num_requests - num_blocks > before
 
 
@@ -126,12 +126,12 @@ async def test_the_version_of_an_evaluation_that_stands_still_is_fetched_and_the
     )
     await world.core.abandon_evaluation(site="us-1", incarnation=INCARNATION, parts=[grant.parts[0].id])
     await world.run.publish()
-    await world.until(lambda: world.engine.version == 1)
+    await world.until(lambda: world.engine.version == 1, step_s=0.5)
     del world.link.replaced["lease_evaluation"]
     done = await until_done(world)
 
     assert done.sites == ((SITE, 12),)
-    await world.until(lambda: [version for version, _ in world.engine.loaded] == [0, 1, 0, 1])
+    await world.until(lambda: [version for version, _ in world.engine.loaded] == [0, 1, 0, 1], step_s=0.5)
     roots = [root for _, root in world.engine.loaded]
     assert roots[2] == world.run.roots[0]
     # While the older version was there no rollout began.
@@ -148,7 +148,7 @@ async def test_an_engine_that_dies_costs_no_prompt(world):
     world.engine.batch_failures = [EngineDied("it is gone")]
     done = await until_done(world)
 
-    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 32)
+    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 16)
 
 
 async def test_a_killed_sampler_goes_on_with_what_it_held(world):
@@ -221,7 +221,7 @@ async def test_a_part_beyond_the_limit_of_messages_is_delivered_as_numbers(world
     world.start()
     done = await until_done(world)
 
-    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 32)
+    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 16)
     assert sizes.count(0) == len(sizes) / 2
 
 
@@ -234,7 +234,7 @@ async def test_a_part_that_is_refused_for_good_is_not_drawn_for_ever(world):
     world.start()
     await world.until(lambda: world.link.calls["abandon_evaluation"] >= 1)
     drawn = len(of_evaluation(world.engine))
-    await world.passed(60.0)
+    await world.passed(60.0, step_s=1.0)
 
     # What was leased with it may still be refused part by part.
     assert len(of_evaluation(world.engine)) <= drawn + 8
@@ -252,7 +252,7 @@ async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_g
 
     world.engine.submit = narrow
     await world.until_acknowledged(4)
-    await world.passed(10.0)
+    await world.passed(10.0, step_s=1.0)
 
     assert (await found(world)).summary.num_prompts == 0
     assert "held" not in world.sampler.evaluation._sets
@@ -266,7 +266,7 @@ async def test_rewards_that_fail_are_counted_and_left_out(world):
     done = await until_done(world)
 
     # Of ten prompts that are left four are right.
-    assert (done.summary.num_errors, done.summary.average.mean) == (64, 0.4)
+    assert (done.summary.num_errors, done.summary.average.mean) == (32, 0.4)
 
 
 async def test_evaluation_takes_no_more_than_its_share_of_the_rows(world):

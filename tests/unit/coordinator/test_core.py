@@ -543,7 +543,11 @@ async def test_stream_ends_with_its_credits_and_with_the_coordinator(core, run):
 
     waiting = asyncio.create_task(anext(core.stream_groups(epoch=run.epoch, held=ids, credits=_for_ever())))
     watch = asyncio.create_task(anext(core.watch_head(after_version=99)))
-    await asyncio.sleep(0.05)
+    # Each answer of the store lets them make one step; both wait after a few.
+    for _ in range(10):
+        await core.get_status()
+    assert not waiting.done()
+    assert not watch.done()
     await core.end_streams()
     for task in (waiting, watch):
         with pytest.raises(Draining):

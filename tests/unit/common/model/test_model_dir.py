@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,11 @@ def test_a_directory_with_a_configuration_is_looked_into_no_further(tmp_path):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_hub_id_without_a_network_is_one_line_at_once(monkeypatch):
+def test_hub_id_without_a_network_is_one_line_after_one_connection(monkeypatch):
+    dialled, dial = [], socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *args, **kwargs: dialled.append(args) or dial(*args, **kwargs)
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         # Bound and not listening: refused.
@@ -60,6 +63,7 @@ def test_hub_id_without_a_network_is_one_line_at_once(monkeypatch):
         text = problem_of("someone/some-model")
 
     assert "there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: " in text
+    assert len(dialled) == 1
 
 
 def test_hub_id_that_is_not_cached_is_refused_where_the_hub_is_switched_off(monkeypatch):
@@ -84,16 +88,14 @@ def test_a_model_of_the_cache_needs_no_network(monkeypatch, tmp_path):
 def test_a_service_says_it_in_one_line(tmp_path):
     config = tmp_path / "node.toml"
     config.write_text('model_dir = "someone/some-model"\nmetrics_port = 0\n[tls]\ninsecure = true\n')
-    started = time.monotonic()
 
     result = subprocess.run(
         [sys.executable, "-m", "heterorl", "learner", "--config", str(config)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, check=False,
         env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
 
     assert result.returncode == 2
-    assert time.monotonic() - started < 60
     assert [line for line in result.stderr.splitlines() if "INFO" not in line] == [
         "error: model_dir: there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: "
         "Connection refused (name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id)"

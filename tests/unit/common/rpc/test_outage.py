@@ -64,9 +64,8 @@ async def test_address_that_swallows_everything_is_said_while_the_call_hangs(cap
     port = server.sockets[0].getsockname()[1]
     async with CoordinatorClient(f"127.0.0.1:{port}", tls=TlsConfig(insecure=True)) as api:
         call = asyncio.create_task(api.get_status())
-        async with asyncio.timeout(10):
-            while not said(caplog):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        while not said(caplog):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         assert not call.done()
         call.cancel()
         await asyncio.wait([call])
@@ -77,8 +76,8 @@ async def test_address_that_swallows_everything_is_said_while_the_call_hangs(cap
 
 
 async def test_refused_connection_is_said_by_the_client(caplog, monkeypatch):
-    monkeypatch.setattr(outage_module, "SAY_AFTER_S", 0.1)
-    policy = RetryPolicy(budget_s=1.0, base_s=0.05, cap_s=0.1)
+    monkeypatch.setattr(outage_module, "SAY_AFTER_S", 0.0)
+    policy = RetryPolicy(budget_s=0.1, base_s=0.05, cap_s=0.1)
     async with CoordinatorClient("127.0.0.1:1", tls=TlsConfig(insecure=True), policy=policy) as api:
         with pytest.raises(Unreachable):
             await api.get_status()

@@ -68,7 +68,7 @@ async def test_nothing_commits_after_the_store_failed_not_even_what_was_queued(d
     all_are_queued = threading.Event()
 
     def broken(connection):
-        all_are_queued.wait(10)
+        all_are_queued.wait()
         connection.execute("SELECT * FROM no_such_table")
 
     failing = database.submit(broken)
@@ -93,7 +93,7 @@ async def test_failed_rollback_is_fatal_and_answers_everybody(database):
         raise sqlite3.OperationalError("disk I/O error")
 
     with pytest.raises(CorruptStore):
-        await asyncio.wait_for(database.run(close_behind), 5)
+        await database.run(close_behind)
     assert database.on_fatal.done()
 
 

@@ -77,7 +77,7 @@ async def test_read_that_shares_a_commit_with_a_write_without_room_is_answered(d
     await database.run(lambda connection: set_meta(connection, "key", "kept"))
     fill(disk)
     go_on = threading.Event()
-    first = database.submit(lambda _: go_on.wait(10))
+    first = database.submit(lambda _: go_on.wait())
     together = [
         database.submit(lambda connection: get_meta(connection, "key")),
         database.submit(lambda connection: set_meta(connection, "large", "x" * (16 << 20))),
@@ -103,7 +103,7 @@ async def test_callers_of_a_store_that_failed_have_errors_of_their_own(tmp_path)
     go_on = threading.Event()
 
     def broken(_connection):
-        go_on.wait(10)
+        go_on.wait()
         raise sqlite3.OperationalError("disk I/O error")
 
     waiting = [database.submit(broken), *(database.submit(lambda _: 1) for _ in range(3))]
@@ -266,7 +266,7 @@ async def test_loop_that_failed_is_tried_again_after_a_pause():
         await asyncio.sleep(0)
     assert not waiting.done()
     clock.advance(PAUSE_S)
-    await asyncio.wait_for(waiting, 5)
+    await waiting
 
 
 @pytest.mark.parametrize("loop", ["keeper", "composer"])

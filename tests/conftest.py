@@ -1,11 +1,15 @@
 """Settings that every test shares."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.support import needs
+
+pytest_plugins = ["tests.support.limits", "tests.support.processes", "tests.support.results"]
 
 # Examples are judged by what they show, never by how long a shared machine took over them. In CI they are the same ones
 # every time: a change is not refused for what it did not touch. Everywhere else each run looks at new ones.
@@ -17,6 +21,14 @@ def pytest_configure(config):
     lacking = needs.missing(os.environ.get(needs.VARIABLE, ""))
     if lacking:
         raise pytest.UsageError(f"{needs.VARIABLE} names what is not installed: {', '.join(lacking)} (make programs)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that no worker is left with one at the end."""
+    record = Path(__file__).with_name("all.json")
+    seconds = json.loads(record.read_text())["seconds_by_file"] if record.exists() else {}
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -89,6 +89,7 @@ def _problem(word: str) -> str | None:
     return "no file has this name" if not found else f"{len(found)} files have this name: {', '.join(map(str, found))}"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_path_and_module_in_back_ticks_exists(name):
     here = (ROOT / name).parent
@@ -243,6 +244,7 @@ def test_keys_beside_those_of_other_libraries_are_keys_of_ours():
     assert len(named) > 30
 
 
+@pytest.mark.process
 def test_site_builds_without_a_broken_link(tmp_path):
     mkdocs = Path(sys.executable).parent / "mkdocs"
     if not mkdocs.exists() and shutil.which("mkdocs") is None:

@@ -41,11 +41,13 @@ def stages():
     return {words[3]: words[1] for words in lines}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_compose_file_satisfies_the_specification(name):
     check(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(DEPLOY / name))
 
 
+@pytest.mark.process
 def test_the_specification_refuses_a_wrong_key(tmp_path):
     wrong = tmp_path / "compose.yaml"
     wrong.write_text("services: {a: {image: x, memory_limit: 1g}}\n")
@@ -84,6 +86,7 @@ def _compose():
     return program
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("versions", "runs"),
     [
@@ -122,6 +125,7 @@ def test_too_old_compose_is_refused_with_a_sentence(versions, runs, tmp_path):
         assert all(version in result.stderr for version in versions.values())
 
 
+@pytest.mark.process
 def test_secrets_are_what_the_compose_file_mounts(tmp_path):
     certificates = Certificates(tmp_path / "certs")
     nodes = [("coordinator", "main"), ("learner", "learner"), ("sampler", "site-1"), ("sampler", "site-2")]
@@ -299,6 +303,7 @@ def test_every_image_of_ours_is_a_target_and_copies_its_own_packages():
     assert "ARG PYTHON_IMAGE=python:3.11-slim\n" in text
 
 
+@pytest.mark.process
 def test_dockerfile_is_clean():
     check(tool("hadolint"), str(DEPLOY / "Dockerfile"))
 
@@ -329,6 +334,7 @@ def test_commands_of_the_images_are_in_the_command_line():
             assert words[1:] in [["--config", f"/etc/heterorl/{file}.toml", "--log", "json"] for file in files]
 
 
+@pytest.mark.process
 def test_wan_script_asks_tc_for_what_tc_understands(tmp_path):
     """tc reads all arguments before the kernel is asked: where the kernel has no netem, that is what it says."""
     if shutil.which("tc") is None or shutil.which("unshare") is None:

@@ -59,12 +59,14 @@ def _loaded(imports, *names):
     return ast.literal_eval(result.stdout)
 
 
+@pytest.mark.process
 def test_coordinator_never_loads_torch():
     program = "heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli.main"
 
     assert _loaded(program, "torch", "transformers", "safetensors") == []
 
 
+@pytest.mark.process
 def test_learner_and_sampler_load_backends_and_engines_only_where_they_are_chosen():
     """The backends of several processes and vLLM take seconds to import; transformers is imported with a model."""
     program = "heterorl.learner.app, heterorl.learner.rank, heterorl.sampler.app"
@@ -94,6 +96,7 @@ def _banned(source: str, name: str) -> list[int]:
     return sorted({found["location"]["row"] for found in json.loads(result.stdout) if found["code"] in RULES})
 
 
+@pytest.mark.process
 def test_unsafe_deserialisation_is_banned():
     assert _banned("\n".join(BANNED), "services/common/wire/a.py") == list(range(1, len(BANNED) + 1))
 

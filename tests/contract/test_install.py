@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.tools import check, tool
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "install.sh"
 

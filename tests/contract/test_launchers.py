@@ -14,6 +14,8 @@ from torch.distributed.run import get_args_parser
 from heterorl.cli.main import app
 from tests.support.tools import check, tool
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "deploy" / "slurm" / "learner.sbatch"
 UNIT = ROOT / "deploy" / "torchrun" / "heterorl-learner-node@.service"

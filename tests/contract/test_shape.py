@@ -20,6 +20,7 @@ def test_sources_are_short_and_ascii():
     assert [name for name, text in texts.items() if not text.isascii()] == []
 
 
+@pytest.mark.process
 def test_no_file_is_named_for_nothing():
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 

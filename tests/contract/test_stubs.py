@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 PROTOS = ROOT / "protos"
 BUF = Path(sys.executable).parent / "buf"

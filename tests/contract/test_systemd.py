@@ -72,11 +72,13 @@ def test_there_is_a_unit_for_each_role():
     assert {path.stem for path in UNITS} == set(ROLES)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_systemd_accepts_the_unit_without_a_word(path, tmp_path):
     assert complaints(path, tmp_path) == ""
 
 
+@pytest.mark.process
 def test_systemd_would_complain_of_a_wrong_unit(tmp_path):
     wrong = tmp_path / "heterorl-coordinator.service"
     wrong.write_text(UNITS[0].read_text().replace("TimeoutStopSec=60s", "TimeoutStopSek=60s"))
@@ -85,11 +87,13 @@ def test_systemd_would_complain_of_a_wrong_unit(tmp_path):
     assert "TimeoutStopSek" in complaints(wrong, tmp_path / "copy")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_exposure_is_small(path):
     assert exposure(path) <= MAX_EXPOSURE
 
 
+@pytest.mark.process
 def test_exposure_of_an_open_unit_is_not_small(tmp_path):
     opened = tmp_path / UNITS[0].name
     opened.write_text("\n".join(line for line in UNITS[0].read_text().splitlines() if "Protect" not in line))

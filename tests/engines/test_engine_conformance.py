@@ -12,7 +12,7 @@ from heterorl.common.types.rollout import FinishReason, VersionSpan
 from heterorl.common.weights.arena import Arena
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.filterwarnings("default")]
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make test-engines")
 TEMPERATURE = 0.8
 SAMPLING = semantics(temperature=TEMPERATURE)
@@ -37,7 +37,7 @@ class Subject:
         return self.engine.generate(prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=NEEDS_VLLM)])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=[NEEDS_VLLM, pytest.mark.process])])
 def subject(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as environment:
         # Several processes share the test machine's cores: none may claim one of its own.

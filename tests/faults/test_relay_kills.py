@@ -9,7 +9,7 @@ from tests.support.cluster import Cluster, account, free_port
 FIRST, SECOND = "eu.gpu1", "eu.gpu2"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.timeout(240)
 async def test_a_killed_relay_costs_a_pause_and_nothing_else(tmp_path):
     certificates = Certificates(tmp_path / "certs", run="kills")

@@ -22,6 +22,8 @@ from tests.support.relay import Relay
 from tests.support.relayed import LargeRun, Site, counted, since
 from tests.support.secure_run import PATIENT
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def server():

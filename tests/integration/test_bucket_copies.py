@@ -26,7 +26,7 @@ from tests.support.narrow import Narrow
 from tests.support.postgres import PostgresServer, binaries
 from tests.support.relayed import LargeRun
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 MIB = 1 << 20
 
 

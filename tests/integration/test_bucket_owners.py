@@ -18,7 +18,7 @@ from tests.support.bucketed import payloads_of
 from tests.support.postgres import PostgresServer, binaries
 from tests.support.relayed import LargeRun
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 NOW = 1_700_000_000.0
 
 

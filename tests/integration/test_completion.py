@@ -10,6 +10,8 @@ import pytest
 
 from heterorl import __version__
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 

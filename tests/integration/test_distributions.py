@@ -74,6 +74,7 @@ def installed(built, directory):
     return directory / "bin", packages
 
 
+@pytest.mark.process
 def test_a_wheel_holds_everything_under_one_name(wheel):
     files, top = held(wheel)
 
@@ -82,12 +83,14 @@ def test_a_wheel_holds_everything_under_one_name(wheel):
     assert {Path("py.typed"), Path("lab/experiments/quick.toml")} <= files
 
 
+@pytest.mark.process
 def test_a_source_distribution_builds_the_same_wheel(sdist, wheel, tmp_path):
     source = unpacked(sdist, tmp_path / "source")
 
     assert held(build("wheel", source, tmp_path / "wheel")) == held(wheel)
 
 
+@pytest.mark.process
 def test_what_the_images_copy_builds_the_same_wheel(wheel, tmp_path):
     stage = (ROOT / "deploy" / "Dockerfile").read_text().partition(" AS sources\n")[2].partition("\nFROM ")[0]
     copied = [line.split()[1:] for line in stage.splitlines() if line.startswith("COPY ")]

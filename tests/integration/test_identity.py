@@ -392,6 +392,7 @@ def _heartbeat_by_hand(secure, version):
     return received
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [["status"], ["top", "--once"]])
 @pytest.mark.parametrize(
     ("fault", "words"),

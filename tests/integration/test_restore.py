@@ -26,7 +26,10 @@ from tests.support.policy_site import sampling, serving
 from tests.support.postgres import PostgresServer, binaries
 from tests.support.run import Run
 
-pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs"),
+]
 STORES = ["sqlite", "postgres"]
 NOW = 1_700_000_000.0
 

@@ -30,7 +30,10 @@ from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 from tests.support.prometheus import metrics_port  # noqa: E402
 
-pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs"),
+]
 TAKEOVER_S = 10.0
 
 
@@ -394,7 +397,7 @@ async def test_payloads_of_another_store_are_refused(url, tmp_path):
         open_engine(tmp_path / "data", url)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.timeout(240)
 async def test_standby_serves_after_the_other_was_killed_and_nothing_acknowledged_is_lost(url, server, tmp_path):
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("a", "b")}

@@ -24,7 +24,10 @@ from heterorl.coordinator.store.postgres.transfer import write_from  # noqa: E40
 from heterorl.coordinator.store.sqlite.engine import connect  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 
-pytestmark = pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs"),
+]
 NEXT = MIGRATIONS.version + 1
 
 

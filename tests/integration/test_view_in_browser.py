@@ -34,7 +34,7 @@ CONTRAST = """() => {
     }).filter(([ratio]) => ratio < 4.5);
 }"""
 """Texts whose contrast with what is behind them is below 4.5 to 1, the least of WCAG's level AA."""
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,7 @@ def test_the_list_is_walked_by_keyboard(chromium, url):
         page.wait_for_url(lambda address: f"before={shown[2] - 49}" in address)
 
 
+@pytest.mark.slow
 def test_search_and_filters_narrow_the_list_and_its_samples(chromium, url):
     with opened(chromium, url) as page:
         page.keyboard.press("/")
@@ -150,6 +151,7 @@ def test_search_and_filters_narrow_the_list_and_its_samples(chromium, url):
         assert page.input_value("input[name=text]") == "CHECK the carry"
 
 
+@pytest.mark.slow
 def test_what_is_searched_is_marked_across_tokens(chromium, url):
     with opened(chromium, url, path=f"/?text={NAME}") as page:
         assert ids(page) == [COUNT - 2]
@@ -161,6 +163,7 @@ def test_what_is_searched_is_marked_across_tokens(chromium, url):
         assert marked == [NAME]
 
 
+@pytest.mark.slow
 def test_what_a_model_says_does_nothing(chromium, url):
     with opened(chromium, url, path=f"/sample/{COUNT - 2}") as page:
         assert page.title() == f"#{COUNT - 2} - heterorl view"
@@ -171,6 +174,7 @@ def test_what_a_model_says_does_nothing(chromium, url):
         assert page.locator("#tip b").text_content() == '"<"'
 
 
+@pytest.mark.slow
 def test_a_token_says_its_numbers_and_the_colours_change(chromium, url):
     sample = make_sample(COUNT - 4, rollouts=8, steps=6)
     assert sample.summary.kept_because == "consumed"
@@ -191,6 +195,7 @@ def test_a_token_says_its_numbers_and_the_colours_change(chromium, url):
         assert not page.locator(".legend.ratio").is_visible()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_pages_fit_their_width_and_can_be_read(chromium, url, size, scheme):
@@ -204,6 +209,7 @@ def test_pages_fit_their_width_and_can_be_read(chromium, url, size, scheme):
             assert page.evaluate(CONTRAST) == [], path
 
 
+@pytest.mark.slow
 def test_a_phone_has_its_filters_behind_a_button_and_shows_tokens_by_a_touch(chromium, url):
     with opened(chromium, url, size=PHONE, has_touch=True, is_mobile=True) as page:
         assert not page.locator("select[name=site]").is_visible()
@@ -216,6 +222,7 @@ def test_a_phone_has_its_filters_behind_a_button_and_shows_tokens_by_a_touch(chr
         assert "token id" in page.locator("#tip").inner_text()
 
 
+@pytest.mark.slow
 def test_without_scripts_everything_is_there_to_be_read(chromium, url):
     context = chromium.new_context(java_script_enabled=False)
     try:

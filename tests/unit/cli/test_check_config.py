@@ -131,6 +131,7 @@ def test_unknown_style_of_logs_is_refused():
     assert "'xml'" in result.output
 
 
+@pytest.mark.process
 def test_everything_that_cannot_be_loaded_is_one_line_each(tmp_path):
     path = tmp_path / "node.toml"
     (tmp_path / "mine.py").write_text("def scor(prompt, completion, answer):\n    return 1.0\n")
@@ -154,6 +155,7 @@ def test_everything_that_cannot_be_loaded_is_one_line_each(tmp_path):
     assert invoke("check-config", "sampler", "--config", str(path), "--keys-only").exit_code == 0
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_the_command_prints_them_and_ends_with_2(tmp_path):
     path = tmp_path / "node.toml"

@@ -72,6 +72,7 @@ def test_help_names_every_command_and_nothing_else():
     assert "Run the services" in alone.output
 
 
+@pytest.mark.process
 def test_version_and_completion():
     assert invoke("--version").output == f"heterorl {heterorl.__version__}\n"
     asked = {"_HETERORL_COMPLETE": "complete_bash", "COMP_WORDS": "heterorl sta", "COMP_CWORD": "1"}
@@ -87,6 +88,7 @@ def _hears_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.process
 def test_interrupt_while_the_program_is_loaded_shows_no_traceback():
     command = [sys.executable, "-X", "importtime", "-m", "heterorl", "--help"]
     with subprocess.Popen(
@@ -236,6 +238,7 @@ def test_every_screen_takes_text_literally():
     ] == []
 
 
+@pytest.mark.process
 def test_module_runs_as_a_program():
     result = subprocess.run([sys.executable, "-m", "heterorl", "--help"], capture_output=True, timeout=50, check=True)
 

@@ -22,6 +22,9 @@ IS_BUCKET = os.environ.get("HETERORL_TEST_PAYLOADS", "files") == "bucket"
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if IS_POSTGRES or IS_BUCKET:
+            # The server starts with the first of them.
+            item.add_marker(pytest.mark.process)
         if IS_POSTGRES and item.get_closest_marker("sqlite"):
             item.add_marker(pytest.mark.skip(reason="of SQLite's file"))
         if IS_BUCKET and item.get_closest_marker("files"):

@@ -15,7 +15,7 @@ from heterorl.coordinator.groups import ledger
 from tests.support.clock import ManualClock
 from tests.support.run import Run, frames
 
-pytestmark = pytest.mark.sqlite
+pytestmark = [pytest.mark.process, pytest.mark.sqlite]
 
 
 @pytest.fixture

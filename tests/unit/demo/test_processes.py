@@ -34,6 +34,7 @@ def child(tmp_path, name, code, *, wait=True):
     return Child(name=name, process=process, log=log, file=log.open("ab"))
 
 
+@pytest.mark.process
 def test_processes_end_one_after_another_and_a_deaf_one_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("heterorl.demo.processes.GRACE_S", 2.0)
     names = ["coordinator", "learner", "site-east", "site-west"]
@@ -61,6 +62,7 @@ def test_processes_end_one_after_another_and_a_deaf_one_is_killed(tmp_path, monk
     assert [c.exit_code for c in children] == [0, 0, -signal.SIGKILL, 0]
 
 
+@pytest.mark.process
 def test_failed_process_says_how_and_where_and_shows_its_log_as_text(tmp_path):
     failed = child(tmp_path, "learner", "raise SystemExit(3)", wait=False)
     failed.log.write_text("first\nall [/x] lost \x1b[31mred :smile:\n")
@@ -80,6 +82,7 @@ def test_process_ended_by_a_signal_is_named(tmp_path):
     assert "was ended by signal 200" in str(ChildFailed("learner", code=-200, log=Path("l"), tail=""))
 
 
+@pytest.mark.process
 def test_failed_run_is_shown_and_summed_up_whatever_the_log_holds(tmp_path, monkeypatch):
     def start(service, *, name, tables, directory):
         # The coordinator dies at once, with brackets that a markup parser refuses.

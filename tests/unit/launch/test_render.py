@@ -58,6 +58,7 @@ def test_two_renders_are_equal_and_say_all_in_the_readme(launcher):
     assert launcher == "slurm" or "/models/start" in first["README.md"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_scripts_are_clean(launcher, tmp_path):
     write_tree(LAUNCHERS[launcher].render(run_file()), tmp_path / "out")
@@ -77,6 +78,7 @@ def test_samplers_see_their_own_gpus_under_the_numbers_that_they_have_there():
     assert [each["device_ids"] for each in reserved] == [["2", "3"]]
 
 
+@pytest.mark.process
 def test_compose_files_satisfy_specification_and_program(tmp_path):
     write_tree(compose.render(run_file()), tmp_path / "out")
     found = sorted((tmp_path / "out").glob("*/compose.yaml"))
@@ -99,6 +101,7 @@ def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
     assert "--host 127.0.0.1 --host coordinator" in tree["certs.sh"]
 
 
+@pytest.mark.process
 def test_units_are_those_of_deploy_with_the_names_of_nodes(tmp_path):
     shipped = {path.name: path for folder in ("systemd", "torchrun") for path in (ROOT / "deploy" / folder).iterdir()}
     templates = {path.name: path for path in (ROOT / "services" / "launch" / "units").iterdir()}

@@ -236,6 +236,8 @@ def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path):
         export_model(model_dir=base, source=published, out_dir=tmp_path / "out")
 
 
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_memory_of_an_export_is_that_of_chunks_not_of_the_model(tmp_path):
     """100 million parameters, 200 MB, in a process that has exported a small model before."""

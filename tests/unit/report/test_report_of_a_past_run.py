@@ -164,6 +164,7 @@ async def test_directory_that_is_no_runs_is_refused_by_what_it_lacks(tmp_path):
         read_run(tmp_path / "d")
 
 
+@pytest.mark.process
 def test_running_coordinator_is_left_alone(tmp_path):
     asyncio.run(past(tmp_path / "data"))
     # Another process, because SQLite's locks do not show to the one that holds them; as the coordinator opens it.

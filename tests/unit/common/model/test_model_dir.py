@@ -13,6 +13,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):

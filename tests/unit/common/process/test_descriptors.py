@@ -50,6 +50,7 @@ def test_too_few_descriptors_name_the_key_and_the_number():
         descriptors.calls_within(183, wanted=1024)
 
 
+@pytest.mark.process
 def test_limit_is_raised_to_what_the_system_allows():
     code = (
         "import resource; from heterorl.common.process import descriptors;"

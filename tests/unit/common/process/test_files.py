@@ -114,6 +114,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.process
 def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path):
     path = tmp_path / "lock"
     holder = subprocess.Popen(

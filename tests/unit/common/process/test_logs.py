@@ -45,6 +45,7 @@ def run(program, **environment):
     return result
 
 
+@pytest.mark.process
 def test_every_line_is_one_object_with_who_says_it():
     result = run(NOISE)
 
@@ -70,6 +71,7 @@ def test_every_line_is_one_object_with_who_says_it():
     assert "RuntimeError: the end" in said["the end"]["exception"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("style", ["json", "console"])
 def test_service_that_cannot_start_says_why_in_its_style(style):
     program = f"import sys; sys.argv = ['heterorl', 'sampler', '--log', '{style}', '--set', 'colour=1']\n"
@@ -84,6 +86,7 @@ def test_service_that_cannot_start_says_why_in_its_style(style):
         assert result.stderr.startswith("error: colour: unknown key")
 
 
+@pytest.mark.process
 def test_words_before_an_abort_are_not_lost():
     program = "from heterorl.common.process import logs; import os; logs.configure(style='json')\n"
     result = run(program + "os.write(2, b'terminate called\\n'); os.abort()")

@@ -11,6 +11,8 @@ from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_
 from heterorl.common.tasks.rewards.apart import TaskApart
 from heterorl.common.tasks.rewards.process import RewardPool
 
+pytestmark = pytest.mark.process
+
 
 def settings_of(tmp_path, kind):
     if kind != "jsonl":

@@ -22,6 +22,8 @@ from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, passes
 from heterorl.common.tasks.rewards.sandbox.code import tests_of as unit_tests_of
 from heterorl.common.types.rollout import RewardPart
 
+pytestmark = pytest.mark.process
+
 LIMITS = Limits(seconds=5.0, memory_bytes=512 << 20, work_bytes=1 << 20, output_bytes=4096, num_processes=8)
 SQUARE = UnitTest(code="assert f(2) == 4")
 # As root tests run as another user; both ways are tried where the tests are root's and this interpreter is anybody's.

@@ -17,6 +17,8 @@ from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 
+pytestmark = pytest.mark.process
+
 COUNTDOWN = TaskConfig(name="reasoning_gym:countdown", size=8, evaluation_size=4, reward_timeout_s=20.0)
 
 

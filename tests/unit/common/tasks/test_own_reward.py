@@ -20,6 +20,8 @@ from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REW
 from heterorl.coordinator.rpc.bounds import bound_of, text_problem
 from heterorl.learner.config import LearnerConfig
 
+pytestmark = pytest.mark.process
+
 REWARD = """
 import os, sys, time
 from helper import factor

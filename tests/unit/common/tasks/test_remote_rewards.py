@@ -24,6 +24,8 @@ from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.config import LearnerConfig
 from tests.support.reward_service import localhost_tls, serving
 
+pytestmark = pytest.mark.process
+
 KEY = "sk-very-secret"
 
 

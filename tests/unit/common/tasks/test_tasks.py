@@ -64,6 +64,7 @@ def test_wrong_task_name_names_its_key(name):
         build_task(TaskConfig(name=name))
 
 
+@pytest.mark.process
 def test_reasoning_gym_datasets_work_by_name():
     task = build_task(
         TaskConfig(name="reasoning_gym:basic_arithmetic", size=20, evaluation_size=5, reward_timeout_s=20)
@@ -93,6 +94,7 @@ def test_reasoning_gym_never_trains_on_a_held_out_prompt(name):
     assert not training & held_out
 
 
+@pytest.mark.process
 def test_reasoning_gym_does_not_score_a_prompt_of_another_task():
     task = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5, reward_timeout_s=20))
     other = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5, seed=9))
@@ -201,6 +203,7 @@ def test_bad_jsonl_names_file_and_line(tmp_path, rows, message):
         build_task(TaskConfig(name=f"jsonl:{lines(tmp_path, *rows)}"))
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path):
     # T13: a verifier that hangs is killed, and its error is not a zero reward.
@@ -236,6 +239,7 @@ def verifier():
 HANGS = "$9^{9^{9^{9^9}}}$ is $\\boxed{9^{9^{9^{9^9}}}}$"
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_math_worker_ends_by_itself_when_nobody_is_left_to_kill_it():
     process = subprocess.Popen([sys.executable, "-P", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -255,6 +259,7 @@ def test_math_worker_ends_by_itself_when_nobody_is_left_to_kill_it():
         process.communicate()
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_math_worker_is_replaced_after_a_crash_and_its_memory_is_bounded(verifier):
     assert verifier.verify(answer="$2$", completion="$2$") is True
@@ -267,6 +272,7 @@ def test_math_worker_is_replaced_after_a_crash_and_its_memory_is_bounded(verifie
     assert verifier.pool.workers[0].process.pid != first
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_math_worker_that_gets_no_processor_says_nothing_of_the_answer():
     verifier = MathVerifier(timeout_s=0.5)
@@ -280,6 +286,7 @@ def test_math_worker_that_gets_no_processor_says_nothing_of_the_answer():
         verifier.close()
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_math_verify_works_in_a_process_with_many_descriptors(verifier):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

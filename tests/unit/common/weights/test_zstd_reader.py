@@ -96,6 +96,7 @@ def test_frame_that_needs_a_dictionary_is_refused():
         decompress(frame, num_bytes=81)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("stated", [None, 1000, 16000 * BLOCK], ids=["undeclared", "understated", "declared"])
 def test_bomb_is_refused_without_its_memory(stated):
     # 64 KB that unfold to 2 GiB: a process of its own may use 300 MB of addresses beyond what importing takes.

@@ -348,6 +348,7 @@ def test_epoch_that_goes_back_is_found(recorded):
     assert "its epoch 0 is before its parent's, 1" in text
 
 
+@pytest.mark.process
 def test_store_in_use_is_refused_and_a_missing_one_is_named(recorded, tmp_path):
     code = (
         "import sys, sqlite3\n"

@@ -24,7 +24,7 @@ from heterorl.coordinator.store.steady import PAUSE_S, Steady
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
-pytestmark = pytest.mark.sqlite
+pytestmark = [pytest.mark.process, pytest.mark.sqlite]
 
 BALLAST_BYTES = 64 << 10
 

@@ -31,7 +31,7 @@ def _backend(model_dir, **changes):
 
 BACKENDS = [
     # All of the tracing and none of the C++.
-    "aot_eager",
+    pytest.param("aot_eager", marks=pytest.mark.slow),
     pytest.param(
         "inductor",
         marks=[

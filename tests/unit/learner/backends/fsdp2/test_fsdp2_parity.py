@@ -15,7 +15,7 @@ from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.xdist_group("fsdp2")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.process]
 STEPS = [["train", seed] for seed in range(4)]
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
 NUM_RANKS = [2, pytest.param(1, marks=pytest.mark.nodes), pytest.param(4, marks=pytest.mark.nodes)]
@@ -85,6 +85,7 @@ def _assert_close(actual, expected, *, tolerance):
             assert one[key] == pytest.approx(other[key], abs=10 * tolerance, rel=10 * tolerance), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "loss"),
     [
@@ -114,6 +115,7 @@ def test_steps_are_those_of_the_torch_backend(config, ranks, tmp_path, changes, 
     assert np.abs(weights).max() > 0.1
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_is_divided_by_experts(config, ranks, tmp_path):
     """Three fused experts, so that ranks have unequal parts of them."""
     model_dir = tmp_path / "experts"
@@ -130,6 +132,7 @@ def test_mixture_of_experts_is_divided_by_experts(config, ranks, tmp_path):
     assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"batching": "packed", "gradient_checkpointing": True}])
 def test_experts_of_a_record_are_taken_on_all_ranks(config, ranks, tmp_path, changes):
     model_dir = tmp_path / "experts"
@@ -147,6 +150,7 @@ def test_experts_of_a_record_are_taken_on_all_ranks(config, ranks, tmp_path, cha
     assert abs(expected[0]["kl"] - unlike[0]["kl"]) > 0.01
 
 
+@pytest.mark.slow
 def test_optimizer_in_host_memory_takes_the_same_steps_bit_for_bit(config, ranks, tmp_path):
     path, saved = str(tmp_path / "weights.npy"), str(tmp_path / "saved")
     operations = [STEPS[0], ["save", saved], STEPS[1], ["store", path]]
@@ -172,6 +176,7 @@ SLICED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "loss", "lora"), SLICED)
 def test_steps_of_ranks_that_share_sequences_are_those_of_the_torch_backend(
     config, ranks, tmp_path, changes, loss, lora
@@ -189,6 +194,7 @@ def test_steps_of_ranks_that_share_sequences_are_those_of_the_torch_backend(
     assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
 
 
+@pytest.mark.slow
 def test_heads_of_keys_are_copied_and_what_cannot_be_sliced_is_refused(config, ranks, tmp_path):
     """All ranks are one group: 4 share 2 heads of keys, and 2 those of a model that has one."""
     if ranks.num_ranks == 1:
@@ -208,6 +214,7 @@ def test_heads_of_keys_are_copied_and_what_cannot_be_sliced_is_refused(config, r
         assert problem in answer["message"]
 
 
+@pytest.mark.slow
 def test_model_that_mixes_positions_outside_of_attention_is_refused(config, ranks, tmp_path):
     if ranks.num_ranks == 1:
         pytest.skip("slices need two ranks")
@@ -240,6 +247,7 @@ def test_published_bits_and_passes_over_them_are_those_of_the_torch_backend(conf
     assert np.mean(np.load(path) != published) <= 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=pytest.mark.nodes)], ids=["whole", "lora"])
 def test_checkpoint_of_torch_comes_back_bit_for_bit_and_continues(config, ranks, tmp_path, lora):
     ours, theirs, path = str(tmp_path / "ours"), str(tmp_path / "theirs"), str(tmp_path / "weights.npy")
@@ -257,6 +265,7 @@ def test_checkpoint_of_torch_comes_back_bit_for_bit_and_continues(config, ranks,
     assert np.abs(_weights(path) - weights).max() <= 1e-6
 
 
+@pytest.mark.slow
 def test_parameter_without_a_gradient_is_kept_by_checkpoints(config, ranks, tmp_path):
     """Phi's head has a bias, which log-probs are computed without."""
     tiny_model(family="Phi").save_pretrained(tmp_path / "model")
@@ -273,6 +282,7 @@ def test_parameter_without_a_gradient_is_kept_by_checkpoints(config, ranks, tmp_
     assert _torch(config("torch", model_dir=tmp_path / "model"), torch_operations)[1] == again[1]
 
 
+@pytest.mark.slow
 def test_bf16_passes_stay_near_and_bad_steps_change_nothing(config, ranks, tmp_path):
     before, after, last = (str(tmp_path / name) for name in ("before.npy", "after.npy", "last.npy"))
     expected = _torch(config("torch"), [*STEPS, ["store", last]])
@@ -288,6 +298,7 @@ def test_bf16_passes_stay_near_and_bad_steps_change_nothing(config, ranks, tmp_p
     assert 0 < np.abs(_weights(last) - weights).max() <= 2 * 4 * 1e-3
 
 
+@pytest.mark.slow
 def test_reference_that_is_not_there_is_refused_by_its_own_key_on_all_ranks(config, ranks, tmp_path):
     missing = config(loss={"kind": "grpo", "reference_kl": 0.5}, reference_model_dir=str(tmp_path / "none"))
 
@@ -306,6 +317,7 @@ def model_of_two_chunks(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("band", [0.0, pytest.param(0.5, marks=pytest.mark.nodes)])
 def test_versions_that_all_ranks_make_are_those_of_one_process_bit_for_bit(
     config, ranks, tmp_path, model_of_two_chunks, band
@@ -327,6 +339,7 @@ def test_versions_that_all_ranks_make_are_those_of_one_process_bit_for_bit(
     assert root == second["root"] != first["root"]
 
 
+@pytest.mark.slow
 def test_checkpoint_beside_a_step_has_the_bytes_of_one_between_two_steps(config, ranks, tmp_path):
     between, beside, path = (str(tmp_path / name) for name in ("between", "beside", "weights.npy"))
     expected = ranks.ask(config(), [STEPS[0], ["save", between], STEPS[1], ["store", path]])

@@ -1,0 +1,97 @@
+"""Tests that hang in any way are ended, named, and cost the run nothing else; only marked tests start processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+HANGING = '''
+import asyncio, itertools, subprocess, threading, pytest
+
+@pytest.mark.timeout(2)
+async def test_waits_beside_a_busy_task():
+    """asyncio keeps what a signal raises in the busy task."""
+    async def busy():
+        for _ in itertools.count():
+            await asyncio.sleep(0)
+    task = asyncio.create_task(busy())
+    await asyncio.Event().wait()
+
+@pytest.mark.timeout(2)
+def test_waits_for_an_event():
+    threading.Event().wait()
+
+@pytest.mark.timeout(2)
+def test_keeps_what_a_signal_raises():
+    while True:
+        try:
+            threading.Event().wait()
+        except BaseException:
+            pass
+
+def test_passes():
+    pass
+'''
+STARTING = """
+import subprocess, pytest
+
+def test_starts():
+    subprocess.run(["true"], check=True)
+
+def test_hides_it():
+    try:
+        subprocess.run(["true"], check=True)
+    except BaseException:
+        pass
+
+@pytest.mark.process
+def test_may_start():
+    subprocess.run(["true"], check=True)
+
+def test_passes():
+    pass
+"""
+
+
+def run(tmp_path, text, *words):
+    """Run a file of tests with the plugins of this folder in a process of its own: code, output, results."""
+    (tmp_path / "test_it.py").write_text(text)
+    (tmp_path / "conftest.py").write_text(
+        'pytest_plugins = ["tests.support.limits", "tests.support.processes", "tests.support.results"]\n'
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HETERORL_TEST_RESULTS": str(tmp_path / "results.json")}
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", tmp_path], capture_output=True, text=True, env=environment, check=False
+    )
+    return done.returncode, done.stdout + done.stderr, json.loads((tmp_path / "results.json").read_text())
+
+
+def test_three_tests_that_hang_in_three_ways_are_ended_and_the_others_run(tmp_path):
+    code, said, results = run(tmp_path, HANGING, "-n", "1", "--dist", "loadfile")
+
+    assert code == 1
+    assert sorted(name.partition("::")[2] for name in results["failed"]) == [
+        "test_keeps_what_a_signal_raises",
+        "test_waits_beside_a_busy_task",
+        "test_waits_for_an_event",
+    ]
+    assert results["outcomes"] == {"passed": 1, "failed": 3}
+    assert "the coroutine was cancelled after 2 s" in said
+    assert "Timeout (>2.0s) from pytest-timeout" in said
+    # The worker that no exception ends writes where it hangs; another one takes its place.
+    assert "Timeout (0:00:04)!" in said
+    assert "crashed while running" in said
+
+
+def test_process_without_the_mark_fails_its_test_even_where_the_test_hides_it(tmp_path):
+    code, said, results = run(tmp_path, STARTING)
+
+    assert code == 1
+    assert {name.partition("::")[2] for name in results["failed"]} == {"test_starts", "test_hides_it"}
+    assert "test_starts starts a process (subprocess.Popen: true): mark it with `process`" in said

@@ -1,0 +1,112 @@
+"""A plugin of pytest: each test ends within its limit, however it hangs, and none of them ends the whole run.
+
+A test's limit is its mark `timeout`, else 60 s, or 240 s with the mark `process` or `slow`; HETERORL_TEST_PATIENCE multiplies all.
+Three guards, each for tests that the one before does not end:
+
+- a coroutine is cancelled at its limit: asyncio keeps an exception that a signal raises in another task;
+- everything else gets pytest-timeout's signal, a coroutine a quarter later;
+- at 1.5 limits the process writes all stacks and exits. xdist names the test and goes on in another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import functools
+import inspect
+import os
+import signal
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+LIMIT_S = 60.0
+PROCESS_LIMIT_S = 240.0
+PATIENCE = float(os.environ.get("HETERORL_TEST_PATIENCE", "1"))
+_LATER = 1.25
+_STOP = 1.5
+_stderr = pytest.StashKey[int]()
+_limit_s = pytest.StashKey[float]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests' own standard error is a file of pytest's by the time that a test hangs.
+    config.stash[_stderr] = os.dup(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        is_long = item.get_closest_marker("process") or item.get_closest_marker("slow")
+        usual = PROCESS_LIMIT_S if is_long else LIMIT_S
+        limit_s = item.stash[_limit_s] = PATIENCE * (float(marker.args[0]) if marker else usual)
+        is_coroutine = isinstance(item, pytest.Function) and _bound(item, limit_s)
+        item.add_marker(pytest.mark.timeout(limit_s * (_LATER if is_coroutine else 1)), append=False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    faulthandler.dump_traceback_later(_STOP * item.stash[_limit_s] + 1, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer() -> Any:
+    result = yield
+    raise_timeout = signal.getsignal(signal.SIGALRM)
+    if callable(raise_timeout):
+
+        def at_a_line(number: int, frame: Any) -> None:
+            # Between two lines a frame has no number, by which pytest's report of the whole run would end.
+            if frame is not None and frame.f_lineno is None:
+                signal.setitimer(signal.ITIMER_REAL, 0.001)
+            else:
+                raise_timeout(number, frame)
+
+        signal.signal(signal.SIGALRM, at_a_line)
+    return result
+
+
+class Scheduling(LoadFileScheduling):
+    """By file, as xdist's own, which runs a test that ended its worker in each new worker again, without an end."""
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        for tests in self.assigned_work[node].values():
+            for test, is_done in tests.items():
+                if not is_done:
+                    tests[test] = True
+                    super().remove_node(node)
+                    return test
+        return super().remove_node(node)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def _bound(item: pytest.Function, limit_s: float) -> bool:
+    """Give a coroutine test its limit; whether it is one."""
+    holder, name = (item.obj.hypothesis, "inner_test") if hasattr(item.obj, "hypothesis") else (item, "obj")
+    test = getattr(holder, name)
+    if not inspect.iscoroutinefunction(test):
+        return False
+
+    @functools.wraps(test)
+    async def within(*args: Any, **kwargs: Any) -> None:
+        # The outer handle: a TimeoutError of the test's own is the test's.
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                await test(*args, **kwargs)
+        except TimeoutError:
+            if limit.expired():
+                pytest.fail(f"Timeout: the coroutine was cancelled after {limit_s:g} s")
+            raise
+
+    setattr(holder, name, within)
+    return True

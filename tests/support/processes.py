@@ -1,0 +1,56 @@
+"""A plugin of pytest: only tests with the mark `process` or `slow` start processes, so that the others stay quick.
+
+An audit hook sees every start: subprocess, fork, exec and what stands on them. multiprocessing's `spawn` has no event.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
+
+
+class StartsProcess(BaseException):
+    """A test without the mark `process` started one; no `except Exception` of the code under test hides it."""
+
+
+class _Guard:
+    def __init__(self) -> None:
+        self.test = ""
+        self.started = ""
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.test and event in STARTS:
+            self.started = f"{self.test} starts a process ({event}: {args[0] if args else ''}): mark it with `process`"
+            raise StartsProcess(self.started)
+
+
+_guard = _Guard()
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_guard)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    is_free = item.get_closest_marker("process") or item.get_closest_marker("slow")
+    _guard.test = "" if is_free else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _guard.test = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    # Raised in a thread, or where a test awaits an error, it would pass unseen.
+    if call.when == "teardown" and _guard.started and report.outcome == "passed":
+        report.outcome, report.longrepr = "failed", _guard.started
+    if call.when == "teardown":
+        _guard.started = ""
+    return report

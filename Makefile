@@ -17,9 +17,13 @@ SERVER ?= http://127.0.0.1:9090
 MINUTES ?= 30
 # A part of the tests: make test T=tests/unit/sampler.
 T ?=
-# How often a test that failed is run again; the results name it.
-RERUNS ?=
-AGAIN = $(if $(RERUNS),--reruns $(RERUNS) --rerun-show-tracebacks -raR)
+RUN = $(BIN)/python -m tests.run
+# All checkouts share it; it can be removed at any time.
+CACHE = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/heterorl
+# What mypy knows of the last run holds for any checkout of the same sources.
+export MYPY_CACHE_DIR = $(CACHE)/mypy
+
+DEBIAN = chromium fonts-dejavu-core postgresql prometheus prometheus-alertmanager slurm-wlm
 
 # What has a sentence is a target for people: it is shown, and no file stands for it.
 MARK := \#\#
@@ -29,56 +33,52 @@ SHOWN := $(shell sed -nE 's/^([a-z0-9-]+):.*  $(MARK) .*/\1/p' $(MAKEFILE_LIST))
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
 
-$(SETUP): requirements/lock.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
+$(SETUP): requirements/lock.txt requirements/environment.sh pyproject.toml
+	PYTHON=$(PYTHON) requirements/environment.sh .venv requirements/lock.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-# The engines pin another protobuf and transformers than the services' own environment. DeepSpeed's build imports torch.
-$(ENGINES_SETUP): requirements/engines.txt pyproject.toml
-	test -x $(ENGINES)/python || $(PYTHON) -m venv .venv-engines
-	$(ENGINES)/pip install --quiet --disable-pip-version-check --no-deps -r <(grep -v ^deepspeed requirements/engines.txt)
-	DS_BUILD_OPS=0 $(ENGINES)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-		-r <(grep ^deepspeed requirements/engines.txt)
-	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$($(ENGINES)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
-	touch $@
-
-# tensorboard wants another protobuf than the services' own environment has. Compiling what is never imported takes as
-# long as the rest of the installation.
-$(TRACKERS_SETUP): requirements/trackers.txt pyproject.toml
-	test -x $(TRACKERS)/python || $(PYTHON) -m venv .venv-trackers
-	$(TRACKERS)/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements/trackers.txt
-	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$($(TRACKERS)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
+# The engines pin another protobuf and transformers than the services' own environment, and so does tensorboard.
+.venv-%/.installed: requirements/%.txt requirements/environment.sh pyproject.toml
+	PYTHON=$(PYTHON) requirements/environment.sh .venv-$* requirements/$*.txt
+	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$(.venv-$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
 	touch $@
 
 demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind; ends with a report
 	$(BIN)/heterorl demo
 
-test: $(SETUP)  ## Run all tests with coverage, or one part without: T=tests/unit/sampler
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 3 --cov --cov-report=) -q $(AGAIN) -m "not image and not compiler and not nodes" --ignore tests/gpu $(T)
-	$(if $(T),,$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40)
+test: $(SETUP)  ## Run what a change must pass, 12 minutes on two cores; or one part: T=tests/unit/sampler
+	$(if $(T),OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not image and not compiler and not nodes" $(T),$(RUN) landing)
 
-test-fast: $(SETUP)  ## Run the tests that start no processes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
+test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Run all tests with coverage, engines, trackers and small campaigns; writes tests/all.json; an hour
+	$(RUN) all
+
+test-fast: $(SETUP)  ## Run the tests that start no process; 4 minutes
+	$(RUN) fast
+
+test-near: $(SETUP)  ## Run the test files that import or name what changed since the last commit, or since BASE=COMMIT
+	$(RUN) near $(if $(BASE),--base $(BASE))
+
+steady: $(SETUP)  ## Run one file of tests 30 times beside two busy loops: T=FILE
+	$(RUN) steady $(T)
 
 test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
-	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 2 --dist loadfile -q $(AGAIN) tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 2 --dist loadfile -q tests/engines
 
 test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
-	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q $(AGAIN) tests/trackers
+	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q tests/trackers
 
-programs:  ## Install what tests run of Debian's: Chromium, PostgreSQL, Prometheus, Alertmanager, Slurm, and a newer Compose beside the checkout; as root
-	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core \
-		postgresql prometheus prometheus-alertmanager slurm-wlm > /dev/null
-	tests/support/newer_program.sh trixie docker-compose usr/libexec/docker/cli-plugins/docker-compose .cache/heterorl/programs
+programs:  ## Install what tests run of Debian's: Chromium, PostgreSQL, Prometheus, Alertmanager, Slurm, and a newer Compose; as root
+	dpkg-query --show $(DEBIAN) > /dev/null 2>&1 || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(DEBIAN) > /dev/null; }
+	test -x $(CACHE)/programs/docker-compose || \
+		tests/support/newer_program.sh trixie docker-compose usr/libexec/docker/cli-plugins/docker-compose $(CACHE)/programs
 
 test-postgres: $(SETUP)  ## Run the coordinator's tests on PostgreSQL; TESTS=PATHS for some of them; 75 seconds on two cores
-	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
+	HETERORL_TEST_STORE=postgres OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(or $(TESTS),tests/unit/coordinator)
 
 test-bucket: $(SETUP)  ## Run the coordinator's tests with payloads in a bucket of moto's server; TESTS=PATHS for some of them; 75 seconds on two cores
-	HETERORL_TEST_PAYLOADS=bucket OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(AGAIN) $(or $(TESTS),tests/unit/coordinator)
+	HETERORL_TEST_PAYLOADS=bucket OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 -q $(or $(TESTS),tests/unit/coordinator)
 
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler
@@ -211,4 +211,4 @@ lock: $(SETUP)  ## Write requirements/lock.txt: the exact versions of the curren
 	$(BIN)/python requirements/subsets.py
 
 clean:  ## Remove what the targets made: environments, runs, caches
-	rm -rf .venv .venv-engines .venv-trackers runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-engines .venv-trackers runs .pytest_cache .ruff_cache .hypothesis .coverage*

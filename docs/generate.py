@@ -135,7 +135,7 @@ _BESIDE = """
 | folder | what it holds |
 |---|---|
 | `protos/` | the messages and services of the wire, the maker of stubs, the baseline for `buf` |
-| `tests/unit/` | one folder for each folder of `services/`; no process, no sleep |
+| `tests/unit/` | one folder for each folder of `services/` |
 | `tests/contract/` | rules of the house: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/` | real servers and real SQLite in one process |
 | `tests/e2e/` | whole runs as processes |

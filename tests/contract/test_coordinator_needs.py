@@ -41,6 +41,7 @@ def coordinator_without(*names):
     )  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.timeout(200)
 def test_coordinator_and_its_commands_import_with_everything_else_blocked():
     result = coordinator_without()
@@ -48,6 +49,7 @@ def test_coordinator_and_its_commands_import_with_everything_else_blocked():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.process
 @pytest.mark.timeout(200)
 def test_the_gate_stops_what_is_not_in_the_file():
     # Its module has another name.

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.run import NOT_HERE, SERVICES, everything
 from tests.support.tools import check, tool
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Makefile").read_text()
@@ -81,14 +84,19 @@ def test_every_experiment_with_a_target_is_there():
         assert (ROOT / "services" / "lab" / "experiments" / f"{name}.toml").is_file()
 
 
-def test_one_part_of_the_tests_runs_without_a_threshold():
-    words = recipe("test", "T=tests/unit/sampler")
-
-    assert words[-1] == "tests/unit/sampler"
-    assert not any("cov" in word for word in words)
-    whole = "\n".join(make("--dry-run", "test"))
-    assert "--cov " in whole
-    assert "--fail-under=90" in whole
+def test_each_tier_of_the_tests_has_a_target():
+    assert recipe("test", "T=tests/unit/sampler")[-1] == "tests/unit/sampler"
+    for target, words in {
+        "test": ["landing"],
+        "test-all": ["all"],
+        "test-fast": ["fast"],
+        "test-near": ["near"],
+        "steady": ["steady", "tests/unit/test_x.py"],
+    }.items():
+        assert recipe(target, "T=tests/unit/test_x.py" if target == "steady" else "T=")[-len(words) - 2 :] == [
+            "-m", "tests.run", *words
+        ]  # fmt: skip
+    assert recipe("test-near", "BASE=main")[-2:] == ["--base", "main"]
 
 
 def test_learner_on_several_machines_is_tested_or_by_a_number_ended_so_often():
@@ -117,18 +125,35 @@ def test_check_and_the_whole_run_leave_nothing_out():
         "buf breaking",
     )
     assert [words for words in tools if f".venv/bin/{words}" not in checks] == []
-    assert made == ["check", "environments", "test", "test-postgres", "test-bucket", "test-engines", "test-trackers"]
-    assert not [line for line in run if "TESTS=" in line], "a part of the coordinator's tests is not all of them"
+    # Cheap things first.
+    assert made == ["style", "types", "test"]
     promise = run.index('export HETERORL_TEST_REQUIRES="postgresql moto prometheus"')
-    assert promise < min(run.index(line) for line in ("make test", "make test-postgres", "make test-bucket"))
-    assert run.index("unset HETERORL_TEST_REQUIRES") > run.index("make test-bucket")
+    assert promise < run.index("make test")
+    assert run.index("export HETERORL_TEST_DEADLINE") < run.index("make style")
+
+
+def test_the_run_of_everything_leaves_no_test_out():
+    """Each mark that a stage leaves out is another stage's, each folder too; those are the exceptions."""
+    stages = everything()
+    marks = [stage.marks for stage in stages]
+
+    assert {"compiler", "nodes", f"not process and not slow and {NOT_HERE}"} <= set(marks)
+    assert f"(process or slow) and {NOT_HERE}" in marks
+    assert NOT_HERE.split(" and ") == ["not image", "not compiler", "not nodes"]
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))}
+    ignored = {word.removeprefix("--ignore=tests/") for word in SERVICES if word.startswith("--ignore")}
+    assert ignored <= folders
+    assert ignored - {Path(word).name for stage in stages for word in stage.arguments if word[0] != "-"} == {"gpu"}
+    assert any("--cov" in stage.arguments for stage in stages)
+    assert any("--fail-under=90" in stage.command for stage in stages)
 
 
 def test_the_workflow_runs_what_must_hold():
-    check(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", str(WORKFLOW))
-
-    (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
-    assert job["steps"][-1]["run"] == ".ci/run"
+    for name, command in (("ci.yml", ".ci/run"), ("all.yml", "make test-all")):
+        check(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", str(WORKFLOW.with_name(name)))
+        (job,) = yaml.safe_load(WORKFLOW.with_name(name).read_text())["jobs"].values()
+        assert job["steps"][-1]["run"] == command
+        assert job["steps"][0]["with"]["fetch-depth"] == 0
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
 
 

@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = Path(__file__).parents[2] / ".cache" / "heterorl" / "programs"
+PROGRAMS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heterorl" / "programs"
 """Where `make programs` lays what is newer than the machine's own."""
 
 

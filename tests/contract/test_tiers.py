@@ -1,0 +1,108 @@
+"""The tiers of tests: which stages they have, what becomes of failures."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import run
+from tests.support import near
+
+ROOT = Path(__file__).parents[2]
+FLAKY = """
+from pathlib import Path
+def test_passes_the_second_time():
+    mark = Path(__file__).with_name("mark")
+    known = mark.exists()
+    mark.touch()
+    assert known
+"""
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """A file of tests in a folder of its own, as a stage."""
+
+    def make(text):
+        (tmp_path / "test_it.py").write_text(text)
+        (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.results"]')
+        return run.Stage(
+            name="it", arguments=["test_it.py"], workers=0, python=sys.executable, environment={"PYTHONPATH": str(ROOT)}
+        )
+
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    return make
+
+
+def test_a_landing_runs_vllm_only_where_its_part_changed(monkeypatch):
+    for has_changed in (True, False):
+        monkeypatch.setattr(run, "changed_since", lambda commit, paths, answer=has_changed: answer)
+
+        names = [stage.name for stage in run.landing({"commit": "0" * 40})]
+
+        assert names[0] == "tests without processes"
+        assert ("conformance of vLLM" in names) is has_changed
+
+
+@pytest.mark.process
+def test_a_commit_that_is_not_here_counts_as_changed():
+    assert run.changed_since("0" * 40, ["protos"])
+    assert run.changed_since("", ["protos"])
+    assert not run.changed_since("HEAD", ["a-path-without-files"])
+
+
+def test_stages_of_the_second_tier_are_skipped_by_name_behind_the_deadline(monkeypatch, capsys):
+    monkeypatch.setenv("HETERORL_TEST_DEADLINE", "1")
+    ran = []
+    monkeypatch.setattr(run, "run_stage", lambda stage, stops: ran.append(stage.name) or run.Outcome(stage=stage))
+
+    outcomes = run.run_stages([run.QUICK, run.CONFORMANCE], stops=True)
+
+    assert ran == ["tests without processes"]
+    assert "conformance of vLLM: skipped" in capsys.readouterr().out
+    assert "conformance of vLLM              skipped" in run.summary(outcomes)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "healed", "failed"), [(FLAKY, 1, 0), (FLAKY.replace("known =", "known = 0 and"), 0, 1)]
+)
+def test_what_failed_runs_once_more_alone_and_is_named(stage, text, healed, failed):
+    outcome = run.run_stage(stage(text), stops=True)
+
+    assert (len(outcome.healed), len(outcome.failed)) == (healed, failed)
+    assert all(name.endswith("::test_passes_the_second_time") for name in (*outcome.healed, *outcome.failed))
+    assert ("RERUN passed alone: " in run.summary([outcome])) is bool(healed)
+
+
+@pytest.mark.process
+def test_six_failures_are_no_flakes(stage, capfd):
+    outcome = run.run_stage(stage("\n".join(f"def test_{number}(): assert False" for number in range(8))), stops=True)
+
+    assert len(outcome.failed) == run.MAX_FLAKES + 1
+    assert "once more" not in capfd.readouterr().out
+
+
+@pytest.mark.process
+def test_what_cannot_be_collected_fails(stage):
+    outcome = run.run_stage(stage("import a_package_that_is_not_there"), stops=True)
+
+    assert outcome.failed
+    assert run.summary([outcome]).endswith("0 passed, 1 failed, 0 skipped")
+
+
+def test_near_a_change_are_files_that_import_or_name_it(tmp_path):
+    tests = tmp_path / "tests" / "unit"
+    tests.mkdir(parents=True)
+    (tests / "test_a.py").write_text("from heterorl.learner.loss import rule")
+    (tests / "test_b.py").write_text("import heterorl.learner.app")
+    (tests / "test_c.py").write_text('TEXTS = list(ROOT.glob("*.md")) + [ROOT / "Makefile"]')
+
+    def named(*changed):
+        return [Path(name).stem for name in near.files_near(changed, root=tmp_path)]
+
+    assert named("services/learner/loss/rule.py") == ["test_a"]
+    assert named("services/learner/app.py", "docs/losses.md") == ["test_b", "test_c"]
+    assert named("Makefile") == ["test_c"]
+    assert named("tests/unit/test_a.py") == ["test_a"]
+    assert named("LICENSE") == []

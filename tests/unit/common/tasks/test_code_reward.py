@@ -5,6 +5,7 @@ import json
 import os
 import select
 import socket
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -253,6 +254,30 @@ def test_no_file_of_the_machine_is_seen_and_none_is_written(sandbox, tmp_path, m
     # Whatever that does inside, who runs it goes on.
     ends(sandbox, code)
     assert ends(sandbox, "def f(x): return 4")
+
+
+@pytest.mark.parametrize("root", ["/tmp", "/dev/shm"])
+def test_what_is_shown_may_lie_where_the_sandbox_has_a_directory_of_its_own(root):
+    with tempfile.TemporaryDirectory(dir=root) as above:
+        shown = Path(above, "site", "packages")
+        shown.mkdir(parents=True)
+        Path(above).chmod(0o755)
+        (shown / "mine.py").write_text("four = 4")
+        Path(above, "secret").write_text("secret")
+        code = (
+            f"import os, sys\nsys.path.append({str(shown)!r})\nimport mine\nok = mine.four\n"
+            f"ok = 0 if os.path.exists({above + '/secret'!r}) else ok\n"
+            f"for place in ({above!r}, {above + '/site'!r}, {str(shown)!r}):\n"
+            "    try:\n"
+            "        open(place + '/x', 'w')\n"
+            "        ok = 0\n"
+            "    except OSError: pass\n"
+            "open('/tmp/mine', 'w').write('x')\n"
+            "def f(x): return ok\n"
+        )
+        assert ends(find_sandbox(python="", shown=(str(shown),), limits=LIMITS), code)
+    with pytest.raises(NoSandbox, match="/tmp/ is no directory that could be shown"):
+        find_sandbox(python="", shown=("/tmp/",), limits=LIMITS)
 
 
 @pytest.mark.skipif(

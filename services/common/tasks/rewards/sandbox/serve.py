@@ -22,6 +22,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -234,11 +235,12 @@ def _clear_work() -> None:
     """Remove what imports wrote, of which nothing is read again; a completion's files are seen then."""
     if not _is_contained():
         return
-    for directory, names, files in os.walk(_WORK, topdown=False):
-        for name in files:
-            Path(directory, name).unlink()
-        for name in names:
-            Path(directory, name).rmdir()
+    for place in _WORK.iterdir():
+        # Of an environment that lies here, a part is mounted.
+        if place.is_dir() and not place.is_mount():
+            shutil.rmtree(place)
+        elif not place.is_dir():
+            place.unlink()
 
 
 def _write(out: int, reply: dict[str, Any]) -> None:

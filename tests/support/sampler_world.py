@@ -278,15 +278,19 @@ class World:
     async def until(self, condition: Callable[[], bool], *, step_s: float = 0.1) -> None:
         """Let time pass until `condition` holds."""
         while not condition():
-            assert self.running is not None
-            if self.running.done() and self.running.exception() is not None:
-                await self.running
-            await self._pass(step_s)
+            await self._pass_running(step_s)
 
     async def until_acknowledged(self, count: int) -> None:
         """Let time pass until the coordinator has acknowledged so many groups."""
         while await self.ledger_acked() < count:
-            await self._pass(0.1)
+            await self._pass_running(0.1)
+
+    async def _pass_running(self, seconds: float) -> None:
+        """Let time pass for a sampler that runs; an error that ended it is raised."""
+        assert self.running is not None
+        if self.running.done():
+            await self.running
+        await self._pass(seconds)
 
     async def _pass(self, seconds: float) -> None:
         """Let time pass once the threads have done what they were given: on a slow machine it must not run away."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.rewards.near import NEAR, NearLimit
-from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool
 from heterorl.common.tasks.rewards.sandbox.entries import Entries, NoEntries
-from heterorl.common.tasks.rewards.sandbox.gym import limit_of
+from heterorl.common.tasks.rewards.sandbox.gym import START_TIMEOUT_S, limit_of
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
@@ -44,7 +44,7 @@ class ReasoningGymTask:
             size: number of training prompts.
             evaluation_size: number of held-out prompts.
             seed: of the data set.
-            timeout_s: for the score of one completion, seconds.
+            timeout_s: of whose half a completion has at most 2 s of processor time, seconds.
             num_workers: most processes that score.
             sandbox: whether completions are scored inside one.
 
@@ -65,12 +65,14 @@ class ReasoningGymTask:
         self.num_prompts = size
         self.num_evaluation_prompts = evaluation_size
         stated = f"{version} {name} {size} {evaluation_size} {seed} {self._limit_s:g}"
-        self.digest: Digest = bytes_digest(f"reasoning_gym 3 {stated}".encode())
+        self.digest: Digest = bytes_digest(f"reasoning_gym 4 {stated}".encode())
         job = {
             "kind": "gym", "name": name, "size": max(size, evaluation_size), "seed": seed, "version": version,
             "timeout_s": timeout_s, "sandbox": sandbox,
         }  # fmt: skip
-        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
+        # The worker counts; this ends a worker that does not: it starts what scores once more, and asks it twice.
+        patience_s = 4 * START_TIMEOUT_S + PATIENCE * timeout_s
+        self.pool = RewardPool(job, timeout_s=patience_s, num_workers=num_workers)
         # A wrong name and a data set too small to be split are told at the start, not in the middle of a run.
         self._entry(0, False)
         self._entry(0, True)
@@ -105,7 +107,7 @@ class ReasoningGymTask:
         except RewardError as error:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
         self._has_scored = True
-        if reply["seconds"] > NEAR * self._limit_s:
+        if reply["share"] > NEAR:
             self._near.add(prompt.index, completion)
         return (RewardPart(name=_PART, value=float(reply["value"])),)
 

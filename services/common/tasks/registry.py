@@ -64,9 +64,10 @@ class SourceConfig(Config):
     """Directory of the reward's package or module, taken from the configuration file's directory on; empty is that
     directory itself. What is installed keeps its names."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Time for the reward of one completion, seconds. A process that needs longer is killed and replaced, and the group
-    is given up; math_verify counts processor time, and a completion that needs more is a wrong answer. reasoning_gym: a
-    completion has half of it, at most 2 s, and is then worth 0."""
+    """Processor time for the reward of one completion, seconds; of all threads of the process that computes it, from
+    when it is loaded. A process that needs more, or four times as long by the clock, is killed and replaced, and the
+    group is given up. math_verify: a completion that needs more is a wrong answer. reasoning_gym: a completion has half
+    of it, at most 2 s, and is then worth 0. Rewards of kind http and judge: time by the clock."""
     sandbox: bool = True
     """reasoning_gym: whether completions are scored inside bubblewrap. Its verifiers run answers as Python: with false
     a completion may run any code as the user of this service, read its keys and files, and change every later score.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
@@ -21,11 +21,11 @@ class TaskApart:
         Args:
             task: whose prompts these are.
             job: what a process loads to score as the task does; see heterorl.common.tasks.rewards.worker.
-            timeout_s: for one completion, seconds.
+            timeout_s: processor time for one completion, seconds.
             num_workers: most processes.
         """
         self.inner = task
-        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
+        self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
         self.num_prompts = task.num_prompts
         self.num_evaluation_prompts = task.num_evaluation_prompts
         self.num_workers = num_workers

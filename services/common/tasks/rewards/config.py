@@ -161,8 +161,8 @@ class CodeRewardConfig(RewardBase):
     """Whether code counts only inside a block of three back-ticks, of which the last one is taken; false takes the
     whole completion where there is none."""
     test_timeout_s: float = Field(default=2.0, gt=0, le=600)
-    """Time of one test, seconds; one that takes longer has failed. All tests of a completion have
-    task.reward_timeout_s together."""
+    """Processor time of one test, seconds, from when its sandbox is built; one that takes more, or four times as long
+    by the clock, has failed. All tests of a completion have task.reward_timeout_s together."""
     memory_bytes: int = Field(default=512 << 20, ge=64 << 20)
     """Largest address space of each process of a test, bytes."""
     num_processes: int = Field(default=8, ge=1, le=256)

@@ -12,12 +12,10 @@ from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.rewards.near import NEAR, NearLimit
-from heterorl.common.tasks.rewards.process import LoadFailed, OutOfTime, RewardPool
+from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, OutOfTime, RewardPool
 
 MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30
-PATIENCE = 4.0
-"""Seconds by the clock for each of processor time, before a worker is killed and nothing is said of the answer."""
 _CACHED_ANSWERS = 1 << 14
 _UNREADABLE = "the right answer cannot be parsed"
 
@@ -34,9 +32,9 @@ class MathVerifier:
         """
         job = {"kind": "math_verify", "max_memory_bytes": MAX_MEMORY_BYTES}
         self._cpu_s = timeout_s
-        self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, num_workers=num_workers)
+        self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
         # A worker of its own: whether an answer can be read is asked before generation, which must not wait for scores.
-        self.reader = RewardPool(job, timeout_s=PATIENCE * timeout_s)
+        self.reader = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s)
         self.problem = functools.lru_cache(maxsize=_CACHED_ANSWERS)(self._problem)
         self._near = NearLimit()
 
@@ -83,7 +81,7 @@ class MathVerifier:
 
     def _asked(self, pool: RewardPool, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return pool.ask({**request, "cpu_s": self._cpu_s})
+            return pool.ask(request)
         except LoadFailed as error:
             raise DependencyMissing("math-verify", "tasks") from error
         except OutOfTime:

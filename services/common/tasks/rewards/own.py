@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
@@ -25,7 +25,7 @@ class OwnReward:
         Args:
             path: `package.module:function`.
             directory: where it is looked for beside what is installed.
-            timeout_s: for one completion, seconds.
+            timeout_s: processor time for one completion, seconds.
             num_workers: most processes.
             key: of the configuration that names it.
 
@@ -36,7 +36,7 @@ class OwnReward:
         if not all(word.isidentifier() for word in [*module.split("."), name]):
             raise ConfigError(key, f"{path!r} is not package.module:function", action=_EXAMPLE)
         job = {"kind": "function", "module": module, "name": name, "directory": str(directory)}
-        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
+        self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
         try:
             facts = self.pool.start()
         except LoadFailed as error:

@@ -2,6 +2,9 @@
 
 A symbolic comparison of a hostile answer, or somebody's own function, can run for hours and ignore signals: no thread
 and no alarm will do. What is loaded stays loaded from one reward to the next; a process that hung is replaced.
+
+A request's limit begins when a worker that is ready is asked: neither the wait for a free worker nor a worker's start
+counts. It is processor time, so that a busy machine gives the same values; a longer one by the clock ends what sleeps.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from heterorl.common.types.words import peer_words
 SCRIPT = Path(__file__).parent / "worker.py"
 START_TIMEOUT_S = 120.0
 """For what a reward imports; it counts against no answer."""
+PATIENCE = 4.0
+"""Seconds by the clock for each of processor time, for what sleeps or waits."""
 MAX_REPLY_BYTES = 1 << 20
 START_AFTER_S = 0.25
 """About what a start costs: for less, callers wait for the processes that run."""
@@ -44,14 +49,14 @@ class LoadFailed(RewardError):
 
 
 class OutOfTime(RewardError):
-    """The worker took all the processor time that a request allows, which its kernel counts and ends it for."""
+    """A request took all its processor time; the kernel counts it and ends the worker."""
 
 
 class RewardProcess:
     """One worker process, started when it is first needed."""
 
-    def __init__(self, job: Mapping[str, Any], *, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float) -> None:
+        self.timeout_s, self.cpu_s = timeout_s, cpu_s
         self.process: subprocess.Popen[bytes] | None = None
         self._job = dict(job)
         self._end: Any = None
@@ -93,17 +98,20 @@ class RewardProcess:
         """The answer to one request.
 
         Raises:
-            OutOfTime: it took all its processor time, where the request bounds it.
+            OutOfTime: it took all its processor time.
             RewardError: the worker crashed, took too long, or answered that it failed.
         """
         if self.process is None or self.process.poll() is not None:
             self.start()
         try:
-            reply = self._exchange({**request, "limit_s": self.timeout_s + _GRACE_S}, self.timeout_s)
+            limits = {"cpu_s": self.cpu_s, "limit_s": self.timeout_s + _GRACE_S}
+            reply = self._exchange({**request, **limits}, self.timeout_s)
         except (OSError, ValueError, TimeoutError) as error:
             is_spent = self.process is not None and self.process.poll() == -signal.SIGPROF
             self.close()
-            raise (OutOfTime if is_spent else RewardError)(str(error) or "no answer") from error
+            if is_spent:
+                raise OutOfTime(f"no answer in {self.cpu_s:g} s of processor time") from error
+            raise RewardError(str(error) or "no answer") from error
         if "error" in reply:
             # It may hold a completion, which is a peer's.
             raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))
@@ -135,8 +143,16 @@ class RewardPool:
     What is not needed is never started: another process only when somebody had to wait all the time for START_AFTER_S.
     """
 
-    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, num_workers: int = 1) -> None:
-        self.workers = [RewardProcess(job, timeout_s=timeout_s) for _ in range(num_workers)]
+    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float = 0.0, num_workers: int = 1) -> None:
+        """Start nothing yet.
+
+        Args:
+            job: what a worker loads; see heterorl.common.tasks.rewards.worker.
+            timeout_s: most time for one answer by the clock, seconds.
+            cpu_s: most processor time of a worker for one answer, seconds; 0 bounds none.
+            num_workers: most processes.
+        """
+        self.workers = [RewardProcess(job, timeout_s=timeout_s, cpu_s=cpu_s) for _ in range(num_workers)]
         self._idle = list(reversed(self.workers))
         self._running: list[RewardProcess] = []
         self._changed = threading.Condition()
@@ -266,7 +282,7 @@ def converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) ->
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     try:
-        code = process.wait(1.0)
+        code = process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         return "the process closed its pipe"
     return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended: code {code}"

@@ -62,11 +62,14 @@ def main() -> None:
         request = json.loads(line)
         # The parent's own limit is shorter; this one counts when the parent is gone.
         signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+        began_s = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         try:
             reply = answer(request)
-            text = json.dumps(reply)
+            text = json.dumps({"used_s": time.process_time() - began_s, **reply})
         except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
             text = json.dumps({"error": _words(error)})
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         out.write(text.encode() + b"\n")
 
@@ -86,20 +89,14 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     logging.disable(logging.WARNING)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        # The library's own time limits use signals and swallow errors as "wrong"; the parent's limits count. That of
-        # processor time is the same on a machine that is busy with other things.
-        began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
-        try:
-            right = library.parse(request["answer"], parsing_timeout=None)
-            if "completion" not in request or not right:
-                return {"readable": bool(right)}
-            correct = judged(right, request["completion"])
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        # The library's own time limits use signals and swallow errors as "wrong"; the parent's limits count.
+        right = library.parse(request["answer"], parsing_timeout=None)
+        if "completion" not in request or not right:
+            return {"readable": bool(right)}
+        correct = judged(right, request["completion"])
         # What takes too much memory is as wrong as what takes too long, and as uncertain.
-        used_s = request["cpu_s"] if correct is None else time.process_time() - began
-        return {"readable": True, "correct": bool(correct), "used_s": used_s}
+        spent = {"used_s": request["cpu_s"]} if correct is None else {}
+        return {"readable": True, "correct": bool(correct), **spent}
 
     def judged(right: Any, completion: str) -> bool | None:
         try:
@@ -108,6 +105,8 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         except (MemoryError, RecursionError):
             return None
 
+    # The library makes its parser at its first use, which is no answer's time.
+    judged(library.parse("$\\frac{1}{2}$", parsing_timeout=None), "$0.5$")
     return answer, {}
 
 

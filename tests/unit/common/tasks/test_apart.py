@@ -8,6 +8,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.rewards import process
 from heterorl.common.tasks.rewards.apart import TaskApart
 from heterorl.common.tasks.rewards.process import RewardPool
 
@@ -79,8 +80,8 @@ def test_process_that_cannot_be_started_again_costs_one_reward(monkeypatch):
     close_task(elsewhere)
 
 
-def test_score_that_is_stopped_is_killed_and_the_next_one_is_computed():
-    settings = TaskConfig(reward_timeout_s=1.0)
+def test_score_that_is_stopped_is_killed_and_the_next_one_is_computed(monkeypatch):
+    settings = TaskConfig(reward_timeout_s=60.0)
     elsewhere = apart(build_task(settings), settings)
     prompt = elsewhere.prompt(0)
     elsewhere.score(prompt, prompt.answer)
@@ -88,42 +89,109 @@ def test_score_that_is_stopped_is_killed_and_the_next_one_is_computed():
     # As a verifier that hangs: it answers nothing.
     os.kill(worker.pid, 19)
     try:
-        with pytest.raises(RewardError, match="no answer in 1 s"):
-            elsewhere.score(prompt, prompt.answer)
+        with monkeypatch.context() as patch:
+            patch.setattr(elsewhere.pool.workers[0], "timeout_s", 0.5)
+            with pytest.raises(RewardError, match="no answer in 0.5 s"):
+                elsewhere.score(prompt, prompt.answer)
         assert elsewhere.score(prompt, prompt.answer)[0].value == 1.0
     finally:
         close_task(elsewhere)
     assert worker.poll() is not None
 
 
-def pool_of(tmp_path, seconds, num_workers):
-    (tmp_path / "slow.py").write_text(f"import time\ndef score(p, c, a):\n    time.sleep({seconds})\n    return 1.0\n")
-    job = {"kind": "function", "module": "slow", "name": "score", "directory": str(tmp_path)}
-    return RewardPool(job, timeout_s=30, num_workers=num_workers)
+MODULE = """
+import os, pathlib, time
+while time.process_time() < {import_s}:
+    pass
+
+def score(prompt, completion, answer):
+    # A directory, and how many files it must have before there is an answer.
+    place = pathlib.Path(prompt)
+    (place / answer.format(pid=os.getpid())).touch()
+    while len(list(place.iterdir())) < int(completion):
+        time.sleep(0.01)
+    return 1.0
+"""
+
+
+def pool_of(tmp_path, num_workers=1, import_s=0.0, **limits):
+    (tmp_path / "gated.py").write_text(MODULE.format(import_s=import_s))
+    (tmp_path / "files").mkdir()
+    job = {"kind": "function", "module": "gated", "name": "score", "directory": str(tmp_path)}
+    return RewardPool(job, **{"timeout_s": 600.0, **limits}, num_workers=num_workers)
+
+
+def asked(tmp_path, count, name="{pid}"):
+    return {"prompt": str(tmp_path / "files"), "completion": str(count), "answer": name}
 
 
 def test_another_process_starts_only_where_those_that_run_are_not_enough(tmp_path):
-    pool = pool_of(tmp_path, 0.1, 3)
-    request = {"prompt": "p", "completion": "c", "answer": "a"}
+    pool = pool_of(tmp_path, num_workers=3)
     for _ in range(3):
-        pool.ask(request)
+        pool.ask(asked(tmp_path, 1))
     assert sum(worker.process is not None for worker in pool.workers) == 1
+    # Each answer waits for two other processes.
     with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda _: pool.ask(request), range(60)))
+        list(threads.map(lambda _: pool.ask(asked(tmp_path, 3)), range(6)))
 
     assert sum(worker.process is not None for worker in pool.workers) == 3
     pool.close()
 
 
-def test_closed_pool_answers_nobody_and_starts_nothing(tmp_path):
-    pool = pool_of(tmp_path, 1000, 1)
+def test_a_start_counts_against_no_answer_also_where_the_worker_has_died(tmp_path):
+    # An import takes more than all that an answer has.
+    pool = pool_of(tmp_path, import_s=1.0, cpu_s=0.5)
+    for _ in range(2):
+        assert pool.ask(asked(tmp_path, 1))["parts"] == {"reward": 1.0}
+        pool.workers[0].process.kill()
+        pool.workers[0].process.wait()
+    assert pool.ask(asked(tmp_path, 1))["parts"] == {"reward": 1.0}
+    # Nor do the answers before.
+    for _ in range(20):
+        assert pool.ask(asked(tmp_path, 1))["used_s"] < 0.5
+    pool.close()
+
+
+def test_the_wait_for_a_free_worker_counts_against_no_answer(tmp_path, monkeypatch):
+    class Clock:
+        now_s = 0.0
+
+        def monotonic(self):
+            return self.now_s
+
+    clock = Clock()
+    monkeypatch.setattr(process, "time", clock)
+    pool, files = pool_of(tmp_path, timeout_s=600.0), tmp_path / "files"
     pool.start()
-    process = pool.workers[0].process
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(pool.ask, asked(tmp_path, 2, "first"))
+        while not (files / "first").exists():
+            threading.Event().wait(0.01)
+        second = threads.submit(pool.ask, asked(tmp_path, 4, "second"))
+        with pool._changed:
+            while not pool._num_waiting:
+                pool._changed.wait(0.01)
+        # Each in its own time, and both together not.
+        clock.now_s += 500.0
+        (files / "go").touch()
+        assert first.result()["parts"] == {"reward": 1.0}
+        while not (files / "second").exists():
+            threading.Event().wait(0.01)
+        clock.now_s += 500.0
+        (files / "on").touch()
+        assert second.result()["parts"] == {"reward": 1.0}
+    pool.close()
+
+
+def test_closed_pool_answers_nobody_and_starts_nothing(tmp_path):
+    pool = pool_of(tmp_path)
+    pool.start()
+    worker = pool.workers[0].process
     errors = []
 
     def ask():
         try:
-            pool.ask({"prompt": "p", "completion": "c", "answer": "a"})
+            pool.ask(asked(tmp_path, 1000))
         except RewardError as error:
             errors.append(str(error))
 
@@ -135,8 +203,8 @@ def test_closed_pool_answers_nobody_and_starts_nothing(tmp_path):
             pool._changed.wait(0.01)
     pool.close()
     for caller in callers:
-        caller.join(20)
+        caller.join()
 
     assert len(errors) == 2
-    assert process.poll() is not None
+    assert worker.poll() is not None
     assert all(worker.process is None for worker in pool.workers)

@@ -5,8 +5,7 @@ import json
 import os
 import select
 import socket
-import threading
-import time
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -15,16 +14,21 @@ import pytest
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.config import CodeRewardConfig
-from heterorl.common.tasks.rewards.sandbox import bubblewrap
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import Limits, NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.process import PATIENCE
+from heterorl.common.tasks.rewards.sandbox import bubblewrap, outcome
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import Sandbox as RealSandbox
 from heterorl.common.tasks.rewards.sandbox.code import Test as UnitTest
-from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, passes
+from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, tried
 from heterorl.common.tasks.rewards.sandbox.code import tests_of as unit_tests_of
+from heterorl.common.tasks.rewards.sandbox.outcome import START_TIMEOUT_S, Limits, Outcome
 from heterorl.common.types.rollout import RewardPart
 
 pytestmark = pytest.mark.process
 
-LIMITS = Limits(seconds=5.0, memory_bytes=512 << 20, work_bytes=1 << 20, output_bytes=4096, num_processes=8)
+LIMITS = Limits(
+    cpu_s=5.0, timeout_s=60.0, memory_bytes=512 << 20, work_bytes=1 << 20, output_bytes=4096, num_processes=8
+)  # fmt: skip
 SQUARE = UnitTest(code="assert f(2) == 4")
 # As root tests run as another user; both ways are tried where the tests are root's and this interpreter is anybody's.
 ANYBODYS = "/usr/bin/python3"
@@ -35,8 +39,12 @@ def sandbox():
     return find_sandbox(python="", shown=(), limits=LIMITS)
 
 
+def tried_in(sandbox, code, test=SQUARE, **limits):
+    return tried(code, test, dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, **limits)))
+
+
 def ends(sandbox, code, test=SQUARE, **limits):
-    return passes(code, test, dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, **limits)))
+    return tried_in(sandbox, code, test, **limits)[0]
 
 
 def test_right_code_passes_and_wrong_code_does_not(sandbox):
@@ -79,27 +87,82 @@ def children():
     return {each.pid for each in psutil.Process().children(recursive=True)}
 
 
+SLEEPS = "import time; time.sleep(1000)"
+
+
 @pytest.mark.parametrize(
     "code",
     [
         "while True: pass",
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
         "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.setsid() if not os.fork() else None\nwhile True: pass",
-        "import time; time.sleep(1000)",
+        SLEEPS,
         "import threading\nwhile True:\n    try: threading.Thread(target=lambda: __import__('time').sleep(99)).start()\n    except RuntimeError: pass",
     ],
     ids=["loop", "fork bomb", "daemon", "sleep", "threads"],
 )
 def test_what_does_not_end_fails_at_its_time_and_leaves_nothing(sandbox, code):
-    before, began = children(), time.monotonic()
+    before, limits = children(), {"timeout_s": 0.5} if code == SLEEPS else {"cpu_s": 0.2}
 
-    assert not ends(sandbox, code, seconds=1.5)
+    is_passed, found = tried_in(sandbox, code, **limits)
 
-    assert time.monotonic() - began < 20
-    gone = time.monotonic() + 10
-    while children() - before and time.monotonic() < gone:
-        threading.Event().wait(0.02)
+    assert not is_passed
+    # What loops is ended by its processor time, however long that takes by the clock.
+    assert found.why == ("time" if code == SLEEPS else "")
     assert children() <= before
+
+
+def test_processor_time_is_that_of_all_processes(sandbox):
+    code = (
+        "import os, signal, time\n"
+        "signal.setitimer(signal.ITIMER_PROF, 0)\n"
+        "if not os.fork():\n"
+        "    while time.process_time() < 0.5: pass\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "def f(x): return 4\n"
+    )
+    assert ends(sandbox, code)
+    is_passed, found = tried_in(sandbox, code, cpu_s=0.2)
+
+    assert (is_passed, found.status) == (False, 0)
+    assert found.used_s >= 0.5
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of sandboxes: it moves by what a test gives, whenever one waits for the first time."""
+    new_poll = select.poll
+
+    class Clock:
+        now_s = given_s = 0.0
+
+        def monotonic(self):
+            return self.now_s
+
+    class Poll:
+        def __init__(self):
+            self._poll = new_poll()
+            self.register, self.unregister = self._poll.register, self._poll.unregister
+
+        def poll(self, timeout_ms):
+            clock.now_s, clock.given_s = clock.now_s + clock.given_s, 0.0
+            return self._poll.poll(timeout_ms)
+
+    clock = Clock()
+    monkeypatch.setattr(outcome, "time", clock)
+    monkeypatch.setattr(outcome.select, "poll", Poll)
+    return clock
+
+
+def test_a_slow_start_of_a_sandbox_counts_against_no_code(sandbox, clock):
+    clock.given_s = START_TIMEOUT_S - 1
+    is_passed, found = tried_in(sandbox, "def f(x): return 4", timeout_s=1.0)
+
+    assert (is_passed, found.took_s) == (True, 0.0)
+    clock.given_s = START_TIMEOUT_S
+    with pytest.raises(NoSandbox, match="not built: time"):
+        ends(sandbox, "def f(x): return 4")
 
 
 def test_processes_are_counted(sandbox):
@@ -112,7 +175,7 @@ def test_processes_are_counted(sandbox):
         "    except OSError: pass\n"
         "def f(x): return 4 if n in (8, 9) else n\n"
     )
-    assert ends(sandbox, code, seconds=20.0)
+    assert ends(sandbox, code)
 
 
 def test_memory_ends_at_its_limit(sandbox):
@@ -128,15 +191,15 @@ def test_memory_ends_at_its_limit(sandbox):
 
 
 def test_what_is_printed_ends_at_its_limit(sandbox):
-    began = time.monotonic()
-    assert not ends(sandbox, "while True: print('a' * 1000)", seconds=30.0)
-    assert time.monotonic() - began < 20
+    is_passed, found = tried_in(sandbox, "while True: print('a' * 1000)")
+
+    assert (is_passed, found.why, len(found.output)) == (False, "output", LIMITS.output_bytes)
 
 
 def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, monkeypatch):
     made, new_poll = [], select.poll
 
-    class Pipes(bubblewrap._Pipes):
+    class Pipes(outcome._Pipes):
         def __enter__(self):
             made.append(self)
             return super().__enter__()
@@ -149,10 +212,10 @@ def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, mo
         def poll(self, timeout_ms):
             return [event for event in self._poll.poll(timeout_ms) if event[0] != made[-1].report_out]
 
-    monkeypatch.setattr(bubblewrap, "_Pipes", Pipes)
-    monkeypatch.setattr(bubblewrap.select, "poll", PollThatSeesNoReport)
+    monkeypatch.setattr(outcome, "_Pipes", Pipes)
+    monkeypatch.setattr(outcome.select, "poll", PollThatSeesNoReport)
 
-    assert not ends(sandbox, "while True: print('a' * 1000)", seconds=30.0)
+    assert not ends(sandbox, "while True: print('a' * 1000)")
 
 
 def test_there_is_no_network_not_even_this_machine(sandbox):
@@ -195,6 +258,30 @@ def test_no_file_of_the_machine_is_seen_and_none_is_written(sandbox, tmp_path, m
     assert ends(sandbox, "def f(x): return 4")
 
 
+@pytest.mark.parametrize("root", ["/tmp", "/dev/shm"])
+def test_what_is_shown_may_lie_where_the_sandbox_has_a_directory_of_its_own(root):
+    with tempfile.TemporaryDirectory(dir=root) as above:
+        shown = Path(above, "site", "packages")
+        shown.mkdir(parents=True)
+        Path(above).chmod(0o755)
+        (shown / "mine.py").write_text("four = 4")
+        Path(above, "secret").write_text("secret")
+        code = (
+            f"import os, sys\nsys.path.append({str(shown)!r})\nimport mine\nok = mine.four\n"
+            f"ok = 0 if os.path.exists({above + '/secret'!r}) else ok\n"
+            f"for place in ({above!r}, {above + '/site'!r}, {str(shown)!r}):\n"
+            "    try:\n"
+            "        open(place + '/x', 'w')\n"
+            "        ok = 0\n"
+            "    except OSError: pass\n"
+            "open('/tmp/mine', 'w').write('x')\n"
+            "def f(x): return ok\n"
+        )
+        assert ends(find_sandbox(python="", shown=(str(shown),), limits=LIMITS), code)
+    with pytest.raises(NoSandbox, match="/tmp/ is no directory that could be shown"):
+        find_sandbox(python="", shown=("/tmp/",), limits=LIMITS)
+
+
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path(ANYBODYS).exists(), reason="needs root, and an interpreter for others"
 )
@@ -212,7 +299,7 @@ def test_a_user_without_rights_has_the_same_sandbox(tmp_path):
             forks = "import os, time\nn = 1\nfor _ in range(40):\n    try:\n        if os.fork() == 0: time.sleep(60)\n        n += 1\n    except OSError: pass\n"
             verdicts = [
                 ends(box, "def f(x): return x * x"),
-                ends(box, forks + "def f(x): return 4 if n in (7, 8, 9) else n", seconds=20.0),
+                ends(box, forks + "def f(x): return 4 if n in (7, 8, 9) else n"),
                 not ends(box, "x = bytearray(10 << 30)\ndef f(x): return 4"),
                 not ends(box, "import socket\nsocket.create_connection(('1.1.1.1', 53), 1)\ndef f(x): return 4"),
             ]
@@ -268,44 +355,65 @@ def test_a_prompt_without_tests_is_an_error_and_no_zero(tmp_path):
 def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path):
     task = code_task(tmp_path, "assert True", test_timeout_s=2.0)
     prompt = task.prompt(0)
+    half, endless, quick = (f"```python\nimport time\n{code}\n```" for code in (HALF, "while True: pass", "x = 1"))
     try:
-        task.score(prompt, "```python\nimport time; time.sleep(1)\n```")
-        task.score(prompt, "```python\nwhile True: pass\n```")
-        assert task.uncertain(prompt, "```python\nimport time; time.sleep(1)\n```") == ("tests",)
-        assert task.uncertain(prompt, "```python\nwhile True: pass\n```") == ("tests",)
+        assert [task.score(prompt, text)[0].value for text in (half, endless, quick)] == [1.0, 0.0, 1.0]
+        assert task.uncertain(prompt, half) == ("tests",)
+        assert task.uncertain(prompt, endless) == ("tests",)
+        assert task.uncertain(prompt, quick) == ()
         assert task.uncertain(prompt, "another") == ()
     finally:
         close_task(task)
 
 
-def test_a_test_that_the_time_of_all_does_not_reach_has_failed_and_may_pass_elsewhere(sandbox):
-    tests = [SQUARE] * 3
-    code = "def f(x): return x * x"
-
-    whole = judged(code, tests, sandbox, deadline=time.monotonic() + 30, gives_share=True)
-    # Less than any sandbox needs to be built.
-    cut = judged(code, tests, sandbox, deadline=time.monotonic() + 0.001, gives_share=True)
-
-    assert (whole["value"], whole["slowest_s"] < LIMITS.seconds) == (1.0, True)
-    assert whole["total_s"] >= whole["slowest_s"]
-    assert (cut["value"], cut["slowest_s"]) == (0.0, LIMITS.seconds)
+HALF = "while time.process_time() < 1: pass"
 
 
-def test_many_quick_tests_that_took_most_of_the_time_are_known_as_such(tmp_path):
-    quick = json.dumps({"tests": ["import time; time.sleep(0.45)"] * 6})
-    task = code_task(tmp_path, quick, test_timeout_s=5.0, reward_timeout_s=5.0)
-    try:
-        task.score(task.prompt(0), "```python\nx = 1\n```")
-        assert task.uncertain(task.prompt(0), "```python\nx = 1\n```") == ("tests",)
-    finally:
-        close_task(task)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given(RealSandbox):
+    """A sandbox in which each test passes after the seconds (of processor time, by the clock) that are given."""
+
+    seconds: list
+    asked: list
+
+    def run(self, first, second, *, standard_input):
+        used_s, took_s = self.seconds.pop(0)
+        self.asked.append((self.limits.cpu_s, self.limits.timeout_s))
+        token = json.loads(second)["token"]
+        return Outcome(status=0, output=b"", report=f"loaded\n{token}".encode(), used_s=used_s, took_s=took_s)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "value", "share"),
+    [
+        # Of 5 s for a test and 10 s for all; by the clock PATIENCE times as many.
+        ([(0.5, 0.5)] * 3, 1.0, 0.15),
+        ([(0.5, 0.5), (2.0, 2.0), (0.5, 0.5)], 1.0, 0.4),
+        ([(0.0, 8.0), (0.0, 1.0), (0.0, 1.0)], 1.0, 8 / (5 * PATIENCE)),
+        ([(2.0, 2.0)] * 3, 1.0, 0.6),
+        # The last one has 2 s left, and takes three.
+        ([(4.0, 4.0), (4.0, 4.0), (3.0, 3.0)], 2 / 3, 1.1),
+        # The last one is not run.
+        ([(5.0, 5.0), (5.0, 5.0), (0.1, 0.1)], 2 / 3, 1.0),
+        ([(0.0, 6 * PATIENCE), (0.0, 4 * PATIENCE), (0.0, 0.0)], 2 / 3, 1.2),
+    ],
+)
+def test_a_test_that_the_time_of_all_does_not_reach_has_failed_and_may_pass_elsewhere(sandbox, seconds, value, share):
+    limits = dataclasses.replace(LIMITS, cpu_s=5.0, timeout_s=5.0 * PATIENCE)
+    given = Given(program="", python="", shown=(), limits=limits, seconds=list(seconds), asked=[])
+
+    found = judged("x = 1", [SQUARE] * 3, given, cpu_s=10.0, gives_share=True)
+
+    assert found == {"value": value, "share": pytest.approx(share)}
+    assert given.asked[0] == (5.0, 5.0 * PATIENCE)
+    assert all(cpu_s > 0 and timeout_s > 0 for cpu_s, timeout_s in given.asked)
 
 
 def test_a_sandbox_that_cannot_be_built_later_is_an_error(tmp_path, sandbox):
     gone = dataclasses.replace(sandbox, shown=("/no/such/place",))
 
     with pytest.raises(NoSandbox, match="was not built"):
-        passes("def f(x): return 4", SQUARE, gone)
+        tried("def f(x): return 4", SQUARE, gone)
 
 
 def test_without_bubblewrap_a_start_ends_with_what_to_install(tmp_path, monkeypatch):

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import logging
+import shutil
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.messages import SystemPromptTask
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.rewards.process import PATIENCE
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 
@@ -99,11 +101,9 @@ def test_what_a_completion_replaces_is_whole_for_the_next_one(task):
 )
 def test_what_does_not_answer_is_worth_nothing_and_the_next_one_is_scored(task, code):
     assert is_sound(task)
-    server, began = server_of(task), time.monotonic()
+    server = server_of(task)
 
     assert value(task, run(code)) == 0.0
-
-    assert time.monotonic() - began < 15
     assert is_sound(task)
     assert server_of(task) == server
 
@@ -166,18 +166,79 @@ def test_a_server_that_is_gone_is_started_again_for_the_next_completion(task):
     assert is_sound(task)
 
 
-def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored():
-    mine = opened(COUNTDOWN.model_copy(update={"reward_timeout_s": 6.0}))
+def test_another_start_and_its_imports_count_against_no_completion():
+    # An import takes more than all that a completion has.
+    mine = opened(COUNTDOWN.model_copy(update={"reward_timeout_s": 0.5}))
     try:
         assert is_sound(mine)
-        server = psutil.Process(server_of(mine))
-        server.suspend()
-        with pytest.raises(RewardError, match="no answer in"):
-            value(mine, "1")
-        assert psutil.wait_procs([server], timeout=20)[1] == []
+        psutil.Process(server_of(mine)).kill()
+        assert is_sound(mine)
+        # Left behind, so that what scores is started again.
+        value(mine, run("open('/tmp/sympy.py', 'w').write('x')"))
         assert is_sound(mine)
     finally:
         close_task(mine)
+
+
+SERVER = """
+import json, pathlib, sys, time
+sys.stdin.readline()
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    if not pathlib.Path(sys.argv[1]).exists():
+        pathlib.Path(sys.argv[1]).touch()
+        time.sleep(1000)
+    print(json.dumps({"found": True} if "index" in json.loads(line) else {"value": 0.5, "share": 0.0, "ends": False}),
+          flush=True)
+"""
+
+
+def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored(tmp_path, monkeypatch):
+    server = gym.Server([sys.executable, "-c", SERVER, str(tmp_path / "mark")], b"{}\n")
+    server.wait()
+    first = psutil.Process(server._process.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(gym, "START_TIMEOUT_S", 0.2)
+        with pytest.raises(TimeoutError, match="no answer in 0.2 s"):
+            server.score({"index": 0}, "1", timeout_s=60.0)
+
+    assert not first.is_running()
+    assert server.score({"index": 0}, "1", timeout_s=60.0) == {"value": 0.5, "share": 0.0}
+    server._end()
+
+
+def test_processor_time_is_that_of_all_processes_of_a_completion(task):
+    # A child and its parent, each within the limit of one process.
+    code = (
+        "import os, signal, time\n"
+        "signal.setitimer(signal.ITIMER_PROF, 0)\n"
+        "child = os.fork()\n"
+        "while time.process_time() < {each}: pass\n"
+        "os.waitpid(child, 0) if child else os._exit(0)\n"
+        "os.write(3, b'value 1.0\\n')\n"
+    )
+    assert value(task, run(code.format(each=0.1))) == 1.0
+    assert value(task, run(code.format(each=0.6 * gym.LIMIT_S))) == 0.0
+
+
+def test_what_is_imported_may_lie_under_the_directory_that_a_completion_writes_to(monkeypatch):
+    import reasoning_gym
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        shutil.copytree(Path(reasoning_gym.__file__).parent, Path(above, "site", "reasoning_gym"))
+        Path(above).chmod(0o755)
+        monkeypatch.setenv("PYTHONPATH", f"{above}/site:{Path.cwd() / 'src'}")
+        mine = opened()
+        try:
+            assert is_sound(mine)
+            assert says(mine, f"os.path.exists({above + '/site/reasoning_gym/__init__.py'!r})") == 1.0
+            server = server_of(mine)
+            value(mine, run(f"open({above!r} + '/mark', 'w')"))
+            value(mine, run(f"open({above!r} + '/site/reasoning_gym/mark', 'w')"))
+            assert is_sound(mine)
+            assert server_of(mine) == server, "nothing was left behind"
+        finally:
+            close_task(mine)
 
 
 def test_a_forged_score_is_a_number_from_0_to_1(task):
@@ -216,16 +277,20 @@ def test_scores_are_those_of_the_data_set_itself(name):
 
 
 def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task):
-    slow = run("import time; time.sleep(0.7)")
+    slow, asleep = run(LOOPS), run(f"import time; time.sleep({0.3 * PATIENCE * gym.LIMIT_S})")
     prompt = task.prompt(0)
-    task.score(prompt, slow)
-    task.score(prompt, "1")
+    for completion in (slow, asleep, "1"):
+        task.score(prompt, completion)
 
     assert task.uncertain(prompt, slow) == ("score",)
+    assert task.uncertain(prompt, asleep) == ("score",)
     assert task.uncertain(prompt, "1") == ()
     # Also where it is one task of several, or has a system prompt.
     mixture = MixtureTask([Source(label="a", weight=1.0, task=SystemPromptTask(task, "Be brief."))])
     assert mixture.uncertain(mixture.prompt(0), slow) == ("score",)
+
+
+LOOPS = f"import time\nwhile time.process_time() < {0.4 * gym.LIMIT_S}: pass"
 
 
 def test_own_score_in_a_sum_goes_through_the_sandbox_too(tmp_path):
@@ -237,7 +302,7 @@ def test_own_score_in_a_sum_goes_through_the_sandbox_too(tmp_path):
             prompt = task.prompt(0)
             assert task.score(prompt, prompt.answer)[0].value == 1.0
             task.score(prompt, f"__import__('os').system('touch {mark}')")
-            slow = run("import time; time.sleep(0.7)")
+            slow = run(LOOPS)
             task.score(prompt, slow)
             assert task.uncertain(prompt, slow) == ("correct",)
         finally:

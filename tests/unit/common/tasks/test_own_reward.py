@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.process.config import load
 from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.rewards.process import SCRIPT
+from heterorl.common.tasks.rewards.process import PATIENCE, SCRIPT
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
 from heterorl.coordinator.rpc.bounds import bound_of, text_problem
@@ -31,6 +31,8 @@ def score(prompt, completion, answer):
     os.write(1, b'{"parts": {"reward": 9}}' + bytes([10]))
     if completion == "hang":
         time.sleep(1000)
+    while completion == "loop":
+        pass
     if completion == "end":
         os._exit(3)
     if completion == "read":
@@ -249,31 +251,43 @@ def test_a_package_called_services_is_the_users_own(place):
     assert digest_in(place) != before
 
 
-@pytest.mark.parametrize(("completion", "message"), [("hang", "no answer in 1 s"), ("end", "ended: code 3")])
-def test_what_hangs_or_crashes_costs_one_answer(place, completion, message):
-    task = task_in(place, reward_timeout_s=1.0)
+@pytest.mark.parametrize(
+    ("completion", "limits", "message"),
+    [
+        ("hang", {"timeout_s": 0.5}, "no answer in 0.5 s"),
+        # However long that takes by the clock.
+        ("loop", {"cpu_s": 0.2}, "no answer in 0.2 s of processor time"),
+        ("end", {}, "ended: code 3"),
+    ],
+)
+def test_what_hangs_or_crashes_costs_one_answer(place, monkeypatch, completion, limits, message):
+    task = task_in(place, reward_timeout_s=60.0)
     worker = task._reward.pool.workers[0]
     first = worker.process.pid
 
-    with pytest.raises(RewardError, match=message):
-        task.score(task.prompt(0), completion)
+    assert (worker.cpu_s, worker.timeout_s) == (60.0, 60.0 * PATIENCE)
+    with monkeypatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(worker, name, limit)
+        with pytest.raises(RewardError, match=message):
+            task.score(task.prompt(0), completion)
 
-    task._reward.pool.workers[0].timeout_s = 20.0
     assert task.score(task.prompt(0), "abc")[0].value == 3.0
     assert worker.process.pid != first
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
 
 
-def test_a_worker_that_reads_nothing_is_not_waited_for_either(place):
-    task = task_in(place, reward_timeout_s=1.0)
+def test_a_worker_that_reads_nothing_is_not_waited_for_either(place, monkeypatch):
+    task = task_in(place, reward_timeout_s=60.0)
     worker = task._reward.pool.workers[0]
     os.kill(worker.process.pid, signal.SIGSTOP)
 
     # More than a pipe holds.
-    with pytest.raises(RewardError, match="no answer in 1 s"):
-        task.score(task.prompt(0), "x" * 1_000_000)
-    worker.timeout_s = 20.0
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "timeout_s", 0.5)
+        with pytest.raises(RewardError, match="no answer in 0.5 s"):
+            task.score(task.prompt(0), "x" * 1_000_000)
     assert task.score(task.prompt(0), "x" * 1_000_000)[0].value == 1e6
 
 
@@ -283,15 +297,19 @@ def test_a_process_that_a_reward_started_ends_with_it(place):
           "    child = subprocess.Popen(['sleep', '1000'])\n"
           "    pathlib.Path(c).write_text(str(child.pid))\n"
           "    time.sleep(1000)\n")  # fmt: skip
-    task = task_in(place, reward_timeout_s=2.0)
-    with pytest.raises(RewardError):
-        task.score(task.prompt(0), str(place / "pid"))
+    task, written = task_in(place, reward_timeout_s=600.0), place / "pid"
+    with ThreadPoolExecutor(1) as thread:
+        score = thread.submit(task.score, task.prompt(0), str(written))
+        while not (written.exists() and written.read_text()):
+            threading.Event().wait(0.02)
+        # As its time limit does.
+        task._reward.pool.workers[0].kill()
+        with pytest.raises(RewardError, match="ended by SIGKILL"):
+            score.result()
 
-    child = int((place / "pid").read_text())
-    deadline = time.monotonic() + 20
-    while running(child) and time.monotonic() < deadline:
+    child = int(written.read_text())
+    while running(child):
         threading.Event().wait(0.02)
-    assert not running(child)
 
 
 def running(pid):
@@ -309,7 +327,7 @@ def test_worker_ends_by_itself_when_nobody_is_left_to_kill_it(place):
         process.stdin.write(json.dumps(job).encode() + b"\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["ready"] is True
-        request = {"prompt": "p", "completion": "hang", "answer": "a", "limit_s": 0.5}
+        request = {"prompt": "p", "completion": "hang", "answer": "a", "cpu_s": 60.0, "limit_s": 0.5}
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
 
@@ -328,7 +346,7 @@ def test_several_workers_score_a_group_at_once(place):
           "    while len(list(here.iterdir())) < 3:\n"
           "        time.sleep(0.01)\n"
           "    return float(len(list(here.iterdir())))\n")  # fmt: skip
-    task = task_in(place, reward_workers=3, reward_timeout_s=30)
+    task = task_in(place, reward_workers=3, reward_timeout_s=60)
     here = place / "here"
     here.mkdir()
 

@@ -110,8 +110,11 @@ def test_a_time_near_the_limit_is_seen_before_anything_runs_again():
 def test_a_forged_result_of_code_in_the_sandbox_is_found(tmp_path):
     rows = [{"prompt": f"{n}", "answer": json.dumps(["assert f(2) == 4"])} for n in range(4)]
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rewards = [{"kind": "code", "name": "tests"}]
-    task = build_task(TaskConfig(name=f"jsonl:{tmp_path}/code.jsonl", evaluation_size=1, rewards=rewards))
+    # So much that no run of such code comes near it.
+    rewards = [{"kind": "code", "name": "tests", "test_timeout_s": 60.0}]
+    task = build_task(
+        TaskConfig(name=f"jsonl:{tmp_path}/code.jsonl", evaluation_size=1, rewards=rewards, reward_timeout_s=60.0)
+    )
     part = RewardPart(name="tests", value=1.0)
     try:
         assert judged(task, part, text="```python\ndef f(x): return 4\n```").is_sound

@@ -8,6 +8,7 @@ import pytest
 
 from heterorl.common.errors import RewardError
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.rewards import math_verify
 from heterorl.common.types.rollout import DropReason, RewardPart
 from heterorl.learner.checks.rewards import judge_rewards
 from tests.support.run import Run, rollout
@@ -25,7 +26,10 @@ def task(request, tmp_path_factory):
         source["rewards"] = [{"kind": "match", "name": "math", "weight": 1.0}]
     if request.param == "mixed":
         source = {"name": "mixture", "sources": [{**source, "label": "math"}, {"name": "arithmetic", "label": "sums"}]}
-    task = build_task(TaskConfig.model_validate(source))
+    # Processor time alone, however long it takes by the clock.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(math_verify, "PATIENCE", 1000.0)
+        task = build_task(TaskConfig.model_validate(source))
     yield task
     close_task(task)
 

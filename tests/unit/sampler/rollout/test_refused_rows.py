@@ -1,5 +1,6 @@
 """Rows of which no group can be made: they cost nothing but themselves, and a person is told where none is left."""
 
+import asyncio
 import json
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from heterorl.common.errors import ConfigError, PromptTooLong, RewardError
+from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
 from heterorl.common.model.canary import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_prompts
 from heterorl.common.process import metrics
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.rewards import math_verify
 from heterorl.common.types.rollout import ReturnReason, RewardPart
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
@@ -127,16 +129,16 @@ class MathTask(RunTask):
 
 
 class Speaking:
-    """A prompter whose completions are all one text."""
+    """A prompter whose completions are all one text, but for the first ones that are read."""
 
-    def __init__(self, text):
-        self.text = text
+    def __init__(self, text, *first):
+        self.text, self.first = text, list(first)
 
     def encode_prompt(self, prompt):
         return np.array([2, 3], np.int32)
 
     def decode(self, token_ids):
-        return self.text
+        return self.first.pop() if self.first else self.text
 
 
 def math_rows(path, *, unreadable):
@@ -145,9 +147,13 @@ def math_rows(path, *, unreadable):
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": answers[n]}) + "\n" for n in numbers))
     held_out = path.with_name("held-out.jsonl")
     held_out.write_text(json.dumps({"prompt": "held out", "answer": "1"}) + "\n")
-    return build_task(
-        TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out), match="math_verify", reward_timeout_s=1.0)
-    )
+    config = TaskConfig(
+        name=f"jsonl:{path}", evaluation_path=str(held_out), match="math_verify", reward_timeout_s=0.5
+    )  # fmt: skip
+    # Processor time alone, however long it takes by the clock.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(math_verify, "PATIENCE", 1000.0)
+        return build_task(config)
 
 
 async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_path, caplog):
@@ -169,15 +175,29 @@ async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_pa
 
 async def test_completions_that_take_too_long_to_compare_are_wrong_answers(world, tmp_path):
     task = math_rows(tmp_path / "rows.jsonl", unreadable=())
-    world.task, world.prompter = MathTask(task), Speaking("$\\boxed{9^{9^{9^{9}}}}$")
+    world.task, world.prompter = MathTask(task), Speaking("$7$", "$\\boxed{9^{9^{9^{9}}}}$")
     try:
         world.start()
         await world.until_acknowledged(2)
+        assert not world.prompter.first
         assert await closed(world) == {}
     finally:
         close_task(task)
 
     assert metrics.REWARD_ERRORS._value.get() == world.errors_before
+
+
+async def test_the_wait_for_groups_ends_with_the_samplers_own_error(world):
+    world.start()
+    world.running.cancel()
+    await asyncio.wait([world.running])
+
+    async def fail():
+        raise EngineError("the engine is gone")
+
+    world.running = asyncio.create_task(fail())
+    with pytest.raises(EngineError, match="the engine is gone"):
+        await world.until_acknowledged(1)
 
 
 async def test_data_that_is_refused_altogether_is_said_loudly_and_does_not_spin(world, tmp_path, caplog):

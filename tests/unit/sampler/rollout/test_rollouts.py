@@ -148,8 +148,10 @@ async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, cap
         source = source.replace(name, repr(plain.prompt(index).text))
     (tmp_path / "mine.py").write_text(source)
     task = build_task(
-        TaskConfig(digits=1, reward="mine:score", reward_path=str(tmp_path), reward_timeout_s=4.0, reward_workers=2)
+        TaskConfig(digits=1, reward="mine:score", reward_path=str(tmp_path), reward_timeout_s=60.0, reward_workers=2)
     )
+    for worker in task._reward.pool.workers:
+        worker.timeout_s = 4.0
     maker = dataclasses.replace(maker_of(parts), task=task)
     world = await World.open(tmp_path / "world")
     world.task, world.prompter = task, maker.prompter

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from heterorl.common.tasks.rewards.process import PATIENCE
 from heterorl.common.tasks.rewards.sandbox.blocks import python_of
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import Limits, NoSandbox, Sandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, Sandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.outcome import Limits, Outcome
 
 MAX_TESTS = 128
 MAX_CODE_CHARS = 1 << 18
-_MARGIN_S = 0.25
-"""What is left of the time limit for the way back."""
-
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -44,8 +42,8 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         ValueError: foreign code can be run here by nobody.
     """
     limits = Limits(
-        seconds=job["test_timeout_s"], memory_bytes=job["memory_bytes"], work_bytes=job["work_bytes"],
-        output_bytes=job["output_bytes"], num_processes=job["num_processes"],
+        cpu_s=job["test_timeout_s"], timeout_s=PATIENCE * job["test_timeout_s"], memory_bytes=job["memory_bytes"],
+        work_bytes=job["work_bytes"], output_bytes=job["output_bytes"], num_processes=job["num_processes"],
     )  # fmt: skip
     try:
         sandbox = find_sandbox(python=job["python"], shown=job["shown"], limits=limits)
@@ -53,63 +51,67 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         raise ValueError(str(error)) from error
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + job["timeout_s"] - min(_MARGIN_S, 0.1 * job["timeout_s"])
         tests = tests_of(request["answer"])
         code = code_of(request["completion"], needs_block=job["needs_block"])
         if code is None:
-            return {"value": 0.0, "slowest_s": 0.0, "total_s": 0.0}
-        return judged(code, tests, sandbox, deadline=deadline, gives_share=job["credit"] == "share")
+            return {"value": 0.0, "share": 0.0}
+        return judged(code, tests, sandbox, cpu_s=job["timeout_s"], gives_share=job["credit"] == "share")
 
     return answer, {"python": sandbox.version}
 
 
-def judged(code: str, tests: list[Test], sandbox: Sandbox, *, deadline: float, gives_share: bool) -> dict[str, Any]:
-    """The value of code: 1 where all tests pass, or the share of those that do; the longest that one and that all took.
+def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, gives_share: bool) -> dict[str, Any]:
+    """The value of code: 1 where all tests pass, or the share of those that do; and how near a limit of time came.
 
-    A test that the time of all of them does not reach has failed: slow code is wrong code. It counts with the whole
-    time of a test, since a faster machine may have passed it.
+    A test that the time of all of them does not reach has failed: slow code is wrong code. The `share` of a limit that
+    was used is 1 then, since a faster machine may have passed it.
+
+    Args:
+        code: of the completion.
+        tests: of its prompt.
+        sandbox: whose limits are those of one test.
+        cpu_s: processor time for all tests, seconds.
+        gives_share: whether some tests are worth something.
 
     Raises:
-        NoSandbox: the sandbox could not be built, in the whole time of a test.
+        NoSandbox: the sandbox could not be built.
     """
-    num_passed, slowest_s, start = 0, 0.0, time.monotonic()
+    most = sandbox.limits
+    num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0
     for test in tests:
-        began = time.monotonic()
-        left_s = min(sandbox.limits.seconds, deadline - began)
-        is_cut = left_s < sandbox.limits.seconds
-        try:
-            limits = replace(sandbox.limits, seconds=left_s)
-            is_passed = left_s > 0 and passes(code, test, replace(sandbox, limits=limits))
-        except NoSandbox:
-            if not is_cut:
-                raise
-            is_passed = False
-        took_s = sandbox.limits.seconds if is_cut and not is_passed else time.monotonic() - began
-        slowest_s = max(slowest_s, took_s)
+        left_s, left_by_clock_s = cpu_s - used_s, PATIENCE * cpu_s - took_s
+        limits = replace(most, cpu_s=min(most.cpu_s, left_s), timeout_s=min(most.timeout_s, left_by_clock_s))
+        if min(limits.cpu_s, limits.timeout_s) <= 0:
+            share = max(share, 1.0)
+            break
+        is_passed, outcome = tried(code, test, replace(sandbox, limits=limits))
+        used_s, took_s = used_s + outcome.used_s, took_s + outcome.took_s
+        share = max(
+            share, outcome.used_s / most.cpu_s, outcome.took_s / most.timeout_s, used_s / cpu_s,
+            took_s / (PATIENCE * cpu_s), float(outcome.why == "time"),
+        )  # fmt: skip
         num_passed += is_passed
         if not is_passed and not gives_share:
             break
-    return {
-        "value": num_passed / len(tests) if gives_share else float(num_passed == len(tests)),
-        "slowest_s": slowest_s,
-        "total_s": time.monotonic() - start,
-    }
+    return {"value": num_passed / len(tests) if gives_share else float(num_passed == len(tests)), "share": share}
 
 
-def passes(code: str, test: Test, sandbox: Sandbox) -> bool:
-    """Whether code passes one test, in a process of its own.
+def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, Outcome]:
+    """Whether code passes one test, in a process of its own, and how that ended.
 
     Raises:
         NoSandbox: the sandbox could not be built.
     """
     if test.standard_output is not None:
         outcome = sandbox.run(_order("program", code), b"", standard_input=test.standard_input.encode(errors="replace"))
-        given = outcome.output.decode(errors="replace")
-        return outcome.status == 0 and _lines(given) == _lines(test.standard_output)
-    token = secrets.token_hex(16)
-    second = json.dumps({"code": test.code, "token": token}).encode() + b"\n"
-    outcome = sandbox.run(_order("function", code), second, standard_input=b"")
-    return outcome.status == 0 and outcome.report.endswith(f"loaded\n{token}".encode())
+        is_right = _lines(outcome.output.decode(errors="replace")) == _lines(test.standard_output)
+    else:
+        token = secrets.token_hex(16)
+        second = json.dumps({"code": test.code, "token": token}).encode() + b"\n"
+        outcome = sandbox.run(_order("function", code), second, standard_input=b"")
+        is_right = outcome.report.endswith(f"loaded\n{token}".encode())
+    # Processor time of all its processes: a process alone is ended by its own limit.
+    return outcome.status == 0 and is_right and outcome.used_s <= sandbox.limits.cpu_s, outcome
 
 
 def _order(kind: str, code: str) -> bytes:

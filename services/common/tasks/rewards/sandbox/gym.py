@@ -13,25 +13,24 @@ import signal
 import site
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.tasks.rewards.process import converse
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import Limits, NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.process import PATIENCE, converse
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.outcome import Limits
 
 LIMIT_S = 2.0
-"""Most time for one completion."""
+"""Most processor time for one completion."""
 MEMORY_BYTES = 1 << 30
 """Of each process; an import of reasoning-gym takes 0.3 GB of it."""
 WORK_BYTES = 16 << 20
 NUM_PROCESSES = 4
-_START_TIMEOUT_S = 60.0
-_MARGIN_S = 0.25
-"""What is left of the time limit for the way back."""
-_GRACE_S = 1.0
+START_TIMEOUT_S = 60.0
+"""For an import of reasoning-gym in a sandbox, and for finding a prompt; it counts against no completion."""
+_GRACE_S = 10.0
 """So much later than the time of a completion is over, an answer to it is still taken."""
 _ENVIRONMENT = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Without a sandbox; inside there is one of its own."""
@@ -41,7 +40,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def limit_of(timeout_s: float) -> float:
-    """Time for one completion of the time for its reward: the rest is for its prompt, and for another start."""
+    """Processor time for one completion, of task.reward_timeout_s."""
     return min(LIMIT_S, timeout_s / 2)
 
 
@@ -56,7 +55,8 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     if job["sandbox"]:
         limits = Limits(
             # Of what serves; each child sets its own.
-            seconds=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0, num_processes=NUM_PROCESSES
+            cpu_s=1e9, timeout_s=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0,
+            num_processes=NUM_PROCESSES,
         )  # fmt: skip
         try:
             command = find_sandbox(python="", shown=shown, limits=limits).command(0, 1, serving=_FILES)
@@ -64,16 +64,16 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
             raise ValueError(f"completions of reasoning_gym are scored in a sandbox: {error}") from error
     limit_s = limit_of(job["timeout_s"])
     order = {
-        "kind": "serve", "paths": paths, "limit_s": limit_s, "memory_bytes": MEMORY_BYTES, "work_bytes": WORK_BYTES,
+        "kind": "serve", "paths": paths, "cpu_s": limit_s, "timeout_s": PATIENCE * limit_s,
+        "memory_bytes": MEMORY_BYTES, "work_bytes": WORK_BYTES,
         **{key: job[key] for key in ("name", "size", "seed", "version")},
     }  # fmt: skip
     server = Server(command, json.dumps(order).encode() + b"\n")
-    server.wait(_START_TIMEOUT_S)
+    server.wait()
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + job["timeout_s"] - min(_MARGIN_S, 0.1 * job["timeout_s"])
         question = {"index": request["index"], "question": request["prompt"]}
-        return server.score(question, request["completion"], limit_s=limit_s, deadline=deadline)
+        return server.score(question, request["completion"], timeout_s=PATIENCE * limit_s)
 
     return answer, {}
 
@@ -86,45 +86,43 @@ class Server:
         self._is_ready = False
         self._process = self._start()
 
-    def score(self, question: dict[str, Any], completion: str, *, limit_s: float, deadline: float) -> dict[str, Any]:
-        """The value of a completion and the seconds that it took.
+    def score(self, question: dict[str, Any], completion: str, *, timeout_s: float) -> dict[str, Any]:
+        """The value of a completion, and the share of its time that it took.
 
         Args:
             question: the prompt's index and text.
             completion: what is scored.
-            limit_s: its time, seconds.
-            deadline: until when another start is waited for, on the monotonic clock.
+            timeout_s: its time by the clock, seconds; another start and the search for its prompt are not part of it.
 
         Raises:
             ValueError: there is no such prompt, or nothing that scores.
             OSError: what scores ended before it saw the completion.
             TimeoutError: it did not find the prompt in time.
         """
-        self.wait(deadline - time.monotonic())
+        self.wait()
         try:
-            found = self._exchange(question, deadline - time.monotonic())
+            found = self._exchange(question, START_TIMEOUT_S)
         except TimeoutError:
             raise
         except OSError:
             # Gone since the completion before, as where memory was short; this one has not been seen.
-            self.wait(deadline - time.monotonic())
-            found = self._exchange(question, deadline - time.monotonic())
+            self.wait()
+            found = self._exchange(question, START_TIMEOUT_S)
         if "error" in found:
             raise ValueError(found["error"])
         try:
-            reply = self._exchange({"completion": completion}, limit_s + min(_GRACE_S, limit_s / 2))
+            reply = self._exchange({"completion": completion}, timeout_s + _GRACE_S)
         except (OSError, ValueError):
-            reply = {"value": 0.0, "seconds": limit_s, "ends": True}
+            reply = {"value": 0.0, "share": 1.0, "ends": True}
         if "error" in reply:
             raise ValueError(reply["error"])
         if reply["ends"]:
             self._end()
-            # In the time of this completion; where that is not enough or fails, in that of the next one.
-            with suppress(TimeoutError, ValueError):
-                self.wait(deadline - time.monotonic())
-        return {"value": reply["value"], "seconds": reply["seconds"]}
+            # The next completion waits for it.
+            self._process = self._start()
+        return {"value": reply["value"], "share": reply["share"]}
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self) -> None:
         """Until it is ready.
 
         Raises:
@@ -137,8 +135,9 @@ class Server:
         if self._is_ready:
             return
         try:
-            reply = json.loads(converse(self._process, b"", timeout_s))
+            reply = json.loads(converse(self._process, b"", START_TIMEOUT_S))
         except TimeoutError:
+            self._end()
             raise
         except OSError as error:
             self._end()

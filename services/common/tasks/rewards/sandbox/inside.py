@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: `python -s -B inside.py ORDERS REPORT USER MEMORY WORK PROCESSES SECONDS`.
+"""What runs inside the sandbox: `python -s -B inside.py ORDERS REPORT USER MEMORY WORK PROCESSES CPU_S`.
 
 Sets limits on itself, then reads one JSON document a line from ORDERS. Foreign code is run in this process, which is
 why its passing is not taken from its word or its status: after the code was loaded REPORT says so, only then comes the
@@ -8,16 +8,20 @@ test with a token, and the token is written to REPORT when the test has passed.
 import contextlib
 import importlib
 import json
+import math
 import os
 import resource
+import signal
 import sys
+import time
 
 
 def main() -> None:
     """Obey the orders."""
     # The directory of this file, which is no place for modules.
     del sys.path[0]
-    orders_number, report_number, user, memory, work, processes, seconds = map(int, sys.argv[1:])
+    orders_number, report_number, user, memory, work, processes = map(int, sys.argv[1:-1])
+    cpu_s = float(sys.argv[-1])
     if user >= 0:
         # A container may have no such number; then its root is another user outside, whose processes are counted.
         with contextlib.suppress(OSError):
@@ -26,8 +30,9 @@ def main() -> None:
             os.setresuid(user, user, user)
     for kind, most in (
         (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, work), (resource.RLIMIT_NPROC, processes + 1),
-        (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0),
+        # Behind the timer below, which foreign code may stop.
+        (resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s) + 1), (resource.RLIMIT_NOFILE, 32),
+        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0),
     ):  # fmt: skip
         resource.setrlimit(kind, (most, most))
     orders, report = os.fdopen(orders_number, "rb"), report_number
@@ -40,8 +45,9 @@ def main() -> None:
         sys.path.append("/serving")
         importlib.import_module("serve").serve(order, orders, report)
         return
-    # What is not said was no foreign code's fault.
-    os.write(report, b"began\n")
+    # What is not said was no foreign code's fault, and the time until then is not its own.
+    os.write(report, f"began {time.process_time():f}\n".encode())
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     if order["kind"] == "program":
         # Its output is judged outside; nothing of ours is left open.
         orders.close()

@@ -7,7 +7,7 @@ import json
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.config import CodeRewardConfig
 from heterorl.common.tasks.rewards.near import NEAR, NearLimit
-from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.process import PATIENCE, START_TIMEOUT_S, LoadFailed, RewardPool
 from heterorl.common.tasks.rewards.remote.reward import WHOLE
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
@@ -24,7 +24,7 @@ class CodeReward:
         Args:
             config: of the reward.
             key: that names it.
-            timeout_s: for all tests of one completion, seconds.
+            timeout_s: processor time for all tests of one completion, seconds.
             num_workers: most completions at once.
 
         Raises:
@@ -32,8 +32,8 @@ class CodeReward:
         """
         job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s}
         self.num_workers = num_workers
-        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
-        self._timeout_s, self._test_timeout_s = timeout_s, min(config.test_timeout_s, timeout_s)
+        # The worker counts; this ends a worker that does not, with the starts of its sandboxes.
+        self.pool = RewardPool(job, timeout_s=START_TIMEOUT_S + PATIENCE * timeout_s, num_workers=num_workers)
         self._near = NearLimit()
         try:
             facts = self.pool.start()
@@ -43,7 +43,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 2", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 3", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """1 or 0, or the share of tests that pass.
@@ -57,7 +57,7 @@ class CodeReward:
             raise RewardError(f"the sandbox does not start again: {error}") from error
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
-        if reply["slowest_s"] > NEAR * self._test_timeout_s or reply["total_s"] > NEAR * self._timeout_s:
+        if reply["share"] > NEAR:
             self._near.add(prompt.index, completion)
         return (RewardPart(name=WHOLE, value=float(reply["value"])),)
 

@@ -1,10 +1,11 @@
 """What scores completions of reasoning-gym inside the sandbox: a process that imports it once and forks for each.
 
 Its verifiers run answers as Python. So a child scores one completion, and whatever it does ends with it: the parent
-reads a bounded answer until a deadline, kills all other processes of its namespace and waits for them. The parent is
-the first process there, which no signal of the others reaches, and undumpable, so that none of them traces it. What
-they can change of it (its limits, its turns), and what outlives processes (files, objects of System V), it looks for
-after each: then it says its answer and ends, and another one is started.
+reads a bounded answer until a deadline, kills all other processes of its namespace and waits for them. The kernel then
+says their processor time, whose limit does not begin before the child. The parent is the first process there, which no
+signal of the others reaches, and undumpable, so that none of them traces it. What they can change of it (its limits,
+its turns), and what outlives processes (files, objects of System V), it looks for after each: then it says its answer
+and ends, and another one is started.
 
 JSON lines: an order, then for each completion the prompt and, once that is found, the completion.
 """
@@ -21,6 +22,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -79,15 +81,13 @@ def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
             continue
         _write(out, {"found": True})
         completion = json.loads(orders.readline())["completion"]
-        began = time.monotonic()
         try:
-            answer = _scored(entries, entry, completion, order["limit_s"])
+            answer, share = _scored(entries, entry, completion, cpu_s=order["cpu_s"], timeout_s=order["timeout_s"])
         except OSError as error:
             _write(out, {"error": f"no process for a completion: {error}"})
             continue
-        seconds = time.monotonic() - began
         is_whole = _is_whole(libc, before)
-        _write(out, {"value": _value(answer), "seconds": seconds, "ends": not is_whole})
+        _write(out, {"value": _value(answer), "share": share, "ends": not is_whole})
         if not is_whole:
             return
 
@@ -104,8 +104,8 @@ def _load(order: dict[str, Any]) -> Any:
     return own.Entries(gym, name=order["name"], size=order["size"], seed=order["seed"]), own.is_held_out
 
 
-def _scored(entries: Any, entry: Any, completion: str, limit_s: float) -> str:
-    """What a child says of a completion, until its time is over; then nothing of it is left.
+def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_s: float) -> tuple[str, float]:
+    """What a child says of a completion in its time, and the share of its time; then nothing of it is left.
 
     Raises:
         OSError: there is no room for a process.
@@ -119,18 +119,21 @@ def _scored(entries: Any, entry: Any, completion: str, limit_s: float) -> str:
         raise
     if child == 0:
         try:
-            _score(answer_in, entries, entry, completion, limit_s)
+            _score(answer_in, entries, entry, completion, cpu_s)
         finally:
             os._exit(0)
     os.close(answer_in)
+    began = time.monotonic()
     try:
-        return _read(answer_out, time.monotonic() + limit_s).decode(errors="replace")
+        answer = _read(answer_out, began + timeout_s).decode(errors="replace")
     finally:
+        took_s = time.monotonic() - began
         os.close(answer_out)
-        _end(child)
+        used_s = _end(child)
+    return answer if used_s <= cpu_s else "", max(used_s / cpu_s, took_s / timeout_s)
 
 
-def _score(answer_in: int, entries: Any, entry: Any, completion: str, limit_s: float) -> None:
+def _score(answer_in: int, entries: Any, entry: Any, completion: str, cpu_s: float) -> None:
     """In the child. All that it has of the parent's is its pipe."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
@@ -139,8 +142,9 @@ def _score(answer_in: int, entries: Any, entry: Any, completion: str, limit_s: f
     os.closerange(4, 256)
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    most = math.ceil(limit_s)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
+    # The limit stands behind the timer, which a completion may stop.
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu_s) + 1,) * 2)
     # Equal texts get equal scores.
     random.seed(0)
     # A verifier that raises says that the answer is none, as this does by saying nothing.
@@ -153,8 +157,8 @@ def _read(number: int, deadline: float) -> bytes:
     poll.register(number, select.POLLIN)
     read = b""
     while b"\n" not in read and len(read) <= MAX_ANSWER_BYTES:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
+        # At its deadline what was written before still counts.
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             break
         piece = os.read(number, MAX_ANSWER_BYTES)
         if not piece:
@@ -163,22 +167,24 @@ def _read(number: int, deadline: float) -> bytes:
     return read.partition(b"\n")[0]
 
 
-def _end(child: int) -> None:
-    """Kill what a completion started, and wait for it."""
+def _end(child: int) -> float:
+    """Kill what a completion started, and wait for it; returns the processor time that it took, seconds."""
+    used_s = 0.0
     if not _is_contained():
         # Without a namespace of its own: what left the child's session is not reached.
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(OSError):
                 kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return
+        used = os.wait4(child, 0)[2]
+        return used.ru_utime + used.ru_stime
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     while True:
         try:
-            os.waitpid(-1, 0)
+            used = os.wait4(-1, 0)[2]
         except ChildProcessError:
-            return
+            return used_s
+        used_s += used.ru_utime + used.ru_stime
 
 
 def _value(answer: str) -> float:
@@ -229,11 +235,12 @@ def _clear_work() -> None:
     """Remove what imports wrote, of which nothing is read again; a completion's files are seen then."""
     if not _is_contained():
         return
-    for directory, names, files in os.walk(_WORK, topdown=False):
-        for name in files:
-            Path(directory, name).unlink()
-        for name in names:
-            Path(directory, name).rmdir()
+    for place in _WORK.iterdir():
+        # Of an environment that lies here, a part is mounted.
+        if place.is_dir() and not place.is_mount():
+            shutil.rmtree(place)
+        elif not place.is_dir():
+            place.unlink()
 
 
 def _write(out: int, reply: dict[str, Any]) -> None:

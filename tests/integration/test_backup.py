@@ -5,7 +5,6 @@ import re
 import shutil
 import sqlite3
 import stat
-import threading
 
 import pytest
 from rich.console import Console
@@ -133,26 +132,36 @@ async def test_deletion_waits_until_what_the_copy_names_is_linked(tmp_path, monk
         await run.publish(snapshot=True)
     core.clock.advance(10.0)
     real = backup._sync
-    is_collected = threading.Event()
-    collecting = []
+    waits = asyncio.Event()
+    collecting, first = [], []
+
+    class Told(asyncio.Lock):
+        async def acquire(self):
+            if self.locked():
+                waits.set()
+            return await super().acquire()
 
     async def collect():
-        await core.keeper.collect(missing_bytes=1)
-        is_collected.set()
+        collecting.append(asyncio.ensure_future(core.keeper.collect(missing_bytes=1)))
+        told = asyncio.ensure_future(waits.wait())
+        done, _ = await asyncio.wait([*collecting, told], return_when=asyncio.FIRST_COMPLETED)
+        first.append("waits" if told in done else "deleted")
+        told.cancel()
 
     def slow(path):
-        # Between the copy of the store and the first link; deletion would be done by then if it could.
+        # Between the copy of the store and the first link; it goes on when deletion is done or waits.
         if not collecting:
-            loop.call_soon_threadsafe(lambda: collecting.append(asyncio.ensure_future(collect())))
-            assert not is_collected.wait(1.0)
+            asyncio.run_coroutine_threadsafe(collect(), loop).result()
         return real(path)
 
     await core.keeper._verify_newest("")
+    core.keeper._collecting = Told()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(backup, "_sync", slow)
     made = await core.backups.make("one")
     await collecting[0]
 
+    assert first == ["waits"]
     assert len(core.blobs.stored()) < made.num_payloads
     assert is_sound(tmp_path / "data" / "backups" / "one")
     await core.close()

@@ -20,7 +20,7 @@ from heterorl.cli.link import find_link
 from heterorl.cli.live.sites import site_tables
 from heterorl.cli.live.status import status_json, status_tables
 from heterorl.cli.main import app, main
-from heterorl.common.errors import ConfigError, StoreLost
+from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config import load, parse_override
 from heterorl.common.types.incarnations import fold
 from heterorl.common.types.rollout import DropReason
@@ -58,6 +58,17 @@ COMMANDS = [
 
 def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize(("package", "module"), [("PyYAML", "yaml"), ("tomli-w", "tomli_w")])
+def test_launch_names_the_package_that_it_lacks(tmp_path, monkeypatch, package, module):
+    monkeypatch.setitem(sys.modules, module, None)
+
+    result = invoke("launch", "systemd", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out"))
+
+    assert isinstance(result.exception, DependencyMissing)
+    assert f"{package} is not installed" in str(result.exception)
+    assert "heterorl[launch]" in str(result.exception)
 
 
 def test_help_names_every_command_and_nothing_else():

@@ -1,5 +1,6 @@
 """Rows that give no group: counted when they come back, never before all others, closed in the end."""
 
+import json
 import sqlite3
 
 import pytest
@@ -161,6 +162,24 @@ async def test_assignments_of_a_shared_run_are_closed_by_two_sites(core, run):
 
     await rounds(core, lambda work: True, turns=40, count=1, site=OTHER)
     assert await closed(core), "the second site agreed"
+
+
+async def test_row_that_one_site_returns_for_ever_waits_for_a_bounded_number_of_others(core, run):
+    await joined(run, OTHER)
+    other = await ask(core, 1, site=OTHER)
+    (work,) = await ask(core)
+    returned = json.dumps({SITE: 80})
+    await core.database.run(
+        lambda connection: connection.execute("UPDATE work SET returned = ? WHERE assignment = ?", (returned, work.id))
+    )
+    await give_back(core, [work.id])
+
+    (open_from,) = await core.database.run(
+        lambda connection: connection.execute("SELECT open_from FROM work WHERE assignment = ?", (work.id,)).fetchone()
+    )
+    # 8 << 80 is no integer of a store.
+    assert open_from == len(other) + 1 + (8 << 16)
+    assert await closed(core) == {}
 
 
 async def test_site_whose_rewards_all_fail_closes_few_and_does_not_stop(core, run):

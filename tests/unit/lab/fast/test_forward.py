@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from heterorl.common.errors import ConfigError
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.lab.fast import forward, stack
 from heterorl.lab.fast.evaluation import additive_mask
 from heterorl.lab.fast.layout import Sizes, lay_out, mask_of, unshared
 from heterorl.learner.train.model import load_model
 from tests.support.fast_lab import random_rollouts
+from tests.support.training import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -20,6 +22,14 @@ CPU = torch.device("cpu")
 def models(tmp_path_factory) -> list[Path]:
     base = tmp_path_factory.mktemp("models")
     return [write_tiny_model(base / str(seed), seed=seed, hidden_size=32, num_layers=3) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("settings", [{"family": "Llama"}, {"is_tied": False}], ids=["llama", "untied"])
+def test_model_of_another_architecture_is_refused(tmp_path, settings):
+    tiny_model(**settings).save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match="is no model of the lab"):
+        stack.read_model(tmp_path)
 
 
 def passed(models, sizes, *, is_sharing=True):

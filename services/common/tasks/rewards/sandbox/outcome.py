@@ -60,7 +60,7 @@ def outcome_of(
     command: Callable[[int, int, int], list[str]], limits: Limits, first: bytes, second: bytes, *,
     standard_input: bytes, errors: int,
 ) -> Outcome:  # fmt: skip
-    """Start bubblewrap, and wait until it and all processes of its namespace have ended.
+    """Start bubblewrap, and wait until it and all processes of its namespace have ended; one at a time in a process.
 
     Args:
         command: of three descriptors: what is read as orders, what reports are written to, what bubblewrap writes to.
@@ -134,9 +134,10 @@ def _end_namespace(info: int) -> None:
     Args:
         info: descriptor of what bubblewrap, which has ended, said of it.
     """
+    os.set_blocking(info, False)
     try:
         number = json.loads(os.read(info, 4096))["child-pid"]
-    except (ValueError, KeyError):
+    except (OSError, ValueError, KeyError):
         # There is none.
         return
     with suppress(ChildProcessError):

@@ -1,7 +1,7 @@
 """An error of one rank alone, while ranks meet, build or train, ends all of them within a stated time.
 
-The ranks are processes. What goes wrong on one is put into it when a module is imported. The limit of a test is the clock:
-torch alone would end none of them within the limit of a test.
+The ranks are processes. What goes wrong on one is put into it when a module is imported. torch alone would end none of
+them within the limit of a test, so that limit is the only clock here.
 """
 
 import os

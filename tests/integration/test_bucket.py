@@ -15,7 +15,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import opening
 from heterorl.coordinator.store.bucket.credentials import read_credentials
-from tests.support.bucket import SECRET, BucketServer
+from tests.support.bucket import SECRET
 from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock
 from tests.support.relay import Relay
@@ -25,21 +25,9 @@ from tests.support.secure_run import PATIENT
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = BucketServer()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def prefix(request):
-    return f"runs/{request.node.name}".replace("[", ".").replace("]", "")
-
-
-@pytest.fixture
-async def run(server, prefix, tmp_path):
-    async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix)) as run:
+async def run(bucket, prefix, tmp_path):
+    async with run_at(tmp_path / "run", bucket.config(tmp_path, prefix=prefix)) as run:
         yield run
 
 
@@ -51,7 +39,7 @@ async def node(run, spool, *, urls="any", streams=1):
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-async def test_nodes_read_from_the_bucket_and_the_coordinator_sends_nothing(run, server, prefix, tmp_path, streams):
+async def test_nodes_read_from_the_bucket_and_the_coordinator_sends_nothing(run, bucket, prefix, tmp_path, streams):
     before = served()
     async with node(run, tmp_path / "spool", streams=streams) as puller:
         pulled = await puller.pull(held=None, want_version=-1)
@@ -60,7 +48,7 @@ async def test_nodes_read_from_the_bucket_and_the_coordinator_sends_nothing(run,
 
     assert later.manifest.state_root == run.run.roots[1]
     assert served() == before
-    assert len(payloads_of(server.names(prefix))) == 2
+    assert len(payloads_of(bucket.names(prefix))) == 2
 
 
 async def test_node_that_asks_no_addresses_is_served_by_the_coordinator(run, tmp_path):
@@ -78,7 +66,7 @@ async def test_node_that_asks_no_addresses_is_served_by_the_coordinator(run, tmp
 
 
 @pytest.mark.parametrize("cache_bytes", [7 << 20, 1 << 20])
-async def test_relay_reads_from_the_bucket_once_and_again_what_it_evicted(run, server, prefix, tmp_path, cache_bytes):
+async def test_relay_reads_from_the_bucket_once_and_again_what_it_evicted(run, bucket, prefix, tmp_path, cache_bytes):
     # Room for one of two snapshots; or for none, which are passed on.
     held = None
     async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=cache_bytes) as site:
@@ -92,7 +80,7 @@ async def test_relay_reads_from_the_bucket_once_and_again_what_it_evicted(run, s
             await site.settled()
         found = since(before)
 
-    one = server.sizes(prefix)[0]
+    one = bucket.sizes(prefix)[0]
     assert (found["served"], found["from_coordinator"]) == (0, 0)
     if cache_bytes > one:
         assert (found["fetched"], found["hit"] + found["joined"]) == (3, 1)
@@ -102,11 +90,11 @@ async def test_relay_reads_from_the_bucket_once_and_again_what_it_evicted(run, s
 
 @pytest.mark.parametrize("cache_bytes", [64 << 20, 1 << 20])
 async def test_relay_that_found_wrong_bytes_in_the_bucket_asks_the_coordinator(
-    run, server, prefix, tmp_path, cache_bytes
+    run, bucket, prefix, tmp_path, cache_bytes
 ):
-    (name,) = payloads_of(server.names(prefix))
+    (name,) = payloads_of(bucket.names(prefix))
     data = copies(run)[0].read_bytes()
-    server.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
+    bucket.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
     async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=cache_bytes) as site:
         before = counted()
         puller = site.puller(tmp_path / "spool")
@@ -186,11 +174,11 @@ async def test_address_that_breaks_off_leaves_the_rest_to_the_coordinator(run, t
     assert "comes from the coordinator" in caplog.text
 
 
-async def test_wrong_bytes_in_the_bucket_are_refused_by_the_node_and_put_aside(run, server, prefix, tmp_path):
-    (name,) = payloads_of(server.names(prefix))
+async def test_wrong_bytes_in_the_bucket_are_refused_by_the_node_and_put_aside(run, bucket, prefix, tmp_path):
+    (name,) = payloads_of(bucket.names(prefix))
     (copy,) = copies(run)
     data = copy.read_bytes()
-    server.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
+    bucket.replace(prefix, name, data[:-1] + bytes([data[-1] ^ 1]))
     async with node(run, tmp_path / "spool") as puller:
         with pytest.raises(CorruptData, match="arrived with another digest"):
             await puller.pull(held=None, want_version=-1)
@@ -202,8 +190,8 @@ async def test_wrong_bytes_in_the_bucket_are_refused_by_the_node_and_put_aside(r
     async with node(run, tmp_path / "again", urls="none") as puller:
         with pytest.raises(UnknownVersion):
             await puller.pull(held=None, want_version=-1)
-    assert payloads_of(server.names(prefix)) == []
-    assert f"damaged/{copy.name}" in server.names(prefix)
+    assert payloads_of(bucket.names(prefix)) == []
+    assert f"damaged/{copy.name}" in bucket.names(prefix)
 
 
 async def test_copy_that_a_disk_changed_is_fetched_again(run, tmp_path):
@@ -219,26 +207,26 @@ async def test_copy_that_a_disk_changed_is_fetched_again(run, tmp_path):
     assert copy.read_bytes() == data
 
 
-async def test_upload_is_complete_when_the_bucket_has_it(server, prefix, tmp_path):
-    relay = Relay(f"127.0.0.1:{server.port}", one_way_s=0.0)
+async def test_upload_is_complete_when_the_bucket_has_it(bucket, prefix, tmp_path):
+    relay = Relay(f"127.0.0.1:{bucket.port}", one_way_s=0.0)
     async with relay.open():
-        payloads = server.config(tmp_path, prefix=prefix, endpoint=f"http://127.0.0.1:{relay.port}")
+        payloads = bucket.config(tmp_path, prefix=prefix, endpoint=f"http://127.0.0.1:{relay.port}")
         async with run_at(tmp_path / "run", payloads) as run:
             relay.cut()
             with pytest.raises(Busy, match="bucket of the payloads cannot be read now"):
                 await run.run.prepare()
-            assert len(payloads_of(server.names(prefix))) == 1
-            (new,) = {path.name for path in copies(run)} - {n.rpartition("/")[2] for n in server.names(prefix)}
+            assert len(payloads_of(bucket.names(prefix))) == 1
+            (new,) = {path.name for path in copies(run)} - {n.rpartition("/")[2] for n in bucket.names(prefix)}
             relay.mend()
             # All its bytes are here: nothing is sent again.
             assert await run.run.api.query_upload(digest=new) == (run.directory / f"payload-{1}").stat().st_size
             run.run.arena = run.run.arena.copy()
             assert await run.core.blobs.ensure(digest=new, num_bytes=(run.directory / "payload-1").stat().st_size)
-            assert len(payloads_of(server.names(prefix))) == 2
+            assert len(payloads_of(bucket.names(prefix))) == 2
 
 
-async def test_restart_on_another_host_needs_the_store_and_the_bucket_alone(server, prefix, tmp_path):
-    payloads = server.config(tmp_path, prefix=prefix)
+async def test_restart_on_another_host_needs_the_store_and_the_bucket_alone(bucket, prefix, tmp_path):
+    payloads = bucket.config(tmp_path, prefix=prefix)
     async with run_at(tmp_path / "run", payloads) as run:
         await run.run.publish()
         config = run.core.config
@@ -260,18 +248,18 @@ async def test_restart_on_another_host_needs_the_store_and_the_bucket_alone(serv
         await Coordinator.open(other, SystemClock())
 
 
-async def test_run_that_kept_files_moves_into_the_bucket(server, prefix, tmp_path):
+async def test_run_that_kept_files_moves_into_the_bucket(bucket, prefix, tmp_path):
     async with run_at(tmp_path / "run", {}) as run:
         config = run.core.config
-    moved = config.model_copy(update={"payloads": server.config(tmp_path, prefix=prefix)})
+    moved = config.model_copy(update={"payloads": bucket.config(tmp_path, prefix=prefix)})
     core = await Coordinator.open(moved, SystemClock())
     await core.close()
 
-    assert [name.rpartition("/")[2] for name in payloads_of(server.names(prefix))] == [p.name for p in copies(run)]
+    assert [name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))] == [p.name for p in copies(run)]
 
 
-async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(server, prefix, tmp_path):
-    payloads = server.config(tmp_path, prefix=prefix, cache_bytes=16 << 20)
+async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(bucket, prefix, tmp_path):
+    payloads = bucket.config(tmp_path, prefix=prefix, cache_bytes=16 << 20)
     config = CoordinatorConfig(data_dir=tmp_path / "data", payloads=payloads, max_staleness_versions=1, keep_versions=1)
     clock = ManualClock()
     core = await Coordinator.open(config, clock)
@@ -281,14 +269,14 @@ async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(server
         for _ in range(6):
             await run.publish(snapshot=True)
             await core.keeper.work()
-        assert len(payloads_of(server.names(prefix))) == 6
+        assert len(payloads_of(bucket.names(prefix))) == 6
         files = [path for path in (tmp_path / "data" / "blobs").rglob("*") if path.is_file()]
         assert sum(path.stat().st_size for path in files) <= 16 << 20
         # Addresses of all plans are over.
         clock.advance(2 * payloads.url_lifetime_s)
         assert await core.keeper.collect(missing_bytes=1) > 12 << 20
 
-        names = payloads_of(server.names(prefix))
+        names = payloads_of(bucket.names(prefix))
         assert len(names) < 4
         assert core.blobs.stored() == {name.rpartition("/")[2] for name in names}
         puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
@@ -298,9 +286,9 @@ async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(server
 
 
 async def test_bucket_that_does_not_answer_ends_the_start_without_its_secret(
-    server, prefix, tmp_path, monkeypatch, caplog
+    bucket, prefix, tmp_path, monkeypatch, caplog
 ):
-    payloads = server.config(tmp_path, prefix=prefix, endpoint="http://127.0.0.1:9")
+    payloads = bucket.config(tmp_path, prefix=prefix, endpoint="http://127.0.0.1:9")
     caplog.set_level("DEBUG")
     monkeypatch.setattr(opening, "WAIT_S", 0.0)
     with pytest.raises(Busy, match="the bucket of the payloads cannot be written to") as caught:
@@ -324,10 +312,10 @@ def test_credentials_are_refused_without_being_quoted(tmp_path, problem):
     assert SECRET not in str(caught.value)
 
 
-async def test_publication_names_only_what_the_bucket_has(server, prefix, run):
+async def test_publication_names_only_what_the_bucket_has(bucket, prefix, run):
     request = await run.run.prepare()
-    for name in payloads_of(server.names(prefix)):
-        server.remove(prefix, name)
+    for name in payloads_of(bucket.names(prefix)):
+        bucket.remove(prefix, name)
     for path in copies(run):
         path.unlink()
     # Listed at the start, written by this process alone: what a hand deletes meanwhile is found when it is read.

@@ -19,35 +19,21 @@ from heterorl.coordinator.store.bucket import copies as bucket_copies
 from heterorl.coordinator.store.bucket import settling
 from heterorl.coordinator.store.bucket.objects import Objects
 from heterorl.coordinator.store.home import Cure
-from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
 from tests.support.clock import ManualClock
 from tests.support.narrow import Narrow
-from tests.support.postgres import PostgresServer, binaries
 from tests.support.relayed import LargeRun
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = BucketServer()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def prefix(request):
-    return f"copies/{request.node.name}".replace("[", ".").replace("]", "")
-
-
-@pytest.fixture
-def opened(server, prefix, tmp_path):
+def opened(bucket, prefix, tmp_path):
     @contextlib.asynccontextmanager
     async def open_(name="data", *, clock=None, endpoint=None, url="", cache_bytes=64 * MIB):
         changes = {"endpoint": endpoint} if endpoint else {}
-        payloads = server.config(tmp_path, prefix=prefix, cache_bytes=cache_bytes, **changes)
+        payloads = bucket.config(tmp_path, prefix=prefix, cache_bytes=cache_bytes, **changes)
         config = CoordinatorConfig(
             data_dir=tmp_path / name, payloads=payloads, store={"url": url}, max_staleness_versions=1, keep_versions=1
         )
@@ -89,8 +75,8 @@ def is_counted_right(core, directory):
     return core.blobs._used == bytes_of(directory, "blobs", "partial", "copies")
 
 
-async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bound(server, opened, tmp_path):
-    line = Narrow(f"127.0.0.1:{server.port}")
+async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bound(bucket, opened, tmp_path):
+    line = Narrow(f"127.0.0.1:{bucket.port}")
     async with line.open(), opened(cache_bytes=16 * MIB, endpoint=f"http://127.0.0.1:{line.port}") as core:
         await begun(core, tmp_path, versions=10)
         copies, data = core.parts.copies, tmp_path / "data"
@@ -226,8 +212,8 @@ async def test_backup_of_more_than_there_is_room_for_goes_payload_by_payload(ope
         assert run.head == backup.head_version
 
 
-async def test_backup_outlasts_a_moment_without_the_bucket(server, opened, tmp_path):
-    line = Narrow(f"127.0.0.1:{server.port}")
+async def test_backup_outlasts_a_moment_without_the_bucket(bucket, opened, tmp_path):
+    line = Narrow(f"127.0.0.1:{bucket.port}")
 
     class Clock(SystemClock):
         async def sleep(self, seconds):
@@ -242,14 +228,14 @@ async def test_backup_outlasts_a_moment_without_the_bucket(server, opened, tmp_p
 
 
 async def test_backup_that_lacks_one_payload_fetches_no_other_one_to_say_so(
-    server, prefix, opened, tmp_path, monkeypatch
+    bucket, prefix, opened, tmp_path, monkeypatch
 ):
     async with opened() as core:
         await begun(core, tmp_path, versions=4)
         named = "SELECT DISTINCT digest FROM payloads"
         lost, *others = await core.database.run(lambda connection: [row[0] for row in connection.execute(named)])
         await core.parts.copies.make_room(1 << 40)
-        server.remove(prefix, f"blobs/{lost[:2]}/{lost}")
+        bucket.remove(prefix, f"blobs/{lost[:2]}/{lost}")
         fetches, fetch = [], Objects.fetch
 
         async def noted(self, digest, path):
@@ -264,57 +250,51 @@ async def test_backup_that_lacks_one_payload_fetches_no_other_one_to_say_so(
 
 
 async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
-    server, prefix, opened, tmp_path, monkeypatch
+    bucket, prefix, opened, url, tmp_path, monkeypatch
 ):
-    if binaries() is None:
-        pytest.skip("PostgreSQL is not installed: make programs")
-    postgres, clock = PostgresServer(), ManualClock()
+    clock = ManualClock()
     # Versions are published after their files were written, by any clock.
     clock.wall_offset = 4_000_000_000.0
-    try:
-        url = postgres.make_schema(str(tmp_path))
-        async with opened("a", clock=clock, url=url) as core:
-            run = await begun(core, tmp_path, versions=8)
-        before = {path.name for path in files_of(tmp_path / "a", "blobs")}
-        async with opened("b", clock=clock, url=url) as core:
-            await core.keeper.work()
-            clock.advance(20_000)
-            assert await core.keeper.collect(missing_bytes=1) > 0
-        kept = {name.rpartition("/")[2] for name in payloads_of(server.names(prefix))}
-        assert kept < before
-        # A foreign file, and one that the bucket lost.
-        lost = min(kept)
-        server.remove(prefix, f"blobs/{lost[:2]}/{lost}")
-        puts, put = [], Objects.put
+    async with opened("a", clock=clock, url=url) as core:
+        run = await begun(core, tmp_path, versions=8)
+    before = {path.name for path in files_of(tmp_path / "a", "blobs")}
+    async with opened("b", clock=clock, url=url) as core:
+        await core.keeper.work()
+        clock.advance(20_000)
+        assert await core.keeper.collect(missing_bytes=1) > 0
+    kept = {name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))}
+    assert kept < before
+    # A foreign file, and one that the bucket lost.
+    lost = min(kept)
+    bucket.remove(prefix, f"blobs/{lost[:2]}/{lost}")
+    puts, put = [], Objects.put
 
-        async def noted(self, digest, path):
-            puts.append(digest)
-            await put(self, digest, path)
+    async def noted(self, digest, path):
+        puts.append(digest)
+        await put(self, digest, path)
 
-        monkeypatch.setattr(Objects, "put", noted)
-        async with opened("a", clock=clock, url=url) as core:
-            assert puts == [], "the port opens first"
-            assert {path.name for path in files_of(tmp_path / "a", "blobs")} == kept
-            assert is_counted_right(core, tmp_path / "a")
-            await core.parts.copies.run()
-            assert puts == [lost]
-            assert {name.rpartition("/")[2] for name in payloads_of(server.names(prefix))} == kept
-            puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
-            assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == run.roots[7]
-    finally:
-        postgres.stop()
+    monkeypatch.setattr(Objects, "put", noted)
+    async with opened("a", clock=clock, url=url) as core:
+        assert puts == [], "the port opens first"
+        assert {path.name for path in files_of(tmp_path / "a", "blobs")} == kept
+        assert is_counted_right(core, tmp_path / "a")
+        await core.parts.copies.run()
+        assert puts == [lost]
+        assert {name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))} == kept
+        puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
+        assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == run.roots[7]
 
 
-async def test_file_with_other_bytes_than_its_name_says_is_not_given_to_the_bucket(server, prefix, opened, tmp_path):
+async def test_file_with_other_bytes_than_its_name_says_is_not_given_to_the_bucket(bucket, prefix, opened, tmp_path):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
-    (name,) = payloads_of(server.names(prefix))[:1]
-    server.remove(prefix, name)
+    (name,) = payloads_of(bucket.names(prefix))[:1]
+    bucket.remove(prefix, name)
     (path,) = [path for path in files_of(tmp_path / "data", "blobs") if path.name == name.rpartition("/")[2]]
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     async with opened() as core:
         await core.parts.copies.run()
-        assert name not in server.names(prefix)
+        assert name not in bucket.names(prefix)
         assert not path.exists()
         assert is_counted_right(core, tmp_path / "data")
 
@@ -331,7 +311,7 @@ def damage(path):
 
 
 async def test_reader_of_the_old_file_of_a_copy_that_another_one_had_healed_strikes_nothing_out(
-    server, prefix, opened, tmp_path
+    bucket, prefix, opened, tmp_path
 ):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
@@ -346,12 +326,12 @@ async def test_reader_of_the_old_file_of_a_copy_that_another_one_had_healed_stri
             async for _ in slow:
                 pass
         assert await read(core, digest) == size
-        assert f"blobs/{digest[:2]}/{digest}" in server.names(prefix)
+        assert f"blobs/{digest[:2]}/{digest}" in bucket.names(prefix)
         plan = await core.plan_pull(have_version=-1, have_root="", want_version=-1)
         assert [payload.digest for payload in plan.payloads] == [digest]
 
 
-async def test_copy_is_replaced_or_right_or_lost(server, prefix, opened, tmp_path, monkeypatch):
+async def test_copy_is_replaced_or_right_or_lost(bucket, prefix, opened, tmp_path, monkeypatch):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
         (digest,) = core.parts.home.digests()
@@ -374,7 +354,7 @@ async def test_copy_is_replaced_or_right_or_lost(server, prefix, opened, tmp_pat
             patch.setattr(copies, "at_hand", raced)
             assert await copies.heal(digest) is Cure.CURED
         assert await read(core, digest) > 0
-        server.remove(prefix, f"blobs/{digest[:2]}/{digest}")
+        bucket.remove(prefix, f"blobs/{digest[:2]}/{digest}")
         path.unlink()
         assert await copies.heal(digest) is Cure.LOST
         assert await copies.heal("f" * 64) is Cure.LOST
@@ -389,14 +369,14 @@ async def test_payload_that_came_back_is_not_missing(opened, tmp_path):
         assert await read(core, digest) > 0
 
 
-async def test_payload_whose_copy_is_right_is_proved_twice_before_it_is_put_aside(server, prefix, opened, tmp_path):
+async def test_payload_whose_copy_is_right_is_proved_twice_before_it_is_put_aside(bucket, prefix, opened, tmp_path):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
         (digest,) = core.parts.home.digests()
         assert await core.damage.put_aside_unproved(digest, "it leads elsewhere")
-        assert payloads_of(server.names(prefix)) == [f"blobs/{digest[:2]}/{digest}"]
+        assert payloads_of(bucket.names(prefix)) == [f"blobs/{digest[:2]}/{digest}"]
         assert not await core.damage.put_aside_unproved(digest, "it leads elsewhere")
-        assert payloads_of(server.names(prefix)) == []
+        assert payloads_of(bucket.names(prefix)) == []
 
 
 async def test_proof_that_saw_a_copy_before_it_was_replaced_is_made_again(opened, tmp_path, monkeypatch):

@@ -21,7 +21,6 @@ from heterorl.coordinator.store.bucket import client as requests
 from heterorl.coordinator.store.bucket import incoming
 from heterorl.coordinator.store.bucket.objects import Piece
 from heterorl.learner.publish.upload import MAX_TAKES, upload
-from tests.support.bucket import BucketServer
 from tests.support.bucketed import copies, incoming_of, received, run_at
 from tests.support.narrow import Narrow
 from tests.support.run import frames
@@ -32,29 +31,17 @@ MIB = 1 << 20
 SIZE = 5 * MIB
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = BucketServer()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-async def line(server):
-    line = Narrow(f"127.0.0.1:{server.port}")
+async def line(bucket):
+    line = Narrow(f"127.0.0.1:{bucket.port}")
     async with line.open():
         yield line
 
 
 @pytest.fixture
-def prefix(request):
-    return f"lines/{request.node.name}".replace("[", ".").replace("]", "")
-
-
-@pytest.fixture
-async def run(server, line, prefix, tmp_path):
+async def run(bucket, line, prefix, tmp_path):
     endpoint = f"http://127.0.0.1:{line.port}"
-    async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix, endpoint=endpoint)) as run:
+    async with run_at(tmp_path / "run", bucket.config(tmp_path, prefix=prefix, endpoint=endpoint)) as run:
         yield run
 
 
@@ -89,10 +76,10 @@ async def read_anew(run):
     return len(data)
 
 
-async def test_object_that_takes_longer_than_a_request_may_is_read(server, prefix, tmp_path, line, monkeypatch):
+async def test_object_that_takes_longer_than_a_request_may_is_read(bucket, prefix, tmp_path, line, monkeypatch):
     monkeypatch.setattr(requests, "RANGE_S", 1.5)
     endpoint = f"http://127.0.0.1:{line.port}"
-    async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix, endpoint=endpoint)) as run:
+    async with run_at(tmp_path / "run", bucket.config(tmp_path, prefix=prefix, endpoint=endpoint)) as run:
         line.down_bytes_per_s = 2e6
         before = line.num_connections
         assert await read_anew(run) > 3 * 1.5e6
@@ -150,7 +137,7 @@ async def test_put_that_cannot_be_taken_is_streamed_after_a_few_attempts(run, li
 
 
 async def test_put_that_breaks_off_is_gone_on_with_from_the_piece_that_is_missing(
-    run, server, prefix, line, tmp_path, monkeypatch
+    run, bucket, prefix, line, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(incoming, "PIECE_BYTES", MIB)
     monkeypatch.setattr(writes, "AGAIN_S", 0.01)
@@ -161,13 +148,13 @@ async def test_put_that_breaks_off_is_gone_on_with_from_the_piece_that_is_missin
     line.break_at_up = up + 5 * MIB // 2
     async with learner(run) as client:
         assert await client.put_payload(**how, frames=lambda offset, stop: frames(data[offset:stop]))
-        assert len(incoming_of(server.names(prefix))) == 5
+        assert len(incoming_of(bucket.names(prefix))) == 5
         # Besides all bytes once, those of the piece that was cut.
         assert SIZE + MIB // 4 < line.up - up < SIZE + 3 * MIB // 2
         await upload_to(run, client, payload, tmp_path / "payload")
         assert await client.query_upload(digest=payload.digest) == SIZE
     assert received() == before
-    assert incoming_of(server.names(prefix)) == []
+    assert incoming_of(bucket.names(prefix)) == []
 
 
 class _Killed(Exception):

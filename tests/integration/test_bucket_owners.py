@@ -15,31 +15,18 @@ from heterorl.coordinator.store.bucket.client import BucketClient
 from heterorl.coordinator.store.bucket.objects import Objects
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
-from tests.support.postgres import PostgresServer, binaries
 from tests.support.relayed import LargeRun
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 NOW = 1_700_000_000.0
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = BucketServer()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def prefix(request):
-    return f"owners/{request.node.name}".replace("[", ".").replace("]", "")
-
-
-@pytest.fixture
-def config(server, prefix, tmp_path):
+def config(bucket, prefix, tmp_path):
     def make(name, *, where=prefix, url="", **payloads):
         return CoordinatorConfig(
             data_dir=tmp_path / name,
-            payloads=server.config(tmp_path, prefix=where, **payloads) if where else {},
+            payloads=bucket.config(tmp_path, prefix=where, **payloads) if where else {},
             store={"url": url},
             max_staleness_versions=1,
             keep_versions=1,
@@ -69,7 +56,7 @@ def forget_copies(data_dir):
 
 
 async def test_restored_copy_takes_nothing_from_the_live_run_and_goes_on_in_a_prefix_of_its_own(
-    server, config, prefix, tmp_path
+    bucket, config, prefix, tmp_path
 ):
     live = await Coordinator.open(config("live"), SystemClock())
     run = await begun(live, tmp_path / "run", versions=3)
@@ -77,18 +64,18 @@ async def test_restored_copy_takes_nothing_from_the_live_run_and_goes_on_in_a_pr
     forget_copies(tmp_path / "live")
     backup = await live.backups.make("one")
     await run.publish(snapshot=True)
-    before = server.names(prefix)
+    before = bucket.names(prefix)
     assert len(payloads_of(before)) == 4
 
     found = restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "drill", url="", now=NOW)
     assert (found.num_payloads, found.missing) == (backup.num_payloads, ())
     with pytest.raises(ConfigError, match="has the payloads of another store.*name another prefix"):
         await Coordinator.open(config("drill"), SystemClock())
-    assert server.names(prefix) == before
+    assert bucket.names(prefix) == before
 
     other = f"{prefix}-drill"
     drill = await Coordinator.open(config("drill", where=other), SystemClock())
-    assert {name.rpartition("/")[2] for name in payloads_of(server.names(other))} == drill.parts.home.digests()
+    assert {name.rpartition("/")[2] for name in payloads_of(bucket.names(other))} == drill.parts.home.digests()
     again = await begun(drill, tmp_path / "again", versions=0)
     again.head, again.arena = found.head_version, run.arena
     for _ in range(3):
@@ -98,7 +85,7 @@ async def test_restored_copy_takes_nothing_from_the_live_run_and_goes_on_in_a_pr
     assert (await pulled(drill, run, tmp_path / "spool-drill")).state_root == again.roots[5]
     await drill.close()
 
-    assert server.names(prefix) == before
+    assert bucket.names(prefix) == before
     forget_copies(tmp_path / "live")
     assert (await pulled(live, run, tmp_path / "spool")).state_root == run.roots[3]
     await live.close()
@@ -117,43 +104,36 @@ async def test_restored_copy_without_a_bucket_has_its_payloads_in_files(config, 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgres"])
 async def test_coordinator_on_the_directory_of_a_backup_has_no_right_to_the_prefix(
-    server, config, prefix, tmp_path, engine
+    request, bucket, config, prefix, tmp_path, engine
 ):
-    if engine == "postgres" and binaries() is None:
-        pytest.skip("PostgreSQL is not installed: make programs")
-    postgres = PostgresServer() if engine == "postgres" else None
-    try:
-        url = postgres.make_schema(str(tmp_path)) if postgres else ""
-        live = await Coordinator.open(config("live", url=url), SystemClock())
-        run = await begun(live, tmp_path / "run", versions=2)
-        backup = await live.backups.make("one")
-        await run.publish(snapshot=True)
-        before = server.names(prefix)
-        with pytest.raises(ConfigError, match="has the payloads of another store"):
-            await Coordinator.open(config(backup.path), SystemClock())
-        assert server.names(prefix) == before
-        forget_copies(tmp_path / "live")
-        assert (await pulled(live, run, tmp_path / "spool")).state_root == run.roots[2]
-        await live.close()
-        # It starts where nothing is another's: in files.
-        core = await Coordinator.open(config(backup.path, where=""), SystemClock())
-        assert (await pulled(core, run, tmp_path / "spool-copy")).state_root == run.roots[1]
-        await core.close()
-    finally:
-        if postgres:
-            postgres.stop()
+    url = request.getfixturevalue("url") if engine == "postgres" else ""
+    live = await Coordinator.open(config("live", url=url), SystemClock())
+    run = await begun(live, tmp_path / "run", versions=2)
+    backup = await live.backups.make("one")
+    await run.publish(snapshot=True)
+    before = bucket.names(prefix)
+    with pytest.raises(ConfigError, match="has the payloads of another store"):
+        await Coordinator.open(config(backup.path), SystemClock())
+    assert bucket.names(prefix) == before
+    forget_copies(tmp_path / "live")
+    assert (await pulled(live, run, tmp_path / "spool")).state_root == run.roots[2]
+    await live.close()
+    # It starts where nothing is another's: in files.
+    core = await Coordinator.open(config(backup.path, where=""), SystemClock())
+    assert (await pulled(core, run, tmp_path / "spool-copy")).state_root == run.roots[1]
+    await core.close()
 
 
-async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_ends(server, config, prefix, tmp_path):
+async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_ends(bucket, config, prefix, tmp_path):
     live = await Coordinator.open(config("live"), SystemClock())
     run = await begun(live, tmp_path / "run", versions=3)
     await live.backups.make("one")
     restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
-    mark = server.read(prefix, "run")
+    mark = bucket.read(prefix, "run")
     with pytest.raises(ConfigError, match=mark):
         await Coordinator.open(config("new", take_over="f" * 32), SystemClock())
     core = await Coordinator.open(config("new", take_over=mark), SystemClock())
-    before = server.names(prefix)
+    before = bucket.names(prefix)
 
     digest = next(iter(live.parts.home.digests()))
     with pytest.raises(CorruptStore, match="another store has taken the prefix"):
@@ -161,7 +141,7 @@ async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_e
     with pytest.raises(CorruptStore):
         await live.parts.home.set_aside(digest)
     assert live.on_fatal.done(), "the process ends"
-    assert set(before) <= set(server.names(prefix))
+    assert set(before) <= set(bucket.names(prefix))
     await live.close()
     with pytest.raises(ConfigError, match="has the payloads of another store"):
         await Coordinator.open(config("live"), SystemClock())
@@ -174,39 +154,39 @@ async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_e
 
 
 @pytest.mark.parametrize("when", ["put", "turn"])
-async def test_who_had_the_prefix_puts_nothing_there_any_more_and_ends(server, config, prefix, tmp_path, when):
+async def test_who_had_the_prefix_puts_nothing_there_any_more_and_ends(bucket, config, prefix, tmp_path, when):
     live = await Coordinator.open(config("live"), SystemClock())
     run = await begun(live, tmp_path / "run", versions=1)
-    core = await Coordinator.open(config("new", take_over=server.read(prefix, "run")), SystemClock())
-    before = server.names(prefix)
+    core = await Coordinator.open(config("new", take_over=bucket.read(prefix, "run")), SystemClock())
+    before = bucket.names(prefix)
     with pytest.raises(CorruptStore, match="another store has taken the prefix"):
         await (run.publish(snapshot=True) if when == "put" else live.parts.incoming.sweep())
     await asyncio.wait([live.on_fatal], timeout=20)
     assert live.on_fatal.done(), "the process ends"
-    assert server.names(prefix) == before
+    assert bucket.names(prefix) == before
     await live.close()
     await core.close()
 
 
-async def test_two_that_take_over_at_once_do_not_both_get_the_prefix(server, config, prefix, tmp_path, monkeypatch):
+async def test_two_that_take_over_at_once_do_not_both_get_the_prefix(bucket, config, prefix, tmp_path, monkeypatch):
     live = await Coordinator.open(config("live"), SystemClock())
     await live.close()
-    mark = server.read(prefix, "run")
+    mark = bucket.read(prefix, "run")
     small = BucketClient.small
 
     async def overtaken(self, key):
         found = await small(self, key)
         # Between the look and the put somebody else was faster.
-        server.replace(prefix, "run", b"somebody else")
+        bucket.replace(prefix, "run", b"somebody else")
         return found
 
     monkeypatch.setattr(BucketClient, "small", overtaken)
     with pytest.raises(ConfigError, match="somebody else"):
         await Coordinator.open(config("new", take_over=mark), SystemClock())
-    assert server.read(prefix, "run") == "somebody else"
+    assert bucket.read(prefix, "run") == "somebody else"
 
 
-async def test_run_that_moves_into_a_bucket_serves_once_all_is_there(server, config, prefix, tmp_path, monkeypatch):
+async def test_run_that_moves_into_a_bucket_serves_once_all_is_there(bucket, config, prefix, tmp_path, monkeypatch):
     core = await Coordinator.open(config("data", where=""), SystemClock())
     run = await begun(core, tmp_path / "run", versions=3)
     await core.close()
@@ -222,7 +202,7 @@ async def test_run_that_moves_into_a_bucket_serves_once_all_is_there(server, con
     monkeypatch.setattr(opening, "WAIT_S", 0.0)
     with pytest.raises(Busy, match="is away"):
         await Coordinator.open(config("data"), SystemClock())
-    assert len(payloads_of(server.names(prefix))) == 2
+    assert len(payloads_of(bucket.names(prefix))) == 2
     # Nothing was served from there yet, so it may still stay as it was.
     core = await Coordinator.open(config("data", where=""), SystemClock())
     await core.close()
@@ -235,23 +215,17 @@ async def test_run_that_moves_into_a_bucket_serves_once_all_is_there(server, con
         await Coordinator.open(config("data", where=""), SystemClock())
 
 
-@pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs")
-async def test_coordinator_without_the_files_does_not_move_them(server, config, prefix, tmp_path):
-    postgres = PostgresServer()
-    try:
-        url = postgres.make_schema(str(tmp_path))
-        core = await Coordinator.open(config("a", where="", url=url), SystemClock())
-        run = await begun(core, tmp_path / "run", versions=2)
+async def test_coordinator_without_the_files_does_not_move_them(bucket, config, prefix, url, tmp_path):
+    core = await Coordinator.open(config("a", where="", url=url), SystemClock())
+    run = await begun(core, tmp_path / "run", versions=2)
+    await core.close()
+    with pytest.raises(ConfigError, match="has not the payloads of this store"):
+        await Coordinator.open(config("b", url=url), SystemClock())
+    assert bucket.names(prefix) == []
+    for name in ("a", "b"):
+        core = await Coordinator.open(config(name, url=url), SystemClock())
+        assert (await pulled(core, run, tmp_path / f"spool-{name}")).state_root == run.roots[1]
         await core.close()
-        with pytest.raises(ConfigError, match="has not the payloads of this store"):
-            await Coordinator.open(config("b", url=url), SystemClock())
-        assert server.names(prefix) == []
-        for name in ("a", "b"):
-            core = await Coordinator.open(config(name, url=url), SystemClock())
-            assert (await pulled(core, run, tmp_path / f"spool-{name}")).state_root == run.roots[1]
-            await core.close()
-    finally:
-        postgres.stop()
 
 
 async def test_moment_without_the_bucket_is_waited_for(config, tmp_path):

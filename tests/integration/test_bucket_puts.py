@@ -25,7 +25,7 @@ from heterorl.coordinator.store.bucket import incoming
 from heterorl.demo.processes import start, stop
 from heterorl.learner.publish.upload import upload
 from heterorl.v1 import policy_pb2
-from tests.support.bucket import KEY, SECRET, BucketServer
+from tests.support.bucket import KEY, SECRET
 from tests.support.bucketed import incoming_of, payloads_of, received, run_at
 from tests.support.cluster import Cluster, free_port
 from tests.support.prometheus import metrics_port
@@ -37,21 +37,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 SIZE = 5 << 20
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = BucketServer()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def prefix(request):
-    return f"puts/{request.node.name}".replace("[", ".").replace("]", "")
-
-
-@pytest.fixture
-async def run(server, prefix, tmp_path):
-    async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix)) as run:
+async def run(bucket, prefix, tmp_path):
+    async with run_at(tmp_path / "run", bucket.config(tmp_path, prefix=prefix)) as run:
         yield run
 
 
@@ -80,7 +68,7 @@ def name_of(payload):
 # More than one request creates: the coordinator gives it to the bucket in parts.
 @pytest.mark.parametrize("num_bytes", [SIZE, 37 << 20])
 async def test_payload_goes_by_the_bucket_and_the_coordinator_receives_nothing(
-    run, server, prefix, tmp_path, num_bytes
+    run, bucket, prefix, tmp_path, num_bytes
 ):
     payload = payload_at(tmp_path / "payload", num_bytes)
     before = received()
@@ -92,22 +80,22 @@ async def test_payload_goes_by_the_bucket_and_the_coordinator_receives_nothing(
         assert not await put(client, run, payload, tmp_path / "payload"), "there is an address for what is there"
 
     assert received() == before
-    names = server.names(prefix)
+    names = bucket.names(prefix)
     assert name_of(payload) in names
-    assert num_bytes in server.sizes(prefix)
+    assert num_bytes in bucket.sizes(prefix)
     assert incoming_of(names) == []
 
 
 @pytest.mark.parametrize("where", ["none", "https", "put_bytes"])
-async def test_learner_or_coordinator_can_have_it_streamed(server, prefix, tmp_path, where):
+async def test_learner_or_coordinator_can_have_it_streamed(bucket, prefix, tmp_path, where):
     changes = {"put_bytes": SIZE - 1} if where == "put_bytes" else {}
     payload = payload_at(tmp_path / "payload")
-    async with run_at(tmp_path / "run", server.config(tmp_path, prefix=prefix, **changes)) as run:
+    async with run_at(tmp_path / "run", bucket.config(tmp_path, prefix=prefix, **changes)) as run:
         before = received()
         async with learner(run, urls="any" if where == "put_bytes" else where) as client:
             await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
         assert received() - before == SIZE
-        assert name_of(payload) in server.names(prefix)
+        assert name_of(payload) in bucket.names(prefix)
 
 
 def pieces_of(data):
@@ -122,7 +110,7 @@ async def put(client, run, payload, path, *, num_bytes=None):
 
 
 @pytest.mark.parametrize("wrong", ["bytes", "longer", "nothing"])
-async def test_what_is_not_the_payload_is_refused_and_deleted(run, server, prefix, tmp_path, wrong):
+async def test_what_is_not_the_payload_is_refused_and_deleted(run, bucket, prefix, tmp_path, wrong):
     payload, other = payload_at(tmp_path / "payload"), tmp_path / "other"
     payload_at(other, SIZE + (wrong == "longer"), seed=1)
     expected = {"bytes": "has digest", "longer": f"has {SIZE + 1} bytes, not {SIZE}", "nothing": "was not put"}[wrong]
@@ -130,16 +118,16 @@ async def test_what_is_not_the_payload_is_refused_and_deleted(run, server, prefi
         how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
         if wrong != "nothing":
             assert await put(client, run, payload, other)
-            assert incoming_of(server.names(prefix)) == [f"incoming/{payload.digest}/{0:016d}"]
+            assert incoming_of(bucket.names(prefix)) == [f"incoming/{payload.digest}/{0:016d}"]
         with pytest.raises(PayloadMissing if wrong == "nothing" else DigestMismatch, match=expected):
             await client.take_payload(**how)
         assert await client.query_upload(digest=payload.digest) == 0
 
-        assert name_of(payload) not in server.names(prefix)
-        assert incoming_of(server.names(prefix)) == []
+        assert name_of(payload) not in bucket.names(prefix)
+        assert incoming_of(bucket.names(prefix)) == []
         # And the right one is taken then.
         await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
-    assert name_of(payload) in server.names(prefix)
+    assert name_of(payload) in bucket.names(prefix)
 
 
 class _Expired(http.server.BaseHTTPRequestHandler):
@@ -206,13 +194,13 @@ async def test_put_that_fails_is_streamed_and_said_without_the_address(run, tmp_
     assert "5ec4e7" not in caplog.text
 
 
-async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(server, prefix, tmp_path, monkeypatch):
+async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(bucket, prefix, tmp_path, monkeypatch):
     monkeypatch.setattr(writes, "PAUSE_S", 0.0)
     payload = payload_at(tmp_path / "payload")
     data = (tmp_path / "payload").read_bytes()
-    relay = Relay(f"127.0.0.1:{server.port}", one_way_s=0.0)
+    relay = Relay(f"127.0.0.1:{bucket.port}", one_way_s=0.0)
     async with relay.open():
-        payloads = server.config(tmp_path, prefix=prefix, endpoint=f"http://127.0.0.1:{relay.port}")
+        payloads = bucket.config(tmp_path, prefix=prefix, endpoint=f"http://127.0.0.1:{relay.port}")
         async with run_at(tmp_path / "run", payloads) as run, learner(run) as client:
             how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
 
@@ -229,10 +217,10 @@ async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(server, prefi
             before = received()
             with pytest.raises((PayloadMissing, DigestMismatch)):
                 await client.take_payload(**how)
-            assert incoming_of(server.names(prefix)) == []
+            assert incoming_of(bucket.names(prefix)) == []
             await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
             assert received() == before
-    assert name_of(payload) in server.names(prefix)
+    assert name_of(payload) in bucket.names(prefix)
 
 
 class Ahead(SystemClock):
@@ -247,9 +235,9 @@ class Ahead(SystemClock):
         return super().monotonic() + self.ahead_s
 
 
-async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(server, prefix, tmp_path):
+async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(bucket, prefix, tmp_path):
     payload = payload_at(tmp_path / "payload")
-    payloads = server.config(tmp_path, prefix=prefix, url_lifetime_s=600.0)
+    payloads = bucket.config(tmp_path, prefix=prefix, url_lifetime_s=600.0)
     async with run_at(tmp_path / "run", payloads) as run:
         place, clock = run.core.parts.incoming, Ahead()
         place._clock = clock
@@ -263,7 +251,7 @@ async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(server, pre
 
         clock.ahead_s = 590.0
         await place.sweep()
-        assert len(incoming_of(server.names(prefix))) == 1
+        assert len(incoming_of(bucket.names(prefix))) == 1
         assert await place.place(others[-1], 100) == NO_PLACE
         config = run.core.config
     # A start keeps what its learner may still have taken, and deletes what is over.
@@ -271,9 +259,9 @@ async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(server, pre
         clock.ahead_s = ahead_s
         core = await Coordinator.open(config, clock)
         try:
-            assert len(incoming_of(server.names(prefix))) == left
+            assert len(incoming_of(bucket.names(prefix))) == left
             assert len(core.parts.incoming._open) == left
-            assert payloads_of(server.names(prefix)) != []
+            assert payloads_of(bucket.names(prefix)) != []
         finally:
             await core.close()
 
@@ -310,13 +298,13 @@ def received_by(child):
     return sum(float(value) for labels, value in found if 'direction="in"' in labels and 'kind="weights"' in labels)
 
 
-async def test_coordinator_killed_between_the_put_and_its_end_takes_it_when_it_is_back(server, prefix, tmp_path):
+async def test_coordinator_killed_between_the_put_and_its_end_takes_it_when_it_is_back(bucket, prefix, tmp_path):
     payload = payload_at(tmp_path / "payload")
     address = f"127.0.0.1:{free_port()}"
     tables = {
         "run_id": "run", "data_dir": str(tmp_path / "data"), "listen": address, "metrics_port": 0,
         "tls": {"insecure": True}, "learner_lease_s": 3600.0,
-        "payloads": server.config(tmp_path, prefix=prefix).model_dump(mode="json"),
+        "payloads": bucket.config(tmp_path, prefix=prefix).model_dump(mode="json"),
     }  # fmt: skip
     children = [start("coordinator", name="coordinator", tables=tables, directory=tmp_path)]
     try:
@@ -354,13 +342,13 @@ async def test_coordinator_killed_between_the_put_and_its_end_takes_it_when_it_i
             assert await asyncio.to_thread(received_by, children[0]) == len(data)
     finally:
         stop(children)
-    assert name_of(payload) in server.names(prefix)
-    assert incoming_of(server.names(prefix)) == []
+    assert name_of(payload) in bucket.names(prefix)
+    assert incoming_of(bucket.names(prefix)) == []
 
 
 @pytest.mark.slow
-async def test_learners_process_publishes_and_the_coordinators_receives_no_payload_byte(server, prefix, tmp_path):
-    payloads = server.config(tmp_path, prefix=prefix).model_dump(mode="json")
+async def test_learners_process_publishes_and_the_coordinators_receives_no_payload_byte(bucket, prefix, tmp_path):
+    payloads = bucket.config(tmp_path, prefix=prefix).model_dump(mode="json")
     cluster = Cluster(tmp_path, coordinator={"payloads": payloads}, learner={"payload_urls": "any"})
     try:
         for name in ("coordinator", "learner"):
@@ -373,7 +361,7 @@ async def test_learners_process_publishes_and_the_coordinators_receives_no_paylo
     finally:
         cluster.stop()
 
-    names = server.names(prefix)
+    names = bucket.names(prefix)
     assert payloads_of(names) != []
     assert incoming_of(names) == []
     told = repr(status) + "".join(child.log.read_text() for child in cluster.children.values())

@@ -22,30 +22,23 @@ from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.restore import EPOCHS_BEYOND, restore
 from heterorl.sampler.policy.record import RunReplaced
 from tests.support.clock import ManualClock
+from tests.support.debian import postgres_binaries
 from tests.support.policy_site import sampling, serving
-from tests.support.postgres import PostgresServer, binaries
 from tests.support.run import Run
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs"),
+    pytest.mark.skipif(postgres_binaries() is None, reason="PostgreSQL is not installed: make programs"),
 ]
 STORES = ["sqlite", "postgres"]
 NOW = 1_700_000_000.0
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = PostgresServer()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def url_of(server):
+def url_of(postgres):
     """The store.url of a name, in one of the stores."""
-    yield lambda store, name: server.make_schema(name) if store == "postgres" else ""
-    server.drop_schemas()
+    yield lambda store, name: postgres.make_schema(name) if store == "postgres" else ""
+    postgres.drop_schemas()
 
 
 async def opened(data_dir, url):

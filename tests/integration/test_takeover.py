@@ -22,26 +22,9 @@ from heterorl.coordinator.store.postgres.schema import MIGRATIONS, WRITER, Migra
 from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from heterorl.coordinator.store.postgres.transfer import write_from  # noqa: E402
 from heterorl.coordinator.store.sqlite.engine import connect  # noqa: E402
-from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs"),
-]
+pytestmark = pytest.mark.process
 NEXT = MIGRATIONS.version + 1
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = PostgresServer()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def url(server):
-    yield server.make_schema("takeover")
-    server.drop_schemas()
 
 
 @contextlib.contextmanager
@@ -164,7 +147,7 @@ def indexes(raw):
 
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["before-evaluations", "last"])
-def test_store_of_schema_5_becomes_what_a_new_one_is(server, url, is_early):
+def test_store_of_schema_5_becomes_what_a_new_one_is(postgres, url, is_early):
     """As programs of schema 5 left it: indexes and counts from each start, evaluations and prompts from some release on."""
     open_store(url).close()
     with psycopg.connect(url) as raw:

@@ -229,8 +229,8 @@ def one_run_a_line(results: dict[str, Any]) -> str:
 
 
 def _stretches(values: Sequence[float | None]) -> list[float | None]:
-    """Means over at most 10 stretches of the same length, but for the last."""
-    length = max(1, math.ceil(len(values) / _POINTS))
+    """Means of one value or more, over at most 10 stretches of the same length, but for the last."""
+    length = math.ceil(len(values) / _POINTS)
     means = (_mean(values[start : start + length]) for start in range(0, len(values), length))
     return [None if value is None else _significant(value, _DIGITS) for value in means]
 

@@ -180,6 +180,9 @@ bench-loop bench-routing bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nob
 $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json
 
+mutants: $(SETUP)  ## Break N (N=25) guards of services one at a time and tell which tests notice; goes on where it ended; an hour or two
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.mutants --count $(or $(KILLS),25) --json benchmarks/results/mutants.json
+
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
 	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.fuzz --cases $(N)
 

@@ -19,7 +19,7 @@ REASON = unavailable()
 @pytest.mark.slow
 def test_line_is_late_and_lossy_and_silent_while_cut():
     command = ["unshare", "-rn", sys.executable, "-m", "tests.faults.test_wan_link"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env={**os.environ}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=False)
 
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)

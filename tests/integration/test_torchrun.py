@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 
 import pytest
 import tomli_w
@@ -52,9 +51,7 @@ async def test_killed_rank_ends_all_machines_and_torchrun_goes_on_from_the_check
                 ([rank_0], [rank_1]) = agents.ranks(0), agents.ranks(1)
 
                 os.kill(rank_1, signal.SIGKILL)
-                killed = time.monotonic()
-                while os.path.exists(f"/proc/{rank_0}"):  # noqa: ASYNC240, PTH110 - not our child
-                    assert time.monotonic() - killed < 1.25 * RANK_TIMEOUT_S + 5
+                while os.path.exists(f"/proc/{rank_0}"):  # noqa: ASYNC110, ASYNC240, PTH110 - not our child
                     await asyncio.sleep(0.1)
                 await push(core, contract, [3, 4])
                 codes = [await asyncio.to_thread(agent.wait) for agent in agents.agents]

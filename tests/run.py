@@ -200,7 +200,6 @@ def _pytest(stage: Stage, arguments: Sequence[str], environment: Mapping[str, st
     with tempfile.TemporaryDirectory(prefix="heterorl-tests-", dir=memory if in_memory else None) as directory:
         path = Path(directory) / "results.json"
         command = [ROOT / stage.python, "-m", "pytest", "-q", f"--basetemp={directory}/tmp", *arguments]
-        command += ["-o", "tmp_path_retention_policy=failed"]
         code = subprocess.run(
             command, cwd=ROOT, env={**environment, results.VARIABLE: str(path)}, check=False
         ).returncode

@@ -15,6 +15,8 @@ from docs import generate
 from docs.repository import LINK
 from heterorl.cli.main import app
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
@@ -89,7 +91,6 @@ def _problem(word: str) -> str | None:
     return "no file has this name" if not found else f"{len(found)} files have this name: {', '.join(map(str, found))}"
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_path_and_module_in_back_ticks_exists(name):
     here = (ROOT / name).parent
@@ -244,7 +245,6 @@ def test_keys_beside_those_of_other_libraries_are_keys_of_ours():
     assert len(named) > 30
 
 
-@pytest.mark.process
 def test_site_builds_without_a_broken_link(tmp_path):
     mkdocs = Path(sys.executable).parent / "mkdocs"
     if not mkdocs.exists() and shutil.which("mkdocs") is None:

@@ -57,6 +57,7 @@ def test_the_specification_refuses_a_wrong_key(tmp_path):
         check(program, "--builtin-schema", "vendor.compose-spec", str(wrong))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "overlays",
     [[], ["gpu"], ["engines"], ["wan"], ["gpu", "wan"], ["engines", "wan"]],

@@ -30,6 +30,7 @@ def test_server_that_is_asked_for_and_not_there_fails_its_tests(monkeypatch):
     assert failed.type is AssertionError
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_suite_without_its_server_fails(tmp_path):
     # As on a machine without PostgreSQL: nothing of Debian's is found, and nothing on the path.

@@ -139,6 +139,7 @@ def test_every_alert_is_seen_firing_and_silent_in_the_rule_tests():
     assert fired == silent == {rule["alert"] for rule in ALERTS}
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: make programs")
 @pytest.mark.parametrize(
@@ -156,6 +157,7 @@ def test_promtool_accepts(command):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool is not installed: make programs")
 def test_amtool_accepts_the_routes():
     result = subprocess.run(

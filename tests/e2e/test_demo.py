@@ -17,7 +17,6 @@ def cache(tmp_path_factory):
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "warm-starts"
 
 
-@pytest.mark.process
 @pytest.mark.timeout(400)
 def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path, cache):
     result = subprocess.run(

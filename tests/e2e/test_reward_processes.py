@@ -48,8 +48,6 @@ def judge(document):
     return {"choices": [{"message": {"role": "assistant", "content": words}}]}
 
 
-@pytest.mark.process
-@pytest.mark.timeout(180)
 async def test_code_a_service_and_a_judge_reward_a_run_and_the_learner_checks_what_it_can(tmp_path):
     questions = tmp_path / "questions.jsonl"
     rows = [{"prompt": f"{number}+1=", "answer": {"tests": ["0"]}} for number in range(10, 60)]

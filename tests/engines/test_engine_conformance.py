@@ -37,7 +37,7 @@ class Subject:
         return self.engine.generate(prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=[NEEDS_VLLM, pytest.mark.process])])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=NEEDS_VLLM)])
 def subject(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as environment:
         # Several processes share the test machine's cores: none may claim one of its own.

@@ -8,7 +8,6 @@ from campaigns.kills import campaign, is_kept
 from tests.support.cluster import Cluster
 
 
-@pytest.mark.process
 @pytest.mark.timeout(900)
 async def test_nothing_acknowledged_is_lost_or_doubled_when_processes_are_killed(tmp_path, record_property):
     summary = await campaign(Cluster(tmp_path), kills=10, seed=11, pause_s=(0.1, 1.5))

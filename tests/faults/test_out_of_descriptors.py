@@ -32,7 +32,6 @@ def coordinator(tmp_path):
     stop([child])
 
 
-@pytest.mark.timeout(120)
 async def test_silent_sockets_take_all_descriptors_and_destroy_nothing(coordinator, tmp_path, record_property):
     port, process = coordinator
     policy = RetryPolicy(budget_s=1.0, base_s=0.05, cap_s=0.1)

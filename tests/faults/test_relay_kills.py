@@ -1,7 +1,5 @@
 """A run whose sites are behind a relay: the relay is killed, and nothing is lost or done twice."""
 
-import pytest
-
 from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster, account, free_port
@@ -9,8 +7,6 @@ from tests.support.cluster import Cluster, account, free_port
 FIRST, SECOND = "eu.gpu1", "eu.gpu2"
 
 
-@pytest.mark.process
-@pytest.mark.timeout(240)
 async def test_a_killed_relay_costs_a_pause_and_nothing_else(tmp_path):
     certificates = Certificates(tmp_path / "certs", run="kills")
     address = f"127.0.0.1:{free_port()}"

@@ -45,7 +45,6 @@ async def test_nothing_acknowledged_is_lost_and_one_epoch_commits_when_all_are_k
     assert summary["takeover_s_max"] < 60.0, summary
 
 
-@pytest.mark.process
 def test_two_sessions_that_write_by_turns_are_seen(server, tmp_path):
     url = server.make_schema(str(tmp_path))
     open_store(url).close()

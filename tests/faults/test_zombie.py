@@ -10,7 +10,6 @@ from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT
 
 
-@pytest.mark.process
 @pytest.mark.timeout(300)
 async def test_zombie_learner_has_no_effect_after_another_took_over(tmp_path):
     cluster = Cluster(tmp_path)

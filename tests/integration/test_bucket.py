@@ -22,8 +22,6 @@ from tests.support.relay import Relay
 from tests.support.relayed import LargeRun, Site, counted, since
 from tests.support.secure_run import PATIENT
 
-pytestmark = pytest.mark.process
-
 
 @pytest.fixture
 async def run(bucket, prefix, tmp_path):

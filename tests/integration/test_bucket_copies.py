@@ -24,7 +24,6 @@ from tests.support.clock import ManualClock
 from tests.support.narrow import Narrow
 from tests.support.relayed import LargeRun
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 MIB = 1 << 20
 
 

@@ -26,7 +26,6 @@ from tests.support.narrow import Narrow
 from tests.support.run import frames
 from tests.support.secure_run import PATIENT
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 MIB = 1 << 20
 SIZE = 5 * MIB
 

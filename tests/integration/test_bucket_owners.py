@@ -17,7 +17,6 @@ from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
 from tests.support.relayed import LargeRun
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 NOW = 1_700_000_000.0
 
 

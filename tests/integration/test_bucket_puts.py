@@ -33,7 +33,6 @@ from tests.support.relay import Relay
 from tests.support.run import Run, frames
 from tests.support.secure_run import PATIENT
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 SIZE = 5 << 20
 
 

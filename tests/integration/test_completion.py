@@ -10,8 +10,6 @@ import pytest
 
 from heterorl import __version__
 
-pytestmark = pytest.mark.process
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,7 +36,6 @@ def test_the_program_says_its_version(environment):
     assert run(environment, "heterorl", "--version") == f"heterorl {__version__}\n"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "words", [("coor", "coordinator"), ("check-config", "lear", "learner"), ("certs", "iss", "issue")]
 )

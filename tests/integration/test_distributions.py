@@ -19,7 +19,6 @@ from tests.support.foreign import foreign_project, run
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = {path.relative_to(ROOT / "services") for path in (ROOT / "services").rglob("*.py*") if path.suffix != ".pyc"}
-pytestmark = pytest.mark.timeout(120)
 
 
 def build(kind, source, directory):
@@ -74,7 +73,6 @@ def installed(built, directory):
     return directory / "bin", packages
 
 
-@pytest.mark.process
 def test_a_wheel_holds_everything_under_one_name(wheel):
     files, top = held(wheel)
 
@@ -83,14 +81,12 @@ def test_a_wheel_holds_everything_under_one_name(wheel):
     assert {Path("py.typed"), Path("lab/experiments/quick.toml")} <= files
 
 
-@pytest.mark.process
 def test_a_source_distribution_builds_the_same_wheel(sdist, wheel, tmp_path):
     source = unpacked(sdist, tmp_path / "source")
 
     assert held(build("wheel", source, tmp_path / "wheel")) == held(wheel)
 
 
-@pytest.mark.process
 def test_what_the_images_copy_builds_the_same_wheel(wheel, tmp_path):
     stage = (ROOT / "deploy" / "Dockerfile").read_text().partition(" AS sources\n")[2].partition("\nFROM ")[0]
     copied = [line.split()[1:] for line in stage.splitlines() if line.startswith("COPY ")]

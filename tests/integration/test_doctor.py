@@ -334,7 +334,6 @@ async def test_short_file_is_measured_with_what_the_run_states(secure, tmp_path,
     assert "the tokenizer is another one" in checks["contract"].remedy
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("lora", [{}, {"rank": 2, "target_modules": ["q_proj", "v_proj"]}])
 def test_contract_without_weights_is_the_one_that_a_sampler_states(model_dir, tmp_path, lora):
     config = SamplerConfig(

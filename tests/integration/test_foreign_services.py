@@ -14,7 +14,6 @@ from heterorl.demo import processes
 from tests.support.foreign import MARK, foreign_project, run
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

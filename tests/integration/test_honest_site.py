@@ -24,7 +24,6 @@ BOUND = 1e-4
 """Nats; two fp32 forward passes of this model are 1e-6 apart, its masters and their bf16 rounding 1e-3."""
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     "options",
     [

@@ -392,7 +392,6 @@ def _heartbeat_by_hand(secure, version):
     return received
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("command", [["status"], ["top", "--once"]])
 @pytest.mark.parametrize(
     ("fault", "words"),

@@ -17,8 +17,6 @@ from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.results import summarise
 from heterorl.lab.world import run_cell
 
-pytestmark = pytest.mark.process
-
 TASK = {"name": "add1", "task": {"name": "arithmetic", "digits": 1}, "max_new_tokens": 3, "hidden_size": 16}
 REGIME = {"max_steps": 8, "groups_per_step": 4, "group_size": 4, "evaluate_every": 4, "num_evaluation": 16}
 

@@ -59,7 +59,6 @@ PartitionName=all Nodes={host} Default=YES MaxTime=10 State=UP
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_jobs_start_after_what_they_need_and_complete(tmp_path):
     controller, daemon = tool("slurmctld"), tool("slurmd")
     tool("sbatch")

@@ -44,7 +44,6 @@ async def seen(ask):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed: make programs")
 async def test_no_push_of_one_site_takes_the_page_from_the_others(tmp_path):
     cluster = Cluster(tmp_path)
@@ -100,7 +99,6 @@ async def test_no_push_of_one_site_takes_the_page_from_the_others(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed: make programs")
 async def test_relay_hands_its_metrics_out_and_its_panels_have_data(tmp_path):
     certificates = Certificates(tmp_path / "certs", run="kills")

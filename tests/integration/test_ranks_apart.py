@@ -17,7 +17,7 @@ from tests.support.patched import patched_path
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 TIMEOUT_S = 4.0
 
 FAIL = """

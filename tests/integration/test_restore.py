@@ -27,7 +27,6 @@ from tests.support.policy_site import sampling, serving
 from tests.support.run import Run
 
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.skipif(postgres_binaries() is None, reason="PostgreSQL is not installed: make programs"),
 ]
 STORES = ["sqlite", "postgres"]

@@ -47,7 +47,6 @@ def lease(client):
     return client.lease_work(site="eu-1", incarnation="i", max_groups=1, policy_version=0)
 
 
-@pytest.mark.process
 async def test_nodes_that_joined_are_refused_at_the_next_call_once_the_list_was_copied(tmp_path):
     certs(tmp_path, "init", "my-run")
     printed = certs(tmp_path, "issue", "coordinator", "main", "--host", "127.0.0.1")

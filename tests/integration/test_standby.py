@@ -31,7 +31,6 @@ from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 from tests.support.prometheus import metrics_port  # noqa: E402
 
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.skipif(binaries() is None, reason="PostgreSQL is not installed: make programs"),
 ]
 
@@ -160,7 +159,6 @@ def test_operations_that_only_read_share_a_savepoint_and_a_failure_undoes_its_ow
 
 
 @pytest.mark.parametrize("options", [[], ["--standby"]], ids=["alone", "standby"])
-@pytest.mark.timeout(120)
 async def test_server_that_is_away_at_the_start_is_waited_for_and_its_later_loss_ends_with_code_1(
     url, server, tmp_path, options
 ):
@@ -178,7 +176,6 @@ async def test_server_that_is_away_at_the_start_is_waited_for_and_its_later_loss
         server.start()
 
 
-@pytest.mark.timeout(120)
 async def test_wait_for_a_server_ends_by_a_signal(url, server, tmp_path):
     server.kill()
     child = started(tmp_path, url)
@@ -192,7 +189,6 @@ async def test_wait_for_a_server_ends_by_a_signal(url, server, tmp_path):
 
 
 @pytest.mark.parametrize("options", [[], ["--standby"]], ids=["alone", "standby"])
-@pytest.mark.timeout(120)
 def test_what_a_server_refuses_is_for_a_person(url, tmp_path, options):
     child = started(tmp_path, url.replace("user=test", "user=nobody"), *options)
     try:
@@ -220,7 +216,6 @@ def abandoned(url, operator, statement, waits_for):
     return pid
 
 
-@pytest.mark.timeout(120)
 def test_start_behind_a_dead_coordinator_whose_commit_waits_for_a_replica_is_worth_another(url, operator, tmp_path):
     children = []
     try:
@@ -243,7 +238,6 @@ def test_start_behind_a_dead_coordinator_whose_commit_waits_for_a_replica_is_wor
     open_store(url).close()
 
 
-@pytest.mark.timeout(120)
 def test_session_of_a_dead_coordinator_ends_although_its_statement_waits(url, operator, monkeypatch):
     monkeypatch.setattr(engines, "HELD_S", 20.0)
     operator.execute("SELECT pg_advisory_lock(1)")
@@ -307,7 +301,6 @@ async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, serv
     engine.close()
 
 
-@pytest.mark.timeout(120)
 async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_nothing(url, caplog):
     async def write_until_refused():
         # The server's sessions hear of a setting a moment after it was made.
@@ -352,7 +345,6 @@ def shown_by(port, path="/metrics"):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 async def test_standby_shows_that_it_stands_by_and_all_else_once_it_serves(url, tmp_path):
     children = [started(tmp_path, url, "--standby", name="a")]
     try:
@@ -395,8 +387,6 @@ async def test_payloads_of_another_store_are_refused(url, tmp_path):
         open_engine(tmp_path / "data", url)
 
 
-@pytest.mark.process
-@pytest.mark.timeout(240)
 async def test_standby_serves_after_the_other_was_killed_and_nothing_acknowledged_is_lost(
     url, server, tmp_path, record_property
 ):

@@ -23,7 +23,6 @@ from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from heterorl.coordinator.store.postgres.transfer import write_from  # noqa: E402
 from heterorl.coordinator.store.sqlite.engine import connect  # noqa: E402
 
-pytestmark = pytest.mark.process
 NEXT = MIGRATIONS.version + 1
 
 

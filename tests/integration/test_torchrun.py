@@ -19,7 +19,7 @@ from tests.support.hand_fed import fed_config, head_of, push, served_coordinator
 from tests.support.learner_world import rows
 from tests.support.nodes import Agents, Machine, can_make_namespaces, joined_namespace
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 RANK_TIMEOUT_S = 8.0
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.two_nodes import assert_parity
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 def test_fsdp2_over_two_nodes_trains_what_one_process_trains(tmp_path):

@@ -22,7 +22,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from tests.support.secure_run import SecureRun
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 @contextlib.asynccontextmanager

@@ -34,7 +34,6 @@ CONTRAST = """() => {
     }).filter(([ratio]) => ratio < 4.5);
 }"""
 """Texts whose contrast with what is behind them is below 4.5 to 1, the least of WCAG's level AA."""
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """A plugin of pytest: only tests with the mark `process` or `slow` start processes, so that the others stay quick.
 
+What lies in the folders of servers and whole runs has the mark `process` by its place.
+
 An audit hook sees every start: subprocess, fork, exec and what stands on them. multiprocessing's `spawn` has no event.
 """
 
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
+FOLDERS = {"e2e", "engines", "faults", "gpu", "integration", "trackers"}
 
 
 class StartsProcess(BaseException):
@@ -35,6 +38,11 @@ def pytest_configure() -> None:
     sys.addaudithook(_guard)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if FOLDERS & set(item.path.relative_to(item.config.rootpath).parts):
+        item.add_marker("process")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
     is_free = item.get_closest_marker("process") or item.get_closest_marker("slow")
@@ -49,8 +57,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
     # Raised in a thread, or where a test awaits an error, it would pass unseen.
-    if call.when == "teardown" and _guard.started and report.outcome == "passed":
-        report.outcome, report.longrepr = "failed", _guard.started
-    if call.when == "teardown":
+    if _guard.started and (report.failed or call.when == "teardown"):
+        if report.passed:
+            report.outcome, report.longrepr = "failed", _guard.started
         _guard.started = ""
     return report

@@ -9,6 +9,8 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.sampler import assembly as sampler
 from heterorl.sampler.config import SamplerConfig
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.statement import without_local
+from heterorl.common.model.contract import without_local
 from heterorl.common.process.config_words import problems_of
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import KEYS, Statement, contract_digest, leaves

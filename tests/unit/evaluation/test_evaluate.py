@@ -49,6 +49,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["evaluate", *map(str, arguments)], catch_exceptions=False)
 
 
+@pytest.mark.process
 def test_sets_of_a_configuration_as_json_and_again_the_same(model_dir, sets, tmp_path):
     out = tmp_path / "all.json"
     first = json.loads(run(model_dir, "-c", sets, "--json", "--out", out).stdout)
@@ -68,6 +69,7 @@ def test_sets_of_a_configuration_as_json_and_again_the_same(model_dir, sets, tmp
     assert texts[0]["prompt"].endswith("=")
 
 
+@pytest.mark.process
 def test_a_task_of_the_options_as_a_table(model_dir):
     found = run(model_dir, "--task", "arithmetic", "--prompts", 2, "--samples", 2, "--temperature", 1,
                 "--max-new-tokens", 3, "--set", "engine.batch_rows=4")  # fmt: skip
@@ -77,6 +79,7 @@ def test_a_task_of_the_options_as_a_table(model_dir):
     assert "task" in found.stdout
 
 
+@pytest.mark.process
 def test_a_set_with_bounded_prompts_counts_the_tokens_of_the_model(model_dir, tmp_path):
     rows = [{"prompt": "1" * number, "answer": "2"} for number in range(1, 9)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")

@@ -135,6 +135,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.process
 def test_a_process_that_dies_has_its_batch_tried_by_halves(tmp_path, monkeypatch):
     cells = list_cells(ExperimentConfig(seeds=(0, 1, 2, 3)))
     (tmp_path / "runs").mkdir()

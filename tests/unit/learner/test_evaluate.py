@@ -226,6 +226,7 @@ def _config(directory, **changes):
     return LearnerConfig(**{**values, **changes})
 
 
+@pytest.mark.process
 def test_learner_is_assembled_from_its_configuration(tmp_path):
     parts = assemble(_config(_write_model(tmp_path / "model")))
 
@@ -239,6 +240,7 @@ def test_learner_is_assembled_from_its_configuration(tmp_path):
     assert 0 <= evaluation.accuracy <= 1
 
 
+@pytest.mark.process
 def test_greedy_evaluation_takes_the_most_likely_token(tmp_path):
     directory = _write_model(tmp_path / "model")
     parts = assemble(_config(directory, evaluation={"every_versions": 1, "num_prompts": 1, "num_per_prompt": 3}))

@@ -96,6 +96,7 @@ def mathematical(tmp_path, answers):
     return build_task(TaskConfig(name=f"jsonl:{path}", evaluation_path=held_out, match="math_verify"))
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_numbers(tmp_path, caplog):
     task = mathematical(tmp_path, ["Tuesday", "1", "(A)", "2", "3", "Yes", "4", "", "5"])
@@ -110,6 +111,7 @@ def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_number
         close_task(task)
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):
     task = mathematical(tmp_path, ["Tuesday", "1", "(A)", "Yes"])
@@ -120,6 +122,7 @@ def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):
         close_task(task)
 
 
+@pytest.mark.process
 def test_a_missing_verifier_is_told_before_the_first_group(tmp_path, monkeypatch):
     # The worker's environment is ours: there the package is hidden by one that is not it.
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")

@@ -232,6 +232,7 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path, m
         task._matcher._verifier.close()
 
 
+@pytest.mark.process
 @pytest.mark.timeout(120)
 def test_the_first_answer_after_a_start_has_its_whole_time():
     # What the library makes at its first use takes longer.

@@ -34,6 +34,7 @@ def settings(place, *rewards, **options):
     return TaskConfig(digits=1, rewards=here, reward_timeout_s=20, **options)
 
 
+@pytest.mark.process
 def test_parts_stand_by_name_and_weight_and_make_the_reward(place):
     task = build_task(settings(place, MATCH, BRIEF, SHAPE))
     prompt = task.prompt(0)
@@ -59,6 +60,7 @@ def test_parts_that_add_up_to_one_make_a_reward_of_one_in_any_order():
     assert total_reward([*parts, RewardPart(name="x", value=1e308), RewardPart(name="y", value=1e308)]) == math.inf
 
 
+@pytest.mark.process
 def test_the_tasks_own_score_is_computed_in_a_process_where_the_others_are(place):
     config = settings(place, MATCH, BRIEF, reward_workers=2)
     task = apart(build_task(config), config)
@@ -72,6 +74,7 @@ def test_the_tasks_own_score_is_computed_in_a_process_where_the_others_are(place
         close_task(task)
 
 
+@pytest.mark.process
 def test_digest_says_names_weights_order_and_files(place):
     digests = set()
     tasks = [
@@ -91,6 +94,7 @@ def test_digest_says_names_weights_order_and_files(place):
     assert task.digest not in digests
 
 
+@pytest.mark.process
 def test_a_reward_that_fails_or_says_too_much_fails_them_all_and_is_named(place):
     broken = {"kind": "function", "name": "odd", "function": "mine:broken"}
     many = {"kind": "function", "name": "many", "function": "mine:many"}
@@ -107,6 +111,7 @@ def test_a_reward_that_fails_or_says_too_much_fails_them_all_and_is_named(place)
     close_task(task)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [

@@ -107,6 +107,7 @@ def test_a_time_near_the_limit_is_seen_before_anything_runs_again():
     assert coins.values == [0.0]
 
 
+@pytest.mark.process
 def test_a_forged_result_of_code_in_the_sandbox_is_found(tmp_path):
     rows = [{"prompt": f"{n}", "answer": json.dumps(["assert f(2) == 4"])} for n in range(4)]
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

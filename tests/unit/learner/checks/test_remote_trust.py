@@ -127,6 +127,7 @@ def test_prompts_and_digest_are_the_tasks_where_nobody_is_asked(task):
     assert np.isnan(here.score(here.prompt(0), "x")[1].value)
 
 
+@pytest.mark.process
 def test_a_signed_value_goes_the_whole_way_from_its_service_to_the_check(signer):
     def reply(document):
         asked, name = [Message(**turn) for turn in document["messages"]], document["reward"]

@@ -13,6 +13,8 @@ from heterorl.common.types.rollout import DropReason, RewardPart
 from heterorl.learner.checks.rewards import judge_rewards
 from tests.support.run import Run, rollout
 
+pytestmark = pytest.mark.process
+
 HANGS = "$\\boxed{9^{9^{9^{9}}}}$"
 TEXTS = {"slow": HANGS, "right": "$42$", "wrong": "$41$"}
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.statement import statement_of
+from heterorl.common.model.contract import statement_of
 from heterorl.common.process.config import load
 from heterorl.common.wire.statement import statement_from_bytes
 from heterorl.learner.config import LearnerConfig

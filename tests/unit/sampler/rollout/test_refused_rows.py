@@ -156,6 +156,7 @@ def math_rows(path, *, unreadable):
         return build_task(config)
 
 
+@pytest.mark.process
 async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_path, caplog):
     task = math_rows(tmp_path / "rows.jsonl", unreadable={5, 6, 40})
     world.task, world.prompter = MathTask(task), Speaking("it is $7$")
@@ -173,6 +174,7 @@ async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_pa
     assert named == {"5", "6", "40"}
 
 
+@pytest.mark.process
 async def test_completions_that_take_too_long_to_compare_are_wrong_answers(world, tmp_path):
     task = math_rows(tmp_path / "rows.jsonl", unreadable=())
     world.task, world.prompter = MathTask(task), Speaking("$7$", "$\\boxed{9^{9^{9^{9}}}}$")

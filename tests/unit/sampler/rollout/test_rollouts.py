@@ -133,6 +133,7 @@ def test_broken_verifier_gives_no_group(parts):
     assert [group.prompt_index for group in groups] == [3, 7]
 
 
+@pytest.mark.process
 async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog):
     # Hangs on every completion of one prompt, crashes on those of another.
     (tmp_path / "mine.py").write_text(

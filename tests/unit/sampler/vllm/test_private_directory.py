@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from heterorl.sampler.vllm.private_directory import PrivateDirectory, remove_left
 
 OWNER = """
@@ -30,6 +32,7 @@ def test_directory_is_private_and_goes_with_its_owner(tmp_path):
     assert list((tmp_path / "engine").iterdir()) == []
 
 
+@pytest.mark.process
 def test_what_a_killed_process_left_goes_at_the_next_start_and_what_a_living_one_has_stays(tmp_path):
     (tmp_path / "weights-of-somebody").mkdir()
     owners = [

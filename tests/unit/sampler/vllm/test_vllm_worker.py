@@ -106,6 +106,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.process
 def test_worker_ends_when_the_process_that_started_it_was_killed():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(

@@ -85,6 +85,7 @@ def test_digest_depends_on_sources_and_weights_and_not_on_labels():
     assert build_task(mixture({**SMALL, "digits": 2}, LONG)).digest != base
 
 
+@pytest.mark.process
 def test_samplers_score_each_source_in_processes_of_its_own():
     config = mixture(SMALL, {**LONG, "system_prompt": "Go on."}, reward_timeout_s=30.0)
     task = apart(build_task(config), config)

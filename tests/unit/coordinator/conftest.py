@@ -10,9 +10,13 @@ import os
 
 import pytest
 
-from heterorl.coordinator import core
+from heterorl.coordinator import core as core_module
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.opening import open_parts
 from heterorl.coordinator.store.sqlite.engine import SqliteEngine
+from tests.support.clock import ManualClock
+from tests.support.run import Run
 
 IS_POSTGRES = os.environ.get("HETERORL_TEST_STORE", "sqlite") == "postgres"
 
@@ -53,7 +57,7 @@ def _payloads(request, tmp_path_factory):
         return open_parts(config.model_copy(update={"payloads": bucket}), clock, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "open_parts", open_in_bucket)
+        patch.setattr(core_module, "open_parts", open_in_bucket)
         yield
 
 
@@ -80,3 +84,30 @@ def _engine(request):
         patch.setattr(SqliteEngine, "open", lambda path: open_store(server.make_schema(str(path.resolve()))))
         yield
     server.drop_schemas()
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def config(tmp_path):
+    return CoordinatorConfig(data_dir=tmp_path / "data")
+
+
+@pytest.fixture
+async def core(config, clock):
+    core = await Coordinator.open(config, clock)
+    yield core
+    await core.close()
+
+
+@pytest.fixture
+async def run(core, tmp_path):
+    """A run with a version and a registered site."""
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    return run

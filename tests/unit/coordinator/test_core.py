@@ -35,7 +35,6 @@ from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, LAYOUT, SITE, Run, credits_of, frames, rollout
 
 
@@ -50,24 +49,10 @@ def config(tmp_path, **changes):
 
 
 @pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
 async def core(tmp_path, clock):
     core = await Coordinator.open(config(tmp_path), clock)
     yield core
     await core.close()
-
-
-@pytest.fixture
-async def run(core, tmp_path):
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
-    return run
 
 
 async def balanced(core):

@@ -23,11 +23,6 @@ from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of
 
 
 @pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
 async def begin(tmp_path, clock):
     """Open a coordinator with changed settings and bring it to its first version."""
     opened = []

@@ -12,10 +12,8 @@ from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.versions import flavours
-from tests.support.clock import ManualClock
-from tests.support.run import INCARNATION, SITE, Run, credits_of
+from tests.support.run import INCARNATION, SITE, credits_of
 
 
 def shown(name, **labels):
@@ -23,24 +21,8 @@ def shown(name, **labels):
 
 
 @pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
-async def core(tmp_path, clock):
-    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", max_policy_age_s=500), clock)
-    yield core
-    await core.close()
-
-
-@pytest.fixture
-async def run(core, tmp_path):
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
-    return run
+def config(tmp_path):
+    return CoordinatorConfig(data_dir=tmp_path / "data", max_policy_age_s=500)
 
 
 async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_applying_took(core, run):

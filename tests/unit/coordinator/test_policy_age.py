@@ -12,16 +12,10 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ages, ledger
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.policy.delay import max_delay_s
-from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 from tests.support.sampler_world import World
 
 DAY = 86_400.0
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 async def begin(tmp_path, clock, **changes):

@@ -6,30 +6,15 @@ import contextlib
 import pytest
 
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger, queue
 from heterorl.coordinator.rollout import LEASE_BATCH
-from tests.support.clock import ManualClock
-from tests.support.run import Run
 
 
 @pytest.fixture
-async def core(tmp_path):
-    config = CoordinatorConfig(
+def config(tmp_path):
+    return CoordinatorConfig(
         data_dir=tmp_path / "data", groups_per_version=2 * LEASE_BATCH, max_outstanding_groups=4 * LEASE_BATCH
     )
-    core = await Coordinator.open(config, ManualClock())
-    yield core
-    await core.close()
-
-
-@pytest.fixture
-async def run(core, tmp_path):
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
-    return run
 
 
 class Learner:

@@ -13,7 +13,7 @@ from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.returns import MAX_IN_ROW, MAX_RETURNS, is_hopeless
 from tests.support.clock import ManualClock
 from tests.support.earlier_store import SINCE_6
-from tests.support.run import INCARNATION, SITE, Run, credits_of
+from tests.support.run import INCARNATION, SITE, credits_of
 
 FAILED = ReturnReason.REWARD_FAILED
 OTHER = SiteId("us-1")
@@ -22,22 +22,6 @@ OTHER = SiteId("us-1")
 @pytest.fixture
 def config(tmp_path):
     return CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=8, max_outstanding_groups=1000, seed=7)
-
-
-@pytest.fixture
-async def core(config):
-    core = await Coordinator.open(config, ManualClock())
-    yield core
-    await core.close()
-
-
-@pytest.fixture
-async def run(core, tmp_path):
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
-    return run
 
 
 async def ask(core, count=1, *, site=SITE):

@@ -11,34 +11,12 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.groups.work import MAX_HOLDERS
 from heterorl.coordinator.rollout import LEASE_BATCH
-from tests.support.clock import ManualClock
-from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
+from tests.support.run import CONTRACT, INCARNATION, SITE, credits_of, rollout
 
 
 @pytest.fixture
 def config(tmp_path):
     return CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=8, seed=7)
-
-
-@pytest.fixture
-async def core(config, clock):
-    core = await Coordinator.open(config, clock)
-    yield core
-    await core.close()
-
-
-@pytest.fixture
-async def run(core, tmp_path):
-    run = Run(core, tmp_path)
-    await run.begin()
-    await run.publish()
-    await run.register()
-    return run
 
 
 async def ask(core, *, site=SITE, count=2, request_id="", version=0):

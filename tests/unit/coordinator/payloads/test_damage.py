@@ -9,21 +9,11 @@ import pytest
 
 from heterorl.common.errors import Busy, UnknownPayload
 from heterorl.common.pull import reader
-from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.damage import Damage
-from tests.support.clock import ManualClock
 from tests.support.run import Run
 
 REFUSALS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOMEM]
-
-
-@pytest.fixture
-async def core(tmp_path):
-    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
-    yield core
-    await core.close()
 
 
 @pytest.fixture

@@ -24,13 +24,6 @@ def config(tmp_path):
     )
 
 
-@pytest.fixture
-async def core(config):
-    core = await Coordinator.open(config, ManualClock())
-    yield core
-    await core.close()
-
-
 async def begin(core, tmp_path):
     (tmp_path / "run").mkdir(exist_ok=True)
     run = Run(core, tmp_path / "run")

@@ -18,13 +18,6 @@ def config(tmp_path):
 
 
 @pytest.fixture
-async def core(config):
-    core = await Coordinator.open(config, ManualClock())
-    yield core
-    await core.close()
-
-
-@pytest.fixture
 async def run(core, tmp_path):
     run = Run(core, tmp_path)
     await run.begin()

@@ -171,13 +171,13 @@ async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, t
         f"    if prompt == {site.task.prompt(honest[0].prompt_index).text!r}:\n        time.sleep(1000)\n"
         "    return {'correct': float(completion.strip() == answer)}\n"
     )
-    reward = OwnReward("mine:score", directory=tmp_path, timeout_s=2.0)
+    reward = OwnReward("mine:score", directory=tmp_path, timeout_s=0.5)
     examiner = examiner_of(site)
     examiner.yardstick = dataclasses.replace(examiner.yardstick, task=RewardedTask(site.task, reward))
 
     findings = [await examiner.examine(queued(group)) for group in (*honest, *[honest[0]] * 9)]
 
-    assert "no answer in 8 s" in findings[0].detail
+    assert "no answer in 2 s" in findings[0].detail
     assert findings[0].reason is None
     assert [finding for finding in findings[1 : len(honest)] if finding.detail or finding.reason] == []
     assert "NO REWARD for 8 groups in a row" in caplog.text

@@ -28,6 +28,7 @@ def results(tmp_path, monkeypatch):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_committed_picture_is_that_of_the_committed_results(name):
     path, picture = pictures.ASSETS / f"{name}.png", pictures.made(name)
@@ -44,6 +45,7 @@ def test_every_picture_of_the_documents_is_made():
     assert {path.stem for path in pictures.ASSETS.glob("*.png")} == set(pictures.PICTURES) | BY_HAND
 
 
+@pytest.mark.slow
 def test_a_changed_result_is_another_picture_and_is_drawn_anew(results, tmp_path):
     assert pictures.write(["ladder"], directory=tmp_path) == ["ladder"]
     before = pictures.noted(tmp_path / "ladder.png")

@@ -17,6 +17,8 @@ from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.results import summarise
 from heterorl.lab.world import run_cell
 
+pytestmark = pytest.mark.slow
+
 TASK = {"name": "add1", "task": {"name": "arithmetic", "digits": 1}, "max_new_tokens": 3, "hidden_size": 16}
 REGIME = {"max_steps": 8, "groups_per_step": 4, "group_size": 4, "evaluate_every": 4, "num_evaluation": 16}
 
@@ -211,7 +213,6 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):
     (tmp_path / "small.toml").write_text(EXPERIMENT)

@@ -13,6 +13,8 @@ from heterorl.lab.world import run_cell
 from heterorl.learner.backends.torch import TorchBackend
 from tests.support.fast_lab import VERSIONS, cell_of
 
+pytestmark = pytest.mark.slow
+
 CELLS = [
     cell_of(),
     cell_of({"kind": "none"}, loss={"kind": "grpo"}),

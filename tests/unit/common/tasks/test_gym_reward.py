@@ -129,14 +129,26 @@ def test_processes_and_memory_end_at_their_limits(task):
     ("code", "starts_again"),
     [
         ("import os, signal\nfor n in (9, 15, 19, 2): os.kill(1, n)\nos.kill(-1, 19)", False),
-        ("import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.ptrace(16, 1, 0, 0) == -1", False),
+        pytest.param(
+            "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.ptrace(16, 1, 0, 0) == -1",
+            False,
+            marks=pytest.mark.slow,
+        ),
         ("import resource\nresource.prlimit(1, resource.RLIMIT_AS, (1 << 20, 1 << 20))", True),
-        ("import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", True),
-        ("import os\nos.setpriority(os.PRIO_PROCESS, 1, 19)", True),
-        ("import os\nos.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))", True),
-        ("import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0", True),
-        ("import ctypes\nassert ctypes.CDLL(None).msgget(0, 0o1600) >= 0", True),
-        ("import ctypes\nassert ctypes.CDLL(None).semget(0, 9, 0o1600) >= 0", True),
+        pytest.param(
+            "import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nwhile True: pass",
+            True,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("import os\nos.setpriority(os.PRIO_PROCESS, 1, 19)", True, marks=pytest.mark.slow),
+        pytest.param(
+            "import os\nos.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))", True, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0", True, marks=pytest.mark.slow
+        ),
+        pytest.param("import ctypes\nassert ctypes.CDLL(None).msgget(0, 0o1600) >= 0", True, marks=pytest.mark.slow),
+        pytest.param("import ctypes\nassert ctypes.CDLL(None).semget(0, 9, 0o1600) >= 0", True, marks=pytest.mark.slow),
         ("open('/tmp/sympy.py', 'w').write('x')", True),
     ],
     ids=["signals", "trace", "memory", "time", "nice", "batch", "shared memory", "messages", "semaphores", "file"],

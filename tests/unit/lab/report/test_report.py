@@ -14,6 +14,8 @@ from heterorl.lab.report.sweeps import settings, swept_keys
 from heterorl.lab.report.tables import rows, write_comparisons, write_runs
 from tests.support.lab_results import make_run, write_results
 
+pytestmark = pytest.mark.slow
+
 
 def plain_runs(algorithms=("gepo", "gspo"), delays=(0, 64), seeds=(0, 1)):
     return [

@@ -14,6 +14,8 @@ import pytest
 from heterorl.lab.theory.claims import find
 from heterorl.lab.theory.page import main, write_page
 
+pytestmark = pytest.mark.slow
+
 FIGURES = ["bernoulli", "denominators", "gaussian", "on_policy", "softmax", "theorems"]
 NEVER_CLOSED = {"meta", "img", "br"}
 

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["load_memory", "loop", "parity", "publish", "routing", "sampler"])
 def test_benchmark_starts(name):
     done = subprocess.run(

@@ -135,6 +135,7 @@ async def test_learner_that_publishes(tmp_path):
     await check_each(disk, tmp_path, lambda directory, image: check_learner(directory, image, reference))
 
 
+@pytest.mark.slow
 async def test_learner_that_publishes_while_a_step_computes(tmp_path):
     """Version 1 goes out while step 2 computes: a crash then leaves nothing of that step but groups to be had again."""
     disk = Disk(tmp_path / "run", machines=("coordinator", "learner"))

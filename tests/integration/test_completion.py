@@ -36,6 +36,7 @@ def test_the_program_says_its_version(environment):
     assert run(environment, "heterorl", "--version") == f"heterorl {__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [("coor", "coordinator"), ("check-config", "lear", "learner"), ("certs", "iss", "issue")]
 )
@@ -54,6 +55,7 @@ def test_bash_completes_what_was_begun(environment, tmp_path, words):
     assert whole in run(environment, "bash", "--norc", "-c", program).split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_of_a_shell_is_shown(environment, shell):
     assert "_HETERORL_COMPLETE" in run(environment, "heterorl", "--show-completion", shell)

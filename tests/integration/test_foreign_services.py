@@ -13,6 +13,8 @@ from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.demo import processes
 from tests.support.foreign import MARK, foreign_project, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

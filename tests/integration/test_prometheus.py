@@ -101,6 +101,7 @@ async def answered(server: Prometheus, expressions: dict[str, str]) -> None:
         await asyncio.sleep(1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed: make programs")
 async def test_every_panel_has_data_and_alerts_are_silent_until_a_process_dies(tmp_path):

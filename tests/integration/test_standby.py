@@ -70,10 +70,10 @@ def started(tmp_path, url, *options, name="alone"):
 
 
 async def test_second_coordinator_is_refused_and_one_that_was_passed_over_commits_nothing_more(url, monkeypatch):
-    monkeypatch.setattr(engines, "HELD_S", 0.0)
     first = await open_at(url)
     await first.run(lambda c: set_meta(c, "key", "first"))
-    with pytest.raises(StoreHeld, match="--standby"):
+    with monkeypatch.context() as patched, pytest.raises(StoreHeld, match="--standby"):
+        patched.setattr(engines, "HELD_S", 0.0)
         await open_at(url)
 
     # As if the lock had been lost without the session: somebody else began an epoch.

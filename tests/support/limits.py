@@ -4,8 +4,9 @@ A test's limit is its mark `timeout`, else 60 s, or 240 s with the mark `process
 Three guards, each for tests that the one before does not end:
 
 - a coroutine is cancelled at its limit: asyncio keeps an exception that a signal raises in another task;
-- everything else gets pytest-timeout's signal, a coroutine a quarter later;
-- at 1.5 limits the process writes all stacks and exits. xdist names the test and goes on in another worker.
+- any other test gets pytest-timeout's signal, a coroutine a quarter later;
+- at 1.5 limits, fixtures included, the process writes all stacks and exits. xdist names the test and goes on in another
+  worker.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         usual = PROCESS_LIMIT_S if is_long else LIMIT_S
         limit_s = item.stash[_limit_s] = PATIENCE * (float(marker.args[0]) if marker else usual)
         is_coroutine = isinstance(item, pytest.Function) and _bound(item, limit_s)
-        item.add_marker(pytest.mark.timeout(limit_s * (_LATER if is_coroutine else 1)), append=False)
+        seconds = limit_s * (_LATER if is_coroutine else 1)
+        # Only while the test itself runs: raised while pytest writes its report, it would end the whole run.
+        item.add_marker(pytest.mark.timeout(seconds, func_only=True), append=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

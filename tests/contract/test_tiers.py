@@ -1,5 +1,7 @@
 """The tiers of tests: which stages they have, what becomes of failures."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from tests import run
 from tests.support import near
 
 ROOT = Path(__file__).parents[2]
+MAX_COMMITS = 150
 FLAKY = """
 from pathlib import Path
 def test_passes_the_second_time():
@@ -34,14 +37,30 @@ def stage(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.process
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="sources without their history")
+def test_everything_ran_not_long_ago(record_property):
+    known = json.loads(run.RECORD.read_text())
+    command = ["git", "rev-list", "--count", f"{known['commit']}..HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, f"tests/all.json names a commit that is not here: {done.stderr}"
+    record_property("commits", done.stdout.strip())
+    assert int(done.stdout) <= MAX_COMMITS, (
+        f"`make test-all` ran {done.stdout.strip()} commits ago; it must run again after {MAX_COMMITS}"
+    )
+
+
 def test_a_landing_runs_vllm_only_where_its_part_changed(monkeypatch):
     for has_changed in (True, False):
         monkeypatch.setattr(run, "changed_since", lambda commit, paths, answer=has_changed: answer)
 
-        names = [stage.name for stage in run.landing({"commit": "0" * 40})]
+        names = [stage.name for stage in run.landing({"commit": "0" * 40, "stages": {"engines": 600}})]
 
         assert names[0] == "tests without processes"
         assert ("conformance of vLLM" in names) is has_changed
+    # Nor where the last run of everything came to its deadline before the engines.
+    assert "conformance of vLLM" in [stage.name for stage in run.landing({"commit": "0" * 40, "stages": {}})]
 
 
 @pytest.mark.process

@@ -178,7 +178,6 @@ async def test_nothing_is_retired_before_plans_of_an_earlier_process_have_ended(
     await core.close()
 
 
-@pytest.mark.files
 def test_deltas_are_kept_at_least_as_long_as_samplers_may_ask_for_them():
     with pytest.raises(ValidationError, match="keep_versions is below max_staleness_versions"):
         CoordinatorConfig(keep_versions=7, max_staleness_versions=8)
@@ -187,6 +186,7 @@ def test_deltas_are_kept_at_least_as_long_as_samplers_may_ask_for_them():
     assert CoordinatorConfig(max_staleness_versions=100).merge_window_versions == 400
 
 
+@pytest.mark.files
 async def test_full_quota_deletes_before_it_refuses_and_names_its_key(tmp_path):
     async with keeping(tmp_path, merged_bytes=0, keep_versions=40) as (core, _):
         run = await published(core, tmp_path, 20)
@@ -395,7 +395,6 @@ async def test_merged_delta_that_somebody_fetches_outlives_its_use(tmp_path):
         assert not core.merges.path(merged).exists()
 
 
-@pytest.mark.files
 # Of the header's bytes: the state it starts from and the one it leads to.
 @pytest.mark.parametrize("place", [44, 76], ids=["from", "to"])
 def test_payload_of_another_way_is_found_though_its_chunks_lead_to_the_state(tmp_path, place):
@@ -423,6 +422,7 @@ def test_payload_of_another_way_is_found_though_its_chunks_lead_to_the_state(tmp
     assert found.value.index == 1
 
 
+@pytest.mark.files
 async def test_nothing_is_retired_when_the_head_cannot_be_rebuilt(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, _):
         run = await published(core, tmp_path, 5)

@@ -47,13 +47,13 @@ $(SETUP): requirements/lock.txt requirements/environment.sh pyproject.toml
 demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind; ends with a report
 	$(BIN)/heterorl demo
 
-test: $(SETUP)  ## Run what a change must pass, 12 minutes on two cores; or one part: T=tests/unit/sampler
+test: $(SETUP)  ## Run what a change must pass, a quarter of an hour on two cores; or one part: T=tests/unit/sampler
 	$(if $(T),OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not image and not compiler and not nodes" $(T),$(RUN) landing)
 
 test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Run all tests with coverage, engines, trackers and small campaigns; writes tests/all.json; an hour
 	$(RUN) all
 
-test-fast: $(SETUP)  ## Run the tests that start no process; 4 minutes
+test-fast: $(SETUP)  ## Run the tests that start no process; 5 minutes
 	$(RUN) fast
 
 test-near: $(SETUP)  ## Run the test files that import or name what changed since the last commit, or since BASE=COMMIT

@@ -84,7 +84,13 @@ def test_stages_of_the_second_tier_are_skipped_by_name_behind_the_deadline(monke
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("text", "healed", "failed"), [(FLAKY, 1, 0), (FLAKY.replace("known =", "known = 0 and"), 0, 1)]
+    ("text", "healed", "failed"),
+    [
+        (FLAKY, 1, 0),
+        (FLAKY.replace("known =", "known = 0 and"), 0, 1),
+        (FLAKY.replace("assert known", "assert known and __import__('pytest').skip('not here')"), 0, 1),
+    ],
+    ids=["passes", "fails", "is skipped"],
 )
 def test_what_failed_runs_once_more_alone_and_is_named(stage, text, healed, failed):
     outcome = run.run_stage(stage(text), stops=True)

@@ -1,4 +1,4 @@
-"""Where programs of Debian's packages are, for whoever asks before they are needed."""
+"""The paths of programs that Debian's packages install."""
 
 from __future__ import annotations
 

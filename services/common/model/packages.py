@@ -55,7 +55,7 @@ def installed(name: str) -> str | None:
 
 
 def _version_of(distributions: Sequence[str]) -> str:
-    """Of the first that is there; empty where none is."""
+    """The version of the first distribution that is installed; empty where none is."""
     for distribution in distributions:
         try:
             return version(distribution)

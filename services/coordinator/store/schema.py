@@ -183,5 +183,5 @@ STEPS = {1: FROM_1, 2: FROM_2, 3: FROM_3, 4: FROM_4, 5: FROM_5, 6: FROM_6}
 
 
 def steps_from(version: int) -> str:
-    """What makes a store of an earlier schema, a key of STEPS, one of this."""
+    """The statements that migrate a store of an earlier schema, a key of STEPS, to this one."""
     return "".join(STEPS[each] for each in range(version, SCHEMA_VERSION))

@@ -69,7 +69,7 @@ def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, give
     Args:
         code: of the completion.
         tests: of its prompt.
-        sandbox: whose limits are those of one test.
+        sandbox: its limits hold for one test.
         cpu_s: processor time for all tests, seconds.
         gives_share: whether some tests are worth something.
 

@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one process inside; `num_processes` and `work_bytes` of all together.
+    """The limits of one process inside; `num_processes` and `work_bytes` hold for all of them together.
 
     `cpu_s` is processor time, `timeout_s` that of the clock for what sleeps; both from when the foreign code begins.
     """

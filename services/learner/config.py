@@ -68,7 +68,8 @@ class LearnerConfig(Config):
     use_chat_template: bool = False
     """Whether prompts go through the tokenizer's chat template; the same on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the template is given beside the messages, such as `enable_thinking = false`; the same on every node."""
+    """What the template is given beside the messages, such as `enable_thinking = false`; the same on every node.
+    `strftime_now = "2026-11-25"` is the date for templates that write one; without it they write 1 January 2025."""
     group_size: int = Field(default=8, ge=1, le=4096)
     """Rollouts of one prompt."""
     groups_per_step: int = Field(default=32, ge=1)

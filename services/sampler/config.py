@@ -177,7 +177,8 @@ class SamplerConfig(Config):
     use_chat_template: bool = False
     """Send prompts through the tokenizer's chat template; the same on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the template is given beside the messages, such as `enable_thinking = false`; the same on every node."""
+    """What the template is given beside the messages, such as `enable_thinking = false`; the same on every node.
+    `strftime_now = "2026-11-25"` is the date for templates that write one; without it they write 1 January 2025."""
     seeded_sampling: bool = False
     """Draw every token with noise that the assignment, the weights and the position decide, so that the learner can
     repeat the draws; engine hf, without top_p and top_k. vLLM cannot: its rollouts are checked by log-probs alone."""

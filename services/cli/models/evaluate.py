@@ -109,7 +109,7 @@ def _evaluate(
     by_subject = not config.model_dir and not is_run
     prompter = cache(lambda: prompter_of(config.model_copy(update={"model_dir": subject}) if by_subject else config))
 
-    def measure(of: Sequence[Prompt]) -> list[int]:
+    def measure(of: Sequence[Prompt]) -> list[int | None]:
         return prompter().num_tokens(of)
 
     with ExitStack() as stack:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from heterorl.common.errors import ConfigError, InvalidRequest
+from heterorl.common.model.template import CLOCK, DATE, has_clock, source_of
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import (
@@ -74,11 +75,14 @@ def tokenizer_digest(tokenizer: Any) -> Digest:
 def chat_template_digest(
     tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Digest:
-    """Digest of the template that prompts go through and of its arguments; of nothing when none is used."""
+    """Digest of the template that prompts go through, its arguments and its date; of nothing when none is used."""
     if not use_chat_template:
         return bytes_digest(b"")
-    arguments = f"\n{json.dumps(dict(template_arguments), sort_keys=True)}" if template_arguments else ""
-    return bytes_digest(f"{tokenizer.chat_template or ''}{arguments}".encode())
+    source, arguments = source_of(tokenizer), dict(template_arguments)
+    if has_clock(source):
+        arguments.setdefault(CLOCK, DATE)
+    written = f"\n{json.dumps(arguments, sort_keys=True)}" if arguments else ""
+    return bytes_digest(f"{source}{written}".encode())
 
 
 def build_contract(

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.template import ChatTemplate
 from heterorl.common.types.common import MAX_END_TOKENS
 
 _KEY = "eos_token_id"
+_ANSWER = "Yes"
 
 
 def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
@@ -25,6 +27,16 @@ def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
         raise ConfigError("model_dir", f"{_KEY} in the files of {model_dir} is no list of token ids: {named!r}"[:300])
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return tuple(sorted({*listed, *own}))
+
+
+def turn_end(template: ChatTemplate) -> str:
+    """What a chat template writes behind an assistant's answer.
+
+    Raises:
+        TemplateError: it writes no such turn; what it computes may raise what Python raises.
+    """
+    turns = [{"role": "user", "content": _ANSWER}, {"role": "assistant", "content": _ANSWER}]
+    return template.write(turns, begins_answer=False).rpartition(_ANSWER)[2]
 
 
 def _is_id(number: object) -> bool:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import check_model_dir, first_line
-from heterorl.common.model.ending import end_token_ids
+from heterorl.common.model.ending import end_token_ids, turn_end
+from heterorl.common.model.template import CLOCK, DATE, ChatTemplate, has_clock, source_of
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.types.common import Int32Array
+
+_LOG = logging.getLogger(__name__)
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+_SWITCH = "set use_chat_template = true"
+_PROBE = "0"
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a template raises, which computes, such as with a part that these messages lack."""
 
 
 class Prompter:
@@ -34,7 +44,7 @@ class Prompter:
             template_arguments: what the template is given beside them, such as enable_thinking.
 
         Raises:
-            ConfigError: there is no tokenizer, no template, or none that takes such arguments.
+            ConfigError: there is no tokenizer, no template that can be used, or it takes no such arguments.
         """
         check_model_dir(model_dir)
         from transformers import AutoTokenizer
@@ -43,21 +53,46 @@ class Prompter:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
         except (OSError, ValueError) as error:
             raise ConfigError("model_dir", f"cannot load a tokenizer from {model_dir}: {first_line(error)}") from error
-        if use_chat_template and not self.tokenizer.chat_template:
-            raise ConfigError("use_chat_template", f"the tokenizer of {model_dir} has no chat template")
-        if self.tokenizer.eos_token_id is None:
-            raise ConfigError("model_dir", f"the tokenizer of {model_dir} has no end-of-sequence token")
         if template_arguments and not use_chat_template:
             raise ConfigError("chat_template_arguments", "prompts go through no template", action=_SWITCH)
-        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
-        taken = template_arguments.keys() & own
-        if taken:
-            raise ConfigError("chat_template_arguments", f"{', '.join(sorted(taken))}: heterorl sets it itself")
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError("model_dir", f"the tokenizer of {model_dir} has no end-of-sequence token")
         self.use_chat_template = use_chat_template
         self.template_arguments = dict(template_arguments)
+        self._template = self._compiled(model_dir) if use_chat_template else None
+        self._opening = [] if use_chat_template else _opening_of(self.tokenizer)
 
-        self.end_token_ids = end_token_ids(model_dir, self.tokenizer)
-        """Ids that end a completion, ascending, as the model's files say."""
+        self.end_token_ids = self._ends(model_dir)
+        """Ids that end a completion, ascending, as the model's files and its template say."""
+
+    def _compiled(self, model_dir: str) -> ChatTemplate:
+        source = source_of(self.tokenizer)
+        if not source:
+            raise ConfigError("use_chat_template", f"the tokenizer of {model_dir} has no chat template")
+        taken = self.template_arguments.keys() & _OURS
+        if taken:
+            raise ConfigError("chat_template_arguments", f"{', '.join(sorted(taken))}: heterorl sets it itself")
+        if has_clock(source):
+            told = self.template_arguments.get(CLOCK, DATE)
+            _LOG.info("a prompt's template may write the date: it is %s (chat_template_arguments.%s)", told, CLOCK)
+        return ChatTemplate(self.tokenizer, arguments=self.template_arguments)
+
+    def _ends(self, model_dir: str) -> tuple[int, ...]:
+        named = end_token_ids(model_dir, self.tokenizer)
+        if self._template is None:
+            return named
+        try:
+            behind = turn_end(self._template)
+        except _TEMPLATE_ERRORS:
+            return named
+        ids = self.tokenizer.encode(behind.lstrip(), add_special_tokens=False)[:1]
+        if ids and ids[0] in self.tokenizer.added_tokens_decoder:
+            return tuple(sorted({*named, *ids}))
+        _LOG.warning(
+            "the template ends an answer by %r, which is no special token: a completion ends by the tokens %s, or by"
+            " sampling.max_new_tokens (set sampling.end_token_ids)", behind, ", ".join(map(str, named)),
+        )  # fmt: skip
+        return named
 
     @property
     def eos_token_id(self) -> int:
@@ -74,51 +109,59 @@ class Prompter:
         Raises:
             PromptRefused: it is messages, and no template is used or this one refuses them.
         """
-        # The template writes its own special tokens.
-        ids = self.tokenizer.encode(self._written(prompt), add_special_tokens=not self.use_chat_template)
-        return np.array(ids, np.int32)
+        ids = self.tokenizer.encode(self._written(prompt), add_special_tokens=False)
+        return np.array(self._opened(ids), np.int32)
 
-    def num_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
-        """How many tokens each prompt has; all at once, which is many times as fast."""
-        texts = [self._written(prompt) for prompt in prompts]
+    def num_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
+        """How many tokens each prompt has, None where it is refused; all at once, which is many times as fast."""
+        texts: dict[int, str] = {}
+        for number, prompt in enumerate(prompts):
+            with suppress(PromptRefused):
+                texts[number] = self._written(prompt)
         if not texts:
-            return []
-        found = self.tokenizer(texts, add_special_tokens=not self.use_chat_template, return_attention_mask=False)
-        return [len(ids) for ids in found["input_ids"]]
+            return [None] * len(prompts)
+        found = self.tokenizer(list(texts.values()), add_special_tokens=False, return_attention_mask=False)
+        sizes = {number: len(self._opened(ids)) for number, ids in zip(texts, found["input_ids"], strict=True)}
+        return [sizes.get(number) for number in range(len(prompts))]
+
+    def _opened(self, ids: list[int]) -> list[int]:
+        """Ids with the tokens that open a text, once; a template writes its own."""
+        return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
 
     def _written(self, prompt: Prompt) -> str:
-        if not self.use_chat_template:
+        if self._template is None:
             if prompt.messages:
                 problem = "prompts are messages (task.data.messages, task.system_prompt), and no template writes them"
                 raise PromptRefused("use_chat_template", problem, action=_SWITCH)
             return prompt.text
         messages = prompt.messages or (Message(role="user", content=prompt.text),)
-        from jinja2 import TemplateError
-
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [{"role": message.role, "content": message.content} for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.template_arguments,
+            return self._template.write(
+                [{"role": message.role, "content": message.content} for message in messages], begins_answer=True
             )
-        # A template computes, such as with a part that these messages lack.
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             roles = ", ".join(message.role for message in messages)
             problem = f"the model's template refuses messages of {roles}: {first_line(error)}"
             raise PromptRefused(
                 "use_chat_template", problem, action="correct the data, or task.system_prompt"
             ) from error
-        return text
 
     def tokens(self, completion: str) -> Int32Array:
         """Token ids of a completion, int32, without its end."""
         return np.array(self.tokenizer.encode(completion, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: Int32Array) -> str:
-        """Text of a completion, special tokens left out."""
-        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        """Text of a completion as it was written, special tokens left out."""
+        # A tokenizer's file may ask for another text, without the space before a full stop.
+        text: str = self.tokenizer.decode(
+            token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
 
-_SWITCH = "set use_chat_template = true"
+def _opening_of(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts before a text; those that it puts behind one would end a prompt."""
+    plain = tokenizer.encode(_PROBE, add_special_tokens=False)
+    marked = tokenizer.encode(_PROBE)
+    starts = [start for start in range(len(marked)) if marked[start : start + len(plain)] == plain]
+    return list(marked[: starts[0]]) if starts else []

@@ -35,7 +35,7 @@ class Prompt:
     """What the model is asked, where it is more than one user's message; the last one is `text`."""
 
 
-Measure = Callable[[Sequence[Prompt]], list[int]]
+Measure = Callable[[Sequence[Prompt]], list[int | None]]
 """Tokens of prompts as a node writes them, template included."""
 
 

@@ -148,13 +148,17 @@ def _short(columns: Columns, rows: Rows, most: int, measure: Measure | None) -> 
     """Rows whose prompts have at most so many tokens."""
     if measure is None:
         raise ConfigError("task.data.max_prompt_tokens", "counts tokens, and no tokenizer is here", action="remove it")
-    keep = np.zeros(rows.size, np.bool_)
+    lengths: list[int | None] = []
     for first in range(0, rows.size, _AT_ONCE):
-        some = rows[first : first + _AT_ONCE]
-        lengths = measure([columns.prompt(int(row), index=0) for row in some])
-        keep[first : first + _AT_ONCE] = np.array(lengths) <= most
-    if not keep.all():
-        _LOG.info("task.data.max_prompt_tokens: %d of %d prompts are longer and left out", (~keep).sum(), rows.size)
+        lengths += measure([columns.prompt(int(row), index=0) for row in rows[first : first + _AT_ONCE]])
+    refused = [int(row) for row, length in zip(rows, lengths, strict=True) if length is None]
+    if refused:
+        problem = "%d of %d prompts are refused by the model's template and left out, the first is row %d"
+        _LOG.warning(problem, len(refused), rows.size, refused[0])
+    keep = np.array([length is not None and length <= most for length in lengths], np.bool_)
+    num_long = int((~keep).sum()) - len(refused)
+    if num_long:
+        _LOG.info("task.data.max_prompt_tokens: %d of %d prompts are longer and left out", num_long, rows.size)
     return rows[keep]
 
 

@@ -195,6 +195,7 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
     from heterorl.common.model import tensors
     from heterorl.common.model.adapters import attach
     from heterorl.common.model.building import BUILDING
+    from heterorl.common.model.room import room_of
     from heterorl.common.model.routing import routing_shape
 
     settings: Any = AutoConfig.from_pretrained(model_dir)
@@ -205,7 +206,7 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
         attach(model, lora.settings(Digest("")))
     layout = tensors.layout_of(model, published_dtype)  # type: ignore[arg-type] # one of the configuration's names
     routed_token_bytes = routing_shape(model).token_bytes if records_routing else 0
-    return layout.layout_id, int(settings.vocab_size), routed_token_bytes
+    return layout.layout_id, room_of(settings).vocab_size, routed_token_bytes
 
 
 def _disk_trouble(place: Path, error: OSError) -> Trouble:

@@ -1,5 +1,4 @@
-"""Texts that every launcher writes: TOML and YAML with a word of what they are, certs.sh, the README's common"
-" parts."""
+"""Texts that every launcher writes: TOML and YAML with a comment, certs.sh, the common parts of the README."""
 
 from __future__ import annotations
 

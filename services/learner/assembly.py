@@ -16,6 +16,7 @@ from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.room import room_of
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
@@ -95,7 +96,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         template_arguments=config.chat_template_arguments,
         task=task,
         layout_id=backend.layout.layout_id,
-        vocab_size=int(model.config.vocab_size),
+        vocab_size=room_of(model.config).vocab_size,
         group_size=config.group_size,
         sampling=sampling,
         end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,

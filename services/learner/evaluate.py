@@ -51,7 +51,7 @@ class Evaluator:
         """Mean reward over held-out completions, which is the accuracy where rewards are 0 and 1.
 
         A completion whose verifier fails is left out and counted: it is not a wrong answer. A prompt that the template
-        refuses is left out.
+        or the engine refuses is left out.
         """
         started = time.perf_counter()
         self._engine.load(arena, version)
@@ -65,7 +65,8 @@ class Evaluator:
         rewards: list[float] = []
         samples: list[EvaluationSample] = []
         num_errors = 0
-        for prompt, group in zip(prompts, completions, strict=True):
+        drawn = [(prompt, group) for prompt, group in zip(prompts, completions, strict=True) if group]
+        for prompt, group in drawn:
             rollouts: list[SampleRollout] = []
             for completion in group:
                 parts: tuple[RewardPart, ...] = ()
@@ -101,7 +102,7 @@ class Evaluator:
         return Evaluation(
             version=version,
             accuracy=sum(rewards) / len(rewards) if rewards else None,
-            num_prompts=len(prompts),
+            num_prompts=len(drawn),
             num_completions=len(rewards),
             num_errors=num_errors,
             seconds=time.perf_counter() - started,

@@ -102,7 +102,7 @@ def _vllm(
 
     return Engines(
         engine=engine,
-        vocab_size=source.vocab_size,
+        vocab_size=source.room.vocab_size,
         lora=source.lora,
         routed_token_bytes=0,
         base=source.base,

@@ -83,25 +83,29 @@ class _ReturnReason:
 class _ReturnReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ReturnReason.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     RETURN_REASON_UNSPECIFIED: _ReturnReason.ValueType  # 0
-    """None: the site ends, or its engine or link failed."""
+    """None: the site ends, or its link failed."""
     RETURN_REASON_REWARD_FAILED: _ReturnReason.ValueType  # 1
     """A reward of one of its completions could not be computed."""
     RETURN_REASON_PROMPT_REFUSED: _ReturnReason.ValueType  # 2
     """The run's template refuses its messages."""
     RETURN_REASON_PROMPT_TOO_LONG: _ReturnReason.ValueType  # 3
     """Its prompt leaves no room for a completion."""
+    RETURN_REASON_ENGINE_FAILED: _ReturnReason.ValueType  # 4
+    """The engine failed while it computed this row, perhaps for another one."""
 
 class ReturnReason(_ReturnReason, metaclass=_ReturnReasonEnumTypeWrapper):
     """ReturnReason is the closed set of reasons for which a row gives no group, whoever tries."""
 
 RETURN_REASON_UNSPECIFIED: ReturnReason.ValueType  # 0
-"""None: the site ends, or its engine or link failed."""
+"""None: the site ends, or its link failed."""
 RETURN_REASON_REWARD_FAILED: ReturnReason.ValueType  # 1
 """A reward of one of its completions could not be computed."""
 RETURN_REASON_PROMPT_REFUSED: ReturnReason.ValueType  # 2
 """The run's template refuses its messages."""
 RETURN_REASON_PROMPT_TOO_LONG: ReturnReason.ValueType  # 3
 """Its prompt leaves no room for a completion."""
+RETURN_REASON_ENGINE_FAILED: ReturnReason.ValueType  # 4
+"""The engine failed while it computed this row, perhaps for another one."""
 Global___ReturnReason: typing_extensions.TypeAlias = ReturnReason
 
 class _DropReason:

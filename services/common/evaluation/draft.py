@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from heterorl.common.generation.requests import Completion
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.evaluation import MAX_REWARD, PromptResult, ScoredSample
+from heterorl.common.types.evaluation import PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason
 
 
@@ -28,14 +28,18 @@ class PromptDraft:
         return len(self.samples) == self.num_samples
 
     def note(self, number: int, completion: Completion, *, text: str, reward: float | None) -> None:
-        """Note completion `number` with its reward, None where none could be computed or it is beyond all bounds."""
-        is_number = reward is not None and abs(reward) <= MAX_REWARD
+        """Note completion `number` with its reward, None where none could be computed."""
         self.samples[number] = ScoredSample(
-            reward=reward if is_number else None,
+            reward=reward,
             num_tokens=int(completion.token_ids.size),
             is_truncated=completion.finish_reason is FinishReason.LENGTH,
             text=text,
         )
+
+    def refused(self) -> PromptResult:
+        """The result of a prompt that cannot be drawn: none of its completions has a reward."""
+        none = ScoredSample(reward=None, num_tokens=0, is_truncated=False)
+        return PromptResult(prompt_index=self.prompt_index, samples=(none,) * self.num_samples, prompt=self.prompt.text)
 
     def result(self) -> PromptResult:
         """All of it."""

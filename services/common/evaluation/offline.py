@@ -1,7 +1,8 @@
 """Evaluates a set with an engine that has nothing else under way, in the caller's thread.
 
 Guarantees: the engine always has a little more than it computes at once, and no more; rewards are computed beside
-generation by as many processes as the task has; a reward that fails is counted and left out.
+generation by as many processes as the task has; a reward that fails is counted and left out, and so are the completions
+of a prompt that the template or the engine refuses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from heterorl.common.errors import ConfigError, EngineError, RewardError
+from heterorl.common.errors import EngineError, PromptRefused, RewardError
 from heterorl.common.evaluation.draft import PromptDraft
 from heterorl.common.evaluation.draws import Block, blocks_of, request_of
 from heterorl.common.generation.engine import Engine
@@ -45,7 +46,7 @@ def evaluate_set(
         on_prompt: called as each prompt is done, in the order in which they are.
 
     Raises:
-        ConfigError: a prompt leaves no room for a completion.
+        PromptRefused: all of the prompts are refused.
         EngineError: not all of them ended.
     """
     waiting = _requests(task, prompter, draws, indices)
@@ -53,16 +54,24 @@ def evaluate_set(
     under_way: dict[int, tuple[PromptDraft, Block, int]] = {}
     scoring: dict[Future[float | None], _Scored] = {}
     results: list[PromptResult] = []
+    refused: dict[int, PromptRefused] = {}
     with ThreadPoolExecutor(num_workers, thread_name_prefix="reward") as threads:
         try:
             while True:
-                _fill(engine, waiting, under_way)
+                for draft, error in _fill(engine, waiting, under_way):
+                    if draft.prompt_index not in refused:
+                        _LOG.warning("held-out prompt %d cannot be drawn: %s", draft.prompt_index, error)
+                        refused[draft.prompt_index] = error
+                        results.append(draft.refused())
+                        on_prompt(results[-1])
                 if under_way:
                     for draft, number, completion in _collected(engine, under_way):
                         text = prompter.decode(completion.token_ids)
                         future = threads.submit(_reward, task, draft.prompt, text)
                         scoring[future] = (draft, number, completion, text)
                 elif not scoring:
+                    if refused and len(refused) == len(results):
+                        raise next(iter(refused.values()))
                     return sorted(results, key=lambda result: result.prompt_index)
                 done = {future for future in scoring if future.done()}
                 if not done and not under_way:
@@ -82,33 +91,43 @@ def evaluate_set(
 
 def _requests(
     task: Task, prompter: Prompter, draws: EvaluationDraws, indices: Sequence[int]
-) -> Iterator[tuple[PromptDraft, Block, Request]]:
+) -> Iterator[tuple[PromptDraft, Block, Request] | tuple[PromptDraft, PromptRefused]]:
     keys = itertools.count()
     for index in indices:
         prompt = task.evaluation_prompt(index)
-        ids = prompter.encode_prompt(prompt)
         draft = PromptDraft(prompt_index=index, prompt=prompt, num_samples=draws.num_samples)
+        try:
+            ids = prompter.encode_prompt(prompt)
+        except PromptRefused as error:
+            yield draft, error
+            continue
         for block in blocks_of(draws):
             yield draft, block, request_of(draws, block, key=next(keys), prompt_index=index, prompt=ids)
 
 
 def _fill(
     engine: Engine,
-    waiting: Iterator[tuple[PromptDraft, Block, Request]],
+    waiting: Iterator[tuple[PromptDraft, Block, Request] | tuple[PromptDraft, PromptRefused]],
     under_way: dict[int, tuple[PromptDraft, Block, int]],
-) -> None:
+) -> list[tuple[PromptDraft, PromptRefused]]:
+    """Ask the engine for as much as it has room for; the prompts that were refused."""
+    refused: list[tuple[PromptDraft, PromptRefused]] = []
     limit = engine.max_running + max(1, engine.max_running // 4)
     while sum(left for _, _, left in under_way.values()) < limit:
         following = next(waiting, None)
         if following is None:
-            return
+            break
+        if len(following) == 2:
+            refused.append(following)
+            continue
         draft, block, request = following
         try:
             engine.submit(request)
-        except ConfigError as error:
-            problem = error.args[0].removeprefix(f"{error.key}: ")
-            raise ConfigError(error.key, f"held-out prompt {draft.prompt_index}: {problem}") from error
-        under_way[request.key] = (draft, block, block.count)
+        except PromptRefused as error:
+            refused.append((draft, error))
+        else:
+            under_way[request.key] = (draft, block, block.count)
+    return refused
 
 
 def _collected(

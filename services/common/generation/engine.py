@@ -13,14 +13,17 @@ token was drawn from, and its log-probs are of those logits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from heterorl.common.errors import EngineError
+from heterorl.common.errors import EngineError, PromptRefused
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request, in_order
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
+
+_LOG = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -76,6 +79,7 @@ class Engine(Protocol):
 
         Raises:
             PromptTooLong: the prompt leaves no room for a completion.
+            PromptRefused: it has a token that is none of the model's.
             EngineError: no trusted version is loaded.
         """
         ...
@@ -101,8 +105,10 @@ def generate_all(
 ) -> list[list[Completion]]:
     """Draw `num_per_prompt` completions of each prompt with an engine that has nothing else under way.
 
+    Returns:
+        The completions of each prompt; none of a prompt that the engine refuses, with a line in the log.
+
     Raises:
-        PromptTooLong: a prompt leaves no room for a completion.
         EngineError: not all of them ended.
     """
     requests = [
@@ -110,10 +116,16 @@ def generate_all(
         for key, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     finished: list[Finished] = []
+    taken: list[Request] = []
     try:
         for request in requests:
-            engine.submit(request)
-        while len(finished) < len(requests) * num_per_prompt:
+            try:
+                engine.submit(request)
+            except PromptRefused as error:
+                _LOG.warning("prompt %d of %d is left out: %s", request.key, len(requests), error)
+            else:
+                taken.append(request)
+        while len(finished) < len(taken) * num_per_prompt:
             news = [one for one in engine.collect() if isinstance(one, Finished)]
             if not news:
                 raise EngineError("what was being generated was given up")
@@ -121,4 +133,5 @@ def generate_all(
     except BaseException:
         engine.cancel()
         raise
-    return in_order(finished, requests)
+    drawn = dict(zip((request.key for request in taken), in_order(finished, taken), strict=True))
+    return [drawn.get(request.key, []) for request in requests]

@@ -25,8 +25,10 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.canary import ScoredText
+from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.room import room_of
 from heterorl.common.model.routing import RouterRecorder
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
@@ -96,7 +98,9 @@ class HfEngine:
         self._rows: Rows | None = None
         self._num_cancels = 0
         self.name = f"hf-{__version__}"
-        self.vocab_size = int(model.config.vocab_size)
+        self._room = room_of(model.config)
+        self._room.check_length(sampling.max_new_tokens)
+        self.vocab_size = self._room.vocab_size
         self.dtype = compute_dtype
 
     @property
@@ -128,12 +132,12 @@ class HfEngine:
         """Score one text after another: few and short.
 
         Raises:
-            EngineError: the device has no room for them beside what is under way.
+            EngineError: the device has no room for them beside what is under way, or the model fails.
         """
         try:
             return self._scores(texts)
-        except torch.OutOfMemoryError as error:
-            raise _no_memory(error) from error
+        except Exception as error:
+            raise _failure(error) from error
 
     def _scores(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         scores = []
@@ -149,7 +153,14 @@ class HfEngine:
         """Nothing: it computes in this process."""
 
     def submit(self, request: Request) -> None:
-        """Take a request: its completions join what is computed, all together, as soon as there is room for them."""
+        """Take a request: its completions join what is computed, all together, as soon as there is room for them.
+
+        Raises:
+            PromptTooLong: the prompt leaves no room for a completion.
+            PromptRefused: it has a token that is none of the model's.
+        """
+        sampling = request.sampling or self._sampling
+        self._room.check(request.prompt, sampling.max_new_tokens)
         with self._guard:
             self._waiting.append(request)
 
@@ -158,7 +169,7 @@ class HfEngine:
         """Compute, in this thread, until a completion ends.
 
         Raises:
-            EngineError: the device has too little memory; everything under way is given up.
+            EngineError: the device has too little memory, or the model fails; everything under way is given up.
         """
         num_cancels = self._num_cancels
         try:
@@ -175,9 +186,9 @@ class HfEngine:
                     self._rows = rows
                 if ended:
                     return list(ended)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
             self.cancel()
-            raise _no_memory(error) from error
+            raise _failure(error) from error
         except BaseException:
             self.cancel()
             raise
@@ -237,5 +248,8 @@ class HfEngine:
             return self.model(**inputs), self._version
 
 
-def _no_memory(error: Exception) -> EngineError:
-    return EngineError(f"the device is out of memory: {error}", action="lower engine.batch_rows")
+def _failure(error: Exception) -> EngineError:
+    # The CPU's allocator raises no error of its own class.
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
+        return EngineError(f"the device is out of memory: {first_line(error)}", action="lower engine.batch_rows")
+    return EngineError(f"the model cannot compute what is under way: {type(error).__name__}: {first_line(error)}")

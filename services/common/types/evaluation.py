@@ -13,8 +13,6 @@ MAX_PARTS = 64
 """That one site may hold."""
 PART_SAMPLES = 64
 """Completions of one part, unless a single prompt has more."""
-MAX_REWARD = 1e9
-"""Of one completion, either way: squares and sums of any number of them are finite."""
 MAX_TEXT = 1 << 14
 """Characters of a prompt or a completion that travel; the rest is cut."""
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from heterorl.common.errors import RewardError
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SiteId
 
 
@@ -44,6 +45,8 @@ MAX_PART_NAME = 128
 """Characters of a part's name, all printable."""
 MAX_PART_VALUE = 1e15
 """Largest |value| of a part, before its weight: up to here every whole number is exact, and no sum overflows."""
+MAX_REWARD = 1e6
+"""Largest |reward| of a completion: beyond it an average overflows or says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,19 @@ class RewardPart:
 
 
 def total_reward(parts: Iterable[RewardPart]) -> float:
-    """The reward that named parts make: sum of weight x value, rounded once.
+    """The reward that named parts make.
+
+    Raises:
+        RewardError: it is beyond MAX_REWARD, which no learner trains on.
+    """
+    total = weighted_sum(parts)
+    if not abs(total) <= MAX_REWARD:
+        raise RewardError(f"a reward of {total:g}; at most {MAX_REWARD:g} either way is trained on")
+    return total
+
+
+def weighted_sum(parts: Iterable[RewardPart]) -> float:
+    """The sum of weight x value, rounded once.
 
     So 0.7 + 0.2 + 0.1 is 1.0, whatever the order of the parts, and counts as right where 1.0 is asked for.
     """
@@ -151,6 +166,7 @@ class ReturnReason(enum.Enum):
     REWARD_FAILED = "reward_failed"
     PROMPT_REFUSED = "prompt_refused"
     PROMPT_TOO_LONG = "prompt_too_long"
+    ENGINE_FAILED = "engine_failed"
 
 
 class DropReason(enum.Enum):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import (
-    MAX_REWARD,
     MAX_TEXT,
     Estimate,
     Evaluation,
@@ -22,6 +21,7 @@ from heterorl.common.types.evaluation import (
     PromptResult,
     ScoredSample,
 )
+from heterorl.common.types.rollout import MAX_REWARD
 from heterorl.v1 import evaluation_pb2
 
 _STATE = {state: evaluation_pb2.EvaluationState.Value(f"EVALUATION_STATE_{state.name}") for state in EvaluationState}

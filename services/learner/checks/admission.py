@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heterorl.common.model.routing import RoutingShape
-from heterorl.common.types.rollout import MAX_PART_VALUE, Group
+from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD, Group
 from heterorl.common.types.words import peer_words
 from heterorl.learner.checks.judge import SOUND, Finding
-
-MAX_REWARD = 1e6
-"""Largest |reward| that is trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +36,7 @@ def judge(group: Group, limits: Limits) -> Finding:
         return Finding(detail="the prompt has no token")
     absurd = [rollout.reward for rollout in group.rollouts if not abs(rollout.reward) <= MAX_REWARD]
     if absurd:
-        detail = f"a reward of {absurd[0]:g}; beyond {MAX_REWARD:g} an average of rewards overflows or says nothing"
-        return Finding(detail=detail)
+        return Finding(detail=f"a reward of {absurd[0]:g}; at most {MAX_REWARD:g} either way is trained on")
     parts = [part for rollout in group.rollouts for part in rollout.reward_parts]
     absurd_parts = [part for part in parts if not abs(part.value) <= MAX_PART_VALUE]
     if absurd_parts:

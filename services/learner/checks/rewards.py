@@ -14,7 +14,7 @@ from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
-from heterorl.common.types.rollout import DropReason, Group, RewardPart, Rollout, total_reward
+from heterorl.common.types.rollout import DropReason, Group, RewardPart, Rollout, weighted_sum
 from heterorl.learner.checks.judge import SOUND, Finding
 
 RUN_AGAIN = 2
@@ -164,7 +164,7 @@ def tried_here(task: Task, *, asks_others: bool) -> Task:
 
 def _problem(rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> str:
     """In what a rollout's reward or its parts differ from those computed."""
-    total = total_reward(computed)
+    total = weighted_sum(computed)
     if not abs(rollout.reward - total) <= tolerance:
         return f"reward: {rollout.reward:g}, computed {total:g}"
     problem = _parts_problem(rollout.reward_parts, computed, tolerance=tolerance)

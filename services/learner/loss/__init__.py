@@ -1,4 +1,4 @@
-"""The loss as a value of parts: importance weight, clip, advantage, aggregation; twenty-nine algorithms in one table.
+"""The loss as a value of parts: importance weight, clip, advantage, aggregation; all algorithms in one table.
 
 Pure functions of tensors whose names carry their shape. Open `rule` first: the table of algorithms, and the way from a
 configuration to its parts; then `policy_loss`. The group expectation of GEPO is in `denominators`. A new algorithm is a

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from heterorl.common.errors import EngineError, RewardError
+from heterorl.common.errors import EngineError, PromptRefused, RewardError
 from heterorl.common.evaluation.draft import PromptDraft
 from heterorl.common.evaluation.draws import Block, blocks_of, request_of
 from heterorl.common.generation.engine import Engine
@@ -56,24 +56,31 @@ class Drawing:
         return rows + rows // 4 if self._guests.are_alone else max(1, int(rows * self._share))
 
     async def results(self, part: EvaluationPart, of: SiteSet) -> tuple[PromptResult, ...]:
-        """Draw and score the prompts of a part.
+        """Draw and score the prompts of a part; none of a prompt's completions has a reward where it cannot be drawn.
 
         Raises:
-            ConfigError: a prompt leaves no room for a completion.
+            ConfigError: the engine has no room for such completions.
             EngineError: the engine lost some of it, or drew with another version.
         """
         indices = range(part.first_prompt, part.first_prompt + part.num_prompts)
-        drafts, requests = await asyncio.to_thread(self._prepared, part, of.task, indices)
-        tasks = [
-            asyncio.ensure_future(self._block(part, of, drafts[index], block, request))
-            for index, block, request in requests
-        ]
+        refused: dict[int, PromptRefused] = {}
+        drafts, requests = await asyncio.to_thread(self._prepared, part, of.task, indices, refused)
+
+        async def drawn(index: int, block: Block, request: Request) -> None:
+            try:
+                await self._block(part, of, drafts[index], block, request)
+            except PromptRefused as error:
+                refused[index] = error
+
+        tasks = [asyncio.ensure_future(drawn(*each)) for each in requests]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return tuple(drafts[index].result() for index in indices)
+        for index, error in refused.items():
+            _LOG.warning("held-out prompt %d cannot be drawn: %s", index, error)
+        return tuple(drafts[index].refused() if index in refused else drafts[index].result() for index in indices)
 
     def close(self) -> None:
         """Wait for no reward any longer."""
@@ -81,14 +88,18 @@ class Drawing:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _prepared(
-        self, part: EvaluationPart, task: Task, indices: Sequence[int]
+        self, part: EvaluationPart, task: Task, indices: Sequence[int], refused: dict[int, PromptRefused]
     ) -> tuple[dict[int, PromptDraft], list[tuple[int, Block, Request]]]:
         drafts, requests = {}, []
         for index in indices:
             prompt = task.evaluation_prompt(index)
-            with self._maker.lock:
-                ids = self._maker.prompter.encode_prompt(prompt)
             drafts[index] = PromptDraft(prompt_index=index, prompt=prompt, num_samples=part.draws.num_samples)
+            try:
+                with self._maker.lock:
+                    ids = self._maker.prompter.encode_prompt(prompt)
+            except PromptRefused as error:
+                refused[index] = error
+                continue
             for block in blocks_of(part.draws):
                 key = next(self._maker.keys)
                 request = request_of(part.draws, block, key=key, prompt_index=index, prompt=ids)

@@ -150,9 +150,11 @@ class Harvest:
                 try:
                     ended = await asyncio.to_thread(self._engine.collect)
                 except EngineError as error:
-                    self._lose_all()
                     # A swap that failed says so itself.
-                    if not was_swapping and not self._swap.running.locked() and self._swap.version >= 0:
+                    is_by_swap = was_swapping or self._swap.running.locked() or self._swap.version < 0
+                    # One of the rows may be why, and would come back for ever.
+                    self._lose_all(None if is_by_swap else ReturnReason.ENGINE_FAILED)
+                    if not is_by_swap:
                         self._swap.note_failure(error)
                     self._news.ring()
             if ended:
@@ -233,10 +235,10 @@ class Harvest:
         for group in groups:
             self._swap.note_age("generate", group.oldest_version)
 
-    def _lose_all(self) -> None:
+    def _lose_all(self, reason: ReturnReason | None = None) -> None:
         self._guests.lose_all()
         for draft in self.drafts.lose_all():
-            self._give_up(draft)
+            self._give_up(draft, reason)
 
     async def _return(self) -> None:
         while True:

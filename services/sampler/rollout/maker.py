@@ -101,11 +101,14 @@ class RolloutMaker:
         """The parts of completions' rewards, in order.
 
         Raises:
-            RewardError: one could not be computed.
+            RewardError: one could not be computed, or is beyond what is trained on.
         """
         with self.lock:
             texts = [self.prompter.decode(completion.token_ids) for completion in completions]
-        return list(score_group(self.task, prompt, texts))
+        rows = list(score_group(self.task, prompt, texts))
+        for parts in rows:
+            total_reward(parts)
+        return rows
 
     def group(self, draft: Draft, *, state_roots: Mapping[int, Digest]) -> Group:
         """The group of a draft whose members all have their rewards; an outbox numbers it.

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from heterorl.common.errors import EngineDied, EngineError, PromptTooLong
+from heterorl.common.errors import ConfigError, EngineDied, EngineError
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.model.canary import ScoredText
@@ -67,7 +68,13 @@ class VllmEngine:
         self.dtype: str = options.compute_dtype
         self.canary_difference = 0.0
         self.max_running = options.batch_rows
-        self.max_model_len = options.max_model_len or int(source.model.config.max_position_embeddings)
+        self.max_model_len = options.max_model_len or source.room.positions
+        if not self.max_model_len:
+            raise ConfigError(
+                "engine.max_model_len", "the model's configuration names no longest text", action="set it"
+            )
+        self._room = replace(source.room, positions=self.max_model_len, key="engine.max_model_len")
+        self._room.check_length(source.sampling.max_new_tokens)
         self._arguments = {
             **options.arguments(max_model_len=self.max_model_len, logprobs_mode=logprobs_mode(source.sampling)),
             **source.weights.arguments(),
@@ -132,15 +139,12 @@ class VllmEngine:
 
         Raises:
             PromptTooLong: the prompt leaves no room for a completion.
+            PromptRefused: it has a token that is none of the model's.
             EngineError: the weights are not those of a version, or the process ended.
         """
         sampling = request.sampling or self._sampling
         limit = sampling.max_new_tokens
-        if request.prompt.size + limit > self.max_model_len:
-            raise PromptTooLong(
-                "engine.max_model_len",
-                f"{self.max_model_len} holds no prompt of {request.prompt.size} and {limit} new tokens",
-            )
+        self._room.check(request.prompt, limit)
         ids = request.prompt.tolist()
         with self._news:
             if not self._is_trusted:
@@ -261,7 +265,7 @@ class VllmEngine:
 
     def _check(self, arena: Arena, version: int) -> None:
         room = self.max_model_len - canary.NUM_NEW_TOKENS
-        prompts = canary.canary_prompts(self.source.vocab_size, max_length=room)
+        prompts = canary.canary_prompts(self.source.room.vocab_size, max_length=room)
         forced = settings(self._sampling, seed=canary.SEED, max_tokens=canary.NUM_NEW_TOKENS, prompt_logprobs=0)
         outputs = self._alive().ask([(prompt.tolist(), forced) for prompt in prompts])
         drawn = [output.outputs[0] for output in outputs]

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.room import room_of
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.sampler.vllm.canary import Reference
@@ -50,7 +50,8 @@ class VllmSource:
         self.model_dir = model_dir
         self.sampling = sampling
         self._canary_device = canary_device
-        self.model, self.vocab_size = _load_on_cpu(model_dir, published_dtype)
+        self.model = load_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[published_dtype]).eval()
+        self.room = room_of(self.model.config)
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
             attach(self.model, self.lora)
@@ -107,8 +108,3 @@ class VllmSource:
     def close(self) -> None:
         """Delete the directory of the weights."""
         self.weights.close()
-
-
-def _load_on_cpu(model_dir: str, dtype: Dtype) -> tuple[Any, int]:
-    model = load_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[dtype])
-    return model.eval(), int(model.config.vocab_size)

@@ -17,7 +17,7 @@ from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_parts
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, total_reward
+from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, weighted_sum
 from heterorl.common.wire.common import bytes_digest
 
 ABSENT = math.nan
@@ -71,7 +71,7 @@ class NamedReward:
         except RewardError as error:
             raise RewardError(f"task.rewards, {self.name}: {error}") from error
         if self.is_own_score:
-            return (RewardPart(name=self.name, value=total_reward(parts), weight=self.weight),)
+            return (RewardPart(name=self.name, value=weighted_sum(parts), weight=self.weight),)
         if len(parts) == 1 and parts[0].name == WHOLE:
             return (replace(parts[0], name=self.name, weight=self.weight),)
         return tuple(replace(part, name=f"{self.name}/{part.name}", weight=self.weight) for part in parts)

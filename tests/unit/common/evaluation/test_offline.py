@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, RewardError
+from heterorl.common.errors import EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.draws import blocks_of, seed_of
 from heterorl.common.evaluation.offline import evaluate_set
+from heterorl.common.evaluation.summary import summarize
 from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
@@ -55,7 +56,7 @@ class Machine:
 
     def submit(self, request):
         if request.prompt.size > 2:
-            raise ConfigError("engine.max_model_len", "too long")
+            raise PromptTooLong("engine.max_model_len", "too long")
         self.under_way += [(request, member) for member in range(request.num_completions)]
         self.requests.append(request)
         self.most = max(self.most, len(self.under_way))
@@ -129,7 +130,7 @@ def test_a_reward_that_fails_is_left_out():
     assert {sample.reward for sample in results[1].samples} == {1.0}
 
 
-@pytest.mark.parametrize("value", [1e200, -1e200, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [1.1e6, 1e200, -1e200, float("inf"), float("nan")])
 def test_a_reward_beyond_all_bounds_is_left_out_and_no_coordinator_takes_it(value):
     class Huge(Echo):
         def score(self, prompt, completion):
@@ -152,10 +153,34 @@ def test_an_engine_that_gives_up_is_said_and_left_empty():
     assert engine.under_way == []
 
 
-def test_a_prompt_too_long_is_named():
-    class Long(Echo):
-        def evaluation_prompt(self, index):
-            return Prompt(index=index, text="p" * (index + 1), answer="")
+class Long(Echo):
+    def evaluation_prompt(self, index):
+        return Prompt(index=index, text=f"p{index}" + "p" * (index == 2), answer=str(index))
 
-    with pytest.raises(ConfigError, match=r"engine\.max_model_len: held-out prompt 2: too long"):
-        evaluated(Machine(), Long())
+
+class Refusing(Bytes):
+    def encode_prompt(self, prompt):
+        if prompt.text == "p3":
+            raise PromptRefused("use_chat_template", "roles must alternate")
+        return super().encode_prompt(prompt)
+
+
+def test_prompts_that_are_refused_have_no_reward_and_the_others_have_theirs(caplog):
+    seen = []
+    results = evaluate_set(
+        Machine(), task=Long(), prompter=Refusing(), draws=draws(), indices=range(5), on_prompt=seen.append
+    )
+
+    assert [[sample.reward for sample in result.samples] for result in results] == [
+        [1.0] * 20, [1.0] * 20, [None] * 20, [None] * 20, [1.0] * 20,
+    ]  # fmt: skip
+    assert len(seen) == 5
+    lines = [record.getMessage() for record in caplog.records if "cannot be drawn" in record.getMessage()]
+    assert sorted(line.split()[2] for line in lines) == ["2", "3"], "each prompt once"
+    assert summarize(results, num_samples=20).num_errors == 40
+
+
+@pytest.mark.parametrize("index", [2, 3])
+def test_a_set_that_is_refused_altogether_says_why(index):
+    with pytest.raises(PromptRefused, match="too long" if index == 2 else "roles must alternate"):
+        evaluate_set(Machine(), task=Long(), prompter=Refusing(), draws=draws(), indices=[index])

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.errors import ConfigError, EngineError
+from heterorl.common.errors import ConfigError, EngineError, PromptRefused, PromptTooLong
 from heterorl.common.generation import rows
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Finished, Lost, Request, in_order
 from heterorl.common.model.canary import ScoredText
+from heterorl.common.model.room import room_of
 from heterorl.common.types.rollout import FinishReason
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 from tests.support.one_batch import one_batch
@@ -187,13 +188,21 @@ def test_weights_change_under_what_joined(engine, model_dir):
         np.testing.assert_allclose(row.logprobs, truth.mixed(arenas, one.prompt, row, SAMPLING), atol=1e-5)
 
 
-def test_a_device_without_memory_gives_everything_up(engine, monkeypatch):
+CPU_FULL = (
+    "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried to allocate 2 GiB"
+)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("2 GiB"), MemoryError("2 GiB"), RuntimeError(CPU_FULL)], ids=repr
+)
+def test_a_device_without_memory_gives_everything_up(engine, monkeypatch, error):
     for key in range(3):
         engine.submit(request(key))
     assert engine.collect()
     with monkeypatch.context() as patched:
-        patched.setattr(engine.model, "forward", lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("2 GiB")))
-        with pytest.raises(EngineError, match=r"out of memory: 2 GiB .*batch_rows"):
+        patched.setattr(engine.model, "forward", lambda **_: (_ for _ in ()).throw(error))
+        with pytest.raises(EngineError, match=r"out of memory: .*2 GiB .*batch_rows"):
             engine.collect()
 
     assert engine.collect() == []
@@ -205,7 +214,7 @@ def test_a_pass_that_fails_in_any_way_gives_everything_up(engine, monkeypatch):
     assert engine.collect()
     with monkeypatch.context() as patched:
         patched.setattr(engine.model, "forward", lambda **_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
-        with pytest.raises(RuntimeError, match="CUDA error"):
+        with pytest.raises(EngineError, match="cannot compute what is under way: RuntimeError: CUDA error"):
             engine.collect()
 
     assert engine.collect() == []
@@ -231,7 +240,7 @@ class Answers:
 
     def submit(self, request):
         if request.seed < 0:
-            raise ConfigError("engine.max_model_len", "no room")
+            raise (ConfigError if request.seed < -1 else PromptTooLong)("engine.max_model_len", "no room")
         self.keys.append(request.key)
 
     def collect(self):
@@ -258,6 +267,46 @@ def test_a_batch_that_is_refused_leaves_nothing_under_way():
         generate_all(engine, PROMPTS[:2], seeds=[1, -2], num_per_prompt=1)
 
     assert (engine.keys, engine.num_cancels) == ([0], 1)
+
+
+def test_a_prompt_that_is_refused_is_left_out_of_its_batch(caplog):
+    engine = Answers([Finished(key=1, member=0, completion="drawn")])
+
+    assert generate_all(engine, PROMPTS[:3], seeds=[-1, 1, -1], num_per_prompt=1) == [[], ["drawn"], []]
+    assert "prompt 0 of 3 is left out" in caplog.text
+
+
+@pytest.mark.parametrize("size", [9, 10, 60])
+def test_a_prompt_without_room_is_refused_and_others_go_on(model_dir, size):
+    engine = hf_engine(model_dir, max_new_tokens=LIMIT, engine={"batch_rows": 8})
+    room = engine.model.config.max_position_embeddings = LIMIT + 9
+    engine._room = room_of(engine.model.config)
+    engine.submit(request(0))
+    long = Request(key=1, prompt=np.full(size, 3, np.int32), seed=1, num_completions=1)
+    if size == 9:
+        engine.submit(long)
+    else:
+        with pytest.raises(
+            PromptTooLong, match=f"model_dir: {room} tokens hold no prompt of {size} and {LIMIT} new ones"
+        ):
+            engine.submit(long)
+
+    assert {one.key for one in collected(engine)} == ({0, 1} if size == 9 else {0})
+
+
+@pytest.mark.parametrize("token", [-1, 10_000])
+def test_a_token_that_the_model_lacks_is_refused(engine, token):
+    with pytest.raises(PromptRefused, match=r"model_dir: the tokenizer writes token .*, and the model has \d+"):
+        engine.submit(Request(key=1, prompt=np.array([3, token], np.int32), seed=1, num_completions=1))
+
+    assert engine.collect() == []
+
+
+def test_completions_that_leave_no_room_for_a_prompt_are_refused_at_the_start(model_dir):
+    with pytest.raises(
+        ConfigError, match=r"max_new_tokens: 4096 new tokens leave no room for a prompt: model_dir has \d+"
+    ):
+        hf_engine(model_dir, max_new_tokens=4096, engine={"batch_rows": 8})
 
 
 def test_a_lost_request_is_no_finished_one(engine):

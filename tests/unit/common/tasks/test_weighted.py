@@ -10,7 +10,7 @@ from heterorl.common.process.config import InvalidConfig, load
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
 from heterorl.common.tasks.rewards.apart import TaskApart
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.types.rollout import MAX_REWARD_PARTS, RewardPart, total_reward
+from heterorl.common.types.rollout import MAX_REWARD_PARTS, RewardPart, total_reward, weighted_sum
 from heterorl.learner.config import LearnerConfig
 
 MATCH = {"kind": "match", "name": "correct"}
@@ -57,7 +57,11 @@ def test_parts_that_add_up_to_one_make_a_reward_of_one_in_any_order():
     parts = [RewardPart(name=str(value), value=value) for value in (0.7, 0.2, 0.1)]
 
     assert {total_reward(order) for order in itertools.permutations(parts)} == {1.0}
-    assert total_reward([*parts, RewardPart(name="x", value=1e308), RewardPart(name="y", value=1e308)]) == math.inf
+    beyond = [*parts, RewardPart(name="x", value=1e308), RewardPart(name="y", value=1e308)]
+    assert weighted_sum(beyond) == math.inf
+    for value in (1e308, 1.1e6, -1.1e6, math.nan):
+        with pytest.raises(RewardError, match=r"at most 1e\+06 either way is trained on"):
+            total_reward([RewardPart(name="x", value=value)])
 
 
 @pytest.mark.process

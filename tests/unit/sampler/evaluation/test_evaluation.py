@@ -1,9 +1,18 @@
 """A sampler evaluates pinned versions beside its rollouts; a real coordinator in process, an engine that computes
 nothing."""
 
+import numpy as np
 import pytest
 
-from heterorl.common.errors import ConfigError, EngineDied, MessageTooLarge, RewardError, Unreachable
+from heterorl.common.errors import (
+    ConfigError,
+    EngineDied,
+    MessageTooLarge,
+    PromptRefused,
+    PromptTooLong,
+    RewardError,
+    Unreachable,
+)
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationGrant, EvaluationState
 from heterorl.common.types.rollout import RewardPart
@@ -257,6 +266,38 @@ async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_g
     assert (await found(world)).summary.num_prompts == 0
     assert "held" not in world.sampler.evaluation._sets
     assert world.link.calls["abandon_evaluation"] == 1
+
+
+async def test_prompts_that_are_refused_cost_the_set_nothing_but_themselves(world, caplog):
+    class Prompts:
+        """Token ids that tell the prompts apart; the template refuses number 0."""
+
+        def encode_prompt(self, prompt):
+            if prompt.text == "0=":
+                raise PromptRefused("use_chat_template", "roles must alternate")
+            return np.array([prompt.index + 2, 3], np.int32)
+
+        def decode(self, token_ids):
+            return "text"
+
+    world.prompter = Prompts()
+    world.start()
+    submit = world.engine.submit
+
+    def narrow(request):
+        if request.sampling is not None and request.prompt[0] == 1 + 2:
+            raise PromptTooLong("engine.max_model_len", "8 tokens hold no prompt of 2 and 7 new ones")
+        submit(request)
+
+    world.engine.submit = narrow
+    await world.run.publish()
+    of = await until_done(world)
+
+    assert of.summary.num_prompts == 12
+    assert of.summary.num_errors == 2 * 16
+    assert of.summary.average.num_prompts == 10
+    assert "held-out prompt 0 cannot be drawn" in caplog.text
+    assert "held-out prompt 1 cannot be drawn" in caplog.text
 
 
 async def test_rewards_that_fail_are_counted_and_left_out(world):

@@ -120,6 +120,40 @@ async def test_single_rows_end_no_sampler_and_stop_no_run(world, tmp_path, caplo
     assert "NO PROMPT" not in caplog.text
 
 
+async def test_a_row_that_fails_the_engine_is_closed_and_others_go_on(world, tmp_path):
+    world.task = RunTask(rows_of(tmp_path / "rows.jsonl", refused=(), long=LONG))
+    world.start()
+    engine, collect = world.engine, world.engine.collect
+
+    def failing():
+        if any(request.prompt.size > 4096 for request, _ in engine._waiting):
+            engine._waiting, engine.version = [], -1
+            raise EngineError("the device is out of memory")
+        return collect()
+
+    engine.collect = failing
+    await world.until_acknowledged(2 * CONTRACT.num_prompts)
+    while not (found := await closed(world)).get(ReturnReason.ENGINE_FAILED):
+        await world.passed(1.0)
+
+    assert not world.is_ended
+    assert set(found) == {ReturnReason.ENGINE_FAILED}
+
+
+async def test_a_reward_that_no_learner_trains_on_closes_its_row(world, tmp_path):
+    class Large(RunTask):
+        def score(self, prompt, completion):
+            return (RewardPart(name="correct", value=2e6 if prompt.index == 3 else 1e6),)
+
+    world.task = Large(rows_of(tmp_path / "rows.jsonl", refused=()))
+    world.start()
+    await world.until_acknowledged(2 * CONTRACT.num_prompts)
+    while not (await closed(world)).get(ReturnReason.REWARD_FAILED):
+        await world.passed(1.0)
+
+    assert not world.is_ended
+
+
 class MathTask(RunTask):
     """The same with the reward of the task itself."""
 

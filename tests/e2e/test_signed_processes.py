@@ -21,6 +21,7 @@ def new_key(path: Path) -> str:
     return result.output.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_signed_run_is_used_by_those_who_trust_it_and_passes_the_audit(tmp_path):
     public = new_key(tmp_path / "learner.key")

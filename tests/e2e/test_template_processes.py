@@ -23,9 +23,8 @@ ZONES = {"site-east": "Pacific/Kiritimati", "site-west": "Etc/GMT+12"}
 """Their dates are never the same."""
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param(name, marks=() if name == "dated" else pytest.mark.slow) for name in SHAPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 async def test_sites_in_other_time_zones_write_the_same_prompts(tmp_path, monkeypatch, shape):
     rows = [{"prompt": f"{number} plus one is , x", "answer": f"{number + 1}"} for number in range(24)]
     questions = tmp_path / "questions.jsonl"

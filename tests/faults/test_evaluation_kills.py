@@ -30,6 +30,7 @@ async def until(condition, *, timeout_s=120):
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_sampler_killed_in_the_middle_of_an_evaluation_costs_no_prompt_and_counts_none_twice(tmp_path):
     cluster = Cluster(

@@ -81,12 +81,14 @@ def test_a_wheel_holds_everything_under_one_name(wheel):
     assert {Path("py.typed"), Path("lab/experiments/quick.toml")} <= files
 
 
+@pytest.mark.slow
 def test_a_source_distribution_builds_the_same_wheel(sdist, wheel, tmp_path):
     source = unpacked(sdist, tmp_path / "source")
 
     assert held(build("wheel", source, tmp_path / "wheel")) == held(wheel)
 
 
+@pytest.mark.slow
 def test_what_the_images_copy_builds_the_same_wheel(wheel, tmp_path):
     stage = (ROOT / "deploy" / "Dockerfile").read_text().partition(" AS sources\n")[2].partition("\nFROM ")[0]
     copied = [line.split()[1:] for line in stage.splitlines() if line.startswith("COPY ")]

@@ -89,15 +89,20 @@ def test_what_a_completion_replaces_is_whole_for_the_next_one(task):
     "code",
     [
         "while True: pass",
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1000)",
-        "import time; time.sleep(1000)",
-        "import os\nwhile True: os.write(3, b'a')",
-        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
         "raise SystemExit",
-        "import os; os._exit(0)",
+        *(
+            pytest.param(code, marks=pytest.mark.slow)
+            for code in (
+                "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+                "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1000)",
+                "import time; time.sleep(1000)",
+                "import os\nwhile True: os.write(3, b'a')",
+                "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+                "import os; os._exit(0)",
+            )
+        ),
     ],
-    ids=["loop", "fork bomb", "daemon", "sleep", "long answer", "killed", "exit", "end"],
+    ids=["loop", "exit", "fork bomb", "daemon", "sleep", "long answer", "killed", "end"],
 )
 def test_what_does_not_answer_is_worth_nothing_and_the_next_one_is_scored(task, code):
     assert is_sound(task)
@@ -271,7 +276,14 @@ def test_nothing_is_left_when_the_task_is_closed():
     assert alive == []
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "leg_counting", "prime_factorization", "spiral_matrix"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain_sum",
+        "prime_factorization",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("countdown", "leg_counting", "spiral_matrix")),
+    ],
+)
 def test_scores_are_those_of_the_data_set_itself(name):
     settings = TaskConfig(name=f"reasoning_gym:{name}", size=12, evaluation_size=4, reward_timeout_s=20.0)
     task = opened(settings)

@@ -129,6 +129,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
+    from heterorl.common.model.room import room_at
     from heterorl.common.model.trial import try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 
@@ -137,6 +138,6 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
             check_trust(task, config.verification.trust_rewards_of)
         task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
     if prompter is not None:
-        try_prompts(task, prompter)
+        try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
     try_reward(task, prompter)

@@ -147,6 +147,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
     """
     from heterorl.common.model.contract import build_contract
     from heterorl.common.model.prompts import Prompter
+    from heterorl.common.model.room import room_at
     from heterorl.common.model.trial import try_answers, try_prompts, try_reward
     from heterorl.common.tasks.registry import build_task
     from heterorl.common.tasks.sources.revision import NOTES
@@ -161,7 +162,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
             config.model_dir, published_dtype, config.lora, records_routing=config.sampling.router_replay == "rollout"
         )
         task = build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
-        try_prompts(task, prompter)
+        try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
         try_answers(task)
         try_reward(task, prompter)
         return build_contract(

@@ -16,7 +16,7 @@ from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.room import room_of
+from heterorl.common.model.room import room_at, room_of
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
@@ -79,7 +79,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         template_arguments=config.chat_template_arguments,
     )
     task = apart(build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task)
-    try_prompts(task, prompter)
+    try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:

@@ -12,6 +12,7 @@ from heterorl.common.model.canary import ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.room import room_at
 from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
@@ -66,7 +67,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     task = task if scores_here else apart(task, settings)
     # Before the model is loaded and before anybody counts on this site.
-    try_prompts(task, prompter)
+    try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
     try_reward(task, prompter)
     sets = open_sets(config.evaluation, measure=prompter.num_tokens, notes=config.state_dir / NOTES)

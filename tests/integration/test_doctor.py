@@ -47,6 +47,8 @@ from tests.support.statements import stated
 GOOD = "spiffe://run/site/eu-1/role/sampler"
 SHORT = Limits(dns_s=5.0, port_s=0.3, tls_s=0.3, answer_s=20.0)
 
+SUMS = {"name": "arithmetic", "digits": 1}
+
 
 @pytest.fixture
 async def secure(tmp_path):
@@ -309,7 +311,7 @@ async def test_hanging_measurement_is_left_behind():
 
 
 async def test_wrong_model_is_named(secure, tmp_path, model_dir):
-    config = SamplerConfig(model_dir=str(model_dir), group_size=2, task={"name": "arithmetic", "digits": 1})
+    config = SamplerConfig(model_dir=str(model_dir), group_size=2, sampling={"max_new_tokens": 8}, task=SUMS)
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path, model_config=config)
 
     assert checks["contract"].level is Level.FAIL
@@ -337,7 +339,7 @@ async def test_short_file_is_measured_with_what_the_run_states(secure, tmp_path,
 @pytest.mark.parametrize("lora", [{}, {"rank": 2, "target_modules": ["q_proj", "v_proj"]}])
 def test_contract_without_weights_is_the_one_that_a_sampler_states(model_dir, tmp_path, lora):
     config = SamplerConfig(
-        model_dir=str(model_dir), state_dir=tmp_path, lora=lora, task={"name": "arithmetic", "digits": 1}
+        model_dir=str(model_dir), state_dir=tmp_path, lora=lora, sampling={"max_new_tokens": 8}, task=SUMS
     )
     stated = assemble(config).contract
     base = NO_LORA if not lora else dataclasses.replace(stated.lora, base_digest=Digest(""))

@@ -11,6 +11,8 @@ from heterorl.sampler.config import SamplerConfig
 
 pytestmark = pytest.mark.process
 
+SHORT = {"sampling": {"max_new_tokens": 4}}
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
@@ -42,13 +44,15 @@ def test_reward_that_fails_ends_the_start(module, schema, loading, model_dir, ta
     with pytest.raises(
         ConfigError, match="^task: the reference answer of prompt 0 gets no reward here: .*ZeroDivisionError"
     ):
-        module.assemble(schema(model_dir=model_dir, task=task))
+        module.assemble(schema(**SHORT, model_dir=model_dir, task=task))
     with pytest.raises(Loaded):
-        module.assemble(schema(model_dir=model_dir, task={"digits": 1}))
+        module.assemble(schema(**SHORT, model_dir=model_dir, task={"digits": 1}))
 
 
 def test_a_learner_that_computes_no_rewards_needs_none(model_dir, task, monkeypatch):
     monkeypatch.setattr(learner, "build_backend", load)
 
     with pytest.raises(Loaded):
-        learner.assemble(LearnerConfig(model_dir=model_dir, task=task, verification={"recompute_rewards": False}))
+        learner.assemble(
+            LearnerConfig(**SHORT, model_dir=model_dir, task=task, verification={"recompute_rewards": False})
+        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import ConfigError, PromptRefused, PromptTooLong
+from heterorl.common.model.directory import first_line
 from heterorl.common.types.common import Int32Array
 
 
@@ -20,15 +21,19 @@ class Room:
     positions: int
     key: str = "model_dir"
 
-    def check_length(self, max_new_tokens: int) -> None:
+    def check_length(self, max_new_tokens: int, *, key: str = "sampling.max_new_tokens") -> None:
         """Refuse completions that leave no room for any prompt.
+
+        Args:
+            max_new_tokens: of a completion.
+            key: of the configuration, which sets it.
 
         Raises:
             ConfigError: names the key.
         """
         if 0 < self.positions <= max_new_tokens:
             problem = f"{max_new_tokens} new tokens leave no room for a prompt: {self.key} has {self.positions} tokens"
-            raise ConfigError("max_new_tokens", problem, action="lower it")
+            raise ConfigError(key, problem, action="lower it")
 
     def check(self, prompt: Int32Array, max_new_tokens: int) -> None:
         """Refuse what the model cannot compute, before it is among what others wait for.
@@ -42,7 +47,7 @@ class Room:
             PromptTooLong: this prompt has none.
             PromptRefused: it has a token that is none of the model's.
         """
-        self.check_length(max_new_tokens)
+        self.check_length(max_new_tokens, key="max_new_tokens")
         if self.positions and prompt.size + max_new_tokens > self.positions:
             raise PromptTooLong(
                 self.key,
@@ -55,6 +60,20 @@ class Room:
                 f"the tokenizer writes token {prompt.max()}, and the model has {self.vocab_size}",
                 action="take the tokenizer and the model from one directory",
             )
+
+
+def room_at(model_dir: str) -> Room:
+    """The room of the model in a directory or on the hub, without its weights.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return room_of(AutoConfig.from_pretrained(model_dir))
+    except (OSError, ValueError) as error:
+        raise ConfigError("model_dir", f"cannot read config.json of {model_dir}: {first_line(error)}") from error
 
 
 def room_of(config: Any) -> Room:

@@ -7,6 +7,7 @@ import time
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.room import Room
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, knows_answers
 from heterorl.common.types.rollout import total_reward
 
@@ -20,16 +21,23 @@ NUM_TRIED = 32
 """Prompts that are tried, evenly spread over the task."""
 
 
-def try_prompts(task: Task, prompter: Prompter) -> None:
-    """Write some prompts; a task of which the template writes none is not begun, single ones are left out later.
+def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: int) -> None:
+    """Write some prompts; a task of which the model can be asked none is not begun, single ones are left out later.
+
+    Args:
+        task: whose prompts they are.
+        prompter: writes them.
+        room: of the model.
+        max_new_tokens: of a completion.
 
     Raises:
         ConfigError: all of them were refused.
     """
+    room.check_length(max_new_tokens)
     tried = sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)})
     for index in tried:
         try:
-            prompter.encode_prompt(task.prompt(index))
+            room.check(prompter.encode_prompt(task.prompt(index)), max_new_tokens)
         except PromptRefused as error:
             refused = error
         else:

@@ -304,7 +304,7 @@ def test_a_token_that_the_model_lacks_is_refused(engine, token):
 
 def test_completions_that_leave_no_room_for_a_prompt_are_refused_at_the_start(model_dir):
     with pytest.raises(
-        ConfigError, match=r"max_new_tokens: 4096 new tokens leave no room for a prompt: model_dir has \d+"
+        ConfigError, match=r"sampling.max_new_tokens: 4096 new tokens leave no room for a prompt: model_dir has \d+"
     ):
         hf_engine(model_dir, max_new_tokens=4096, engine={"batch_rows": 8})
 

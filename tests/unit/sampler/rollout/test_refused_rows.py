@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
 from heterorl.common.model.canary import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.room import Room
 from heterorl.common.model.trial import try_prompts
 from heterorl.common.process import metrics
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
@@ -261,12 +262,21 @@ async def test_rewards_that_all_fail_are_said_in_the_status(world):
 
 
 def test_start_refuses_data_that_is_refused_altogether_and_no_other(prompter, tmp_path):
-    try_prompts(rows_of(tmp_path / "some.jsonl", refused=set(range(CONTRACT.num_prompts)) - {0, 1}), prompter)
-    every = rows_of(tmp_path / "all.jsonl", refused=set(range(CONTRACT.num_prompts)))
-    with pytest.raises(
-        ConfigError, match=r"use_chat_template: all of 32 prompts that were tried are refused: .*must alternate"
-    ):
-        try_prompts(every, prompter)
+    def tried(path, *, refused=(), long=(), vocab_size=3, max_new_tokens=8):
+        task = rows_of(tmp_path / path, refused=refused, long=long)
+        try_prompts(task, prompter, room=Room(vocab_size=vocab_size, positions=512), max_new_tokens=max_new_tokens)
+
+    every = set(range(CONTRACT.num_prompts))
+    tried("some.jsonl", refused=every - {0, 1}, long={1})
+    said = "all of 32 prompts that were tried are refused: "
+    with pytest.raises(ConfigError, match=f"use_chat_template: {said}.*must alternate"):
+        tried("all.jsonl", refused=every)
+    with pytest.raises(ConfigError, match=f"model_dir: {said}512 tokens hold no prompt of"):
+        tried("long.jsonl", long=every)
+    with pytest.raises(ConfigError, match=f"model_dir: {said}the tokenizer writes token 2, and the model has 2"):
+        tried("foreign.jsonl", vocab_size=2)
+    with pytest.raises(ConfigError, match="sampling.max_new_tokens: 512 new tokens leave no room for a prompt"):
+        tried("none.jsonl", max_new_tokens=512)
 
 
 def test_canary_leaves_out_held_out_prompts_that_are_refused(prompter, tmp_path):

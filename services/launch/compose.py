@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.launch.node import Node, complete, renumbered
+from heterorl.launch.node import SHARED_MEMORY_GIB, Node, complete, memory_limit, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import (
@@ -25,7 +25,6 @@ from heterorl.launch.texts import (
 )  # fmt: skip
 
 STATE = "/var/lib/heterorl"
-_MEMORY = {"coordinator": "4g", "relay": "4g", "learner": "16g", "sampler": "16g"}
 _PIDS = {"coordinator": 512, "relay": 512, "learner": 4096, "sampler": 4096}
 _GRACE = {"coordinator": "60s", "relay": "60s", "learner": "15m", "sampler": "15m"}
 
@@ -102,9 +101,10 @@ def _service(run: RunFile, node: Node, names: set[str], *, is_alone: bool) -> di
             {"type": "volume", "source": node.name, "target": STATE},
         ],
         "stop_grace_period": _GRACE[node.kind],
-        "mem_limit": _MEMORY[node.kind],
         "pids_limit": _PIDS[node.kind],
     }
+    if limit := memory_limit(node, is_container=True):
+        service["mem_limit"] = limit
     if directory := node.config.get("data_dir"):
         service["volumes"].append(_bind(directory, directory, read_only=False))
     if "store" in node.config:
@@ -123,7 +123,7 @@ def _service(run: RunFile, node: Node, names: set[str], *, is_alone: bool) -> di
     if needs := [name for name in node.needs if name in names]:
         service["depends_on"] = {name: {"condition": "service_started"} for name in needs}
     if node.num_gpus:
-        service["shm_size"] = "8g"
+        service["shm_size"] = f"{SHARED_MEMORY_GIB}g"
         ids = [str(device) for device in node.devices]
         gpus = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
         service["deploy"] = {"resources": {"reservations": {"devices": [gpus]}}}

@@ -7,7 +7,7 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.launch.compose import project
-from heterorl.launch.node import Node, complete, renumbered
+from heterorl.launch.node import SHARED_MEMORY_GIB, Node, complete, memory_limit, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import (
@@ -23,7 +23,6 @@ from heterorl.launch.texts import (
 )
 
 STATE = "/var/lib/heterorl"
-_MEMORY = {"coordinator": "4Gi", "relay": "4Gi", "learner": "16Gi", "sampler": "16Gi"}
 _DISK = {"coordinator": "100Gi", "relay": "100Gi", "learner": "200Gi", "sampler": "100Gi"}
 _GRACE_S = {"coordinator": 60, "relay": 60, "learner": 900, "sampler": 900}
 
@@ -110,9 +109,11 @@ def _stateful_set(run: RunFile, node: Node, labels: dict[str, str]) -> dict[str,
 
 
 def _container(run: RunFile, node: Node) -> dict[str, Any]:
-    resources: dict[str, Any] = {"limits": {"memory": _MEMORY[node.kind]}}
+    limits: dict[str, Any] = {}
+    if memory := memory_limit(node, is_container=True):
+        limits["memory"] = f"{memory.upper()}i"
     if node.num_gpus:
-        resources["limits"]["nvidia.com/gpu"] = node.num_gpus
+        limits["nvidia.com/gpu"] = node.num_gpus
     container: dict[str, Any] = {
         "name": node.kind,
         "image": f"{run.run.image}-{node.image}:{run.run.version}",
@@ -122,7 +123,7 @@ def _container(run: RunFile, node: Node) -> dict[str, Any]:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "resources": resources,
+        **({"resources": {"limits": limits}} if limits else {}),
         "volumeMounts": [
             {"name": "config", "mountPath": "/etc/heterorl", "readOnly": True},
             {"name": "tls", "mountPath": "/tls", "readOnly": True},
@@ -159,7 +160,7 @@ def _volumes(node: Node) -> list[dict[str, Any]]:
         ),
     ]
     if node.num_gpus:
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{SHARED_MEMORY_GIB}Gi"}})
     return volumes
 
 

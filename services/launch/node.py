@@ -11,6 +11,10 @@ STATE_KEY: dict[Kind, str] = {
     "coordinator": "data_dir", "learner": "state_dir", "sampler": "state_dir", "relay": "cache_dir",
 }  # fmt: skip
 """The key of each service that names its directory of state."""
+SHARED_MEMORY_GIB = 8
+"""Of a container with GPUs, whose processes exchange tensors there. Its pages count against the container's limit."""
+_OWN_MEMORY = {"coordinator": "4g", "relay": "4g"}
+"""Their memory does not grow with the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,8 @@ class Node:
     """Hosts of a learner on several machines, rank 0's first; empty names where the launcher chooses."""
     nproc: int = 1
     """Processes of each machine."""
+    memory: str = ""
+    """Limit of what its processes on a machine hold, such as 200g; empty is none."""
     data_dirs: tuple[str, ...] = field(default=())
     """Directories that it reads."""
 
@@ -68,6 +74,15 @@ def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", ins
             tls["revoked"] = revoked or f"{tls_dir}/revoked"
     key = STATE_KEY[node.kind]
     return {key: node.config.get(key) or state_dir, **without(node.config, key), "tls": tls}
+
+
+def memory_limit(node: Node, *, is_container: bool = False) -> str:
+    """The limit of a node's memory on one machine, shared memory included, such as 208g; empty for none."""
+    memory = node.memory or (_OWN_MEMORY.get(node.kind, "") if is_container else "")
+    if not memory or not node.num_gpus:
+        return memory
+    number, unit = int(memory[:-1]), memory[-1]
+    return f"{number + SHARED_MEMORY_GIB * (1 if unit == 'g' else 1024)}{unit}"
 
 
 def without(table: dict[str, Any], key: str) -> dict[str, Any]:

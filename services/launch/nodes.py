@@ -85,6 +85,7 @@ def _coordinators(run: RunFile) -> Iterator[Node]:
             arguments=("--standby",) if standby else (),
             port=table.port,
             dialled=tuple(dict.fromkeys((host, name))),
+            memory=table.memory,
         )
 
 
@@ -101,6 +102,7 @@ def _relay(table: RelayTable, coordinators: tuple[Node, ...], dial: Dial) -> Nod
         needs=("coordinator",),
         port=table.port,
         dialled=tuple(dict.fromkeys((table.host, name))),
+        memory=table.memory,
     )
 
 
@@ -149,6 +151,7 @@ def _learner(run: RunFile, coordinators: tuple[Node, ...], dial: Dial) -> Node:
         num_gpus=table.num_gpus,
         machines=hosts if table.nnodes > 1 else (),
         nproc=table.nproc,
+        memory=table.memory,
         data_dirs=_data_dirs(run),
     )
 
@@ -179,5 +182,6 @@ def _samplers(
             needs=("coordinator",) if through is None else ("coordinator", through.name),
             devices=devices,
             num_gpus=len(devices),
+            memory=table.memory,
             data_dirs=_data_dirs(run),
         )

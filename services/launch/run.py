@@ -21,6 +21,8 @@ MaybeHost = Annotated[str, Field(pattern=MAYBE_HOST)]
 Site = Annotated[str, Field(pattern=SITE)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Devices = tuple[Annotated[int, Field(ge=0)], ...]
+Memory = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,5}[mg])?$")]
+"""An amount such as 200g or 512m, in units of 1024; empty is no limit."""
 Table = dict[str, JsonValue]
 
 
@@ -84,6 +86,8 @@ class CoordinatorTable(Config):
     """Directory of database and payloads; empty is the launcher's own place."""
     postgres: PostgresTable | None = None
     """Another store than a file in data_dir."""
+    memory: Memory = ""
+    """Limit of its memory; empty is 4g in a container, and what systemd's unit says."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of coordinator.toml."""
 
@@ -109,6 +113,8 @@ class LearnerTable(Config):
     """Numbers of the GPUs of its machine; empty is the first nproc."""
     backend: Table = Field(default_factory=dict)
     """[backend] of learner.toml; `device = "cuda"` asks for GPUs."""
+    memory: Memory = ""
+    """Limit of what its processes on one machine hold together; `heterorl plan` estimates it. Empty: no limit."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of learner.toml."""
 
@@ -140,6 +146,8 @@ class RelayTable(Config):
     """Name or address that its samplers dial."""
     port: Port = 50061
     """Port of the link."""
+    memory: Memory = ""
+    """Limit of its memory; empty is 4g in a container, and what systemd's unit says."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of relay.toml."""
 
@@ -159,6 +167,8 @@ class SamplerTable(Config):
     """Site of the relay that it dials; empty: the coordinator."""
     engine: Table = Field(default_factory=dict)
     """[engine] of sampler.toml; `kind` is hf or vllm."""
+    memory: Memory = ""
+    """Limit of what the processes of each sampler hold. Empty: no limit."""
     config: dict[str, Any] = Field(default_factory=dict)
     """More keys of sampler.toml."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from heterorl.launch.node import Node, complete, renumbered
+from heterorl.launch.node import Node, complete, memory_limit, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, toml_text
@@ -69,6 +69,7 @@ def _script(run: RunFile, node: Node) -> str:
         "--ntasks-per-node=1",
         f"--cpus-per-task={_CPUS[node.kind]}",
         *([f"--gpus-per-node={node.num_gpus}"] if node.num_gpus else []),
+        *([f"--mem={limit.upper()}"] if (limit := memory_limit(node)) else []),
         # The others dial this host; where nobody dials, Slurm chooses unless the run says.
         *([f"--nodelist={node.host}"] if node.host and not node.machines else []),
         "--requeue",

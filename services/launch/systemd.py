@@ -6,7 +6,7 @@ import re
 from importlib.resources import files
 
 from heterorl.common.errors import ConfigError
-from heterorl.launch.node import Node, complete
+from heterorl.launch.node import Node, complete, memory_limit
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, toml_text, with_hosts
@@ -84,6 +84,9 @@ def _unit(run: RunFile, node: Node) -> str:
     if directory := node.config.get("data_dir"):
         text = text.replace(f"--set data_dir={STATE}/{node.name}", f"--set data_dir={directory}")
         text = text.replace("ProtectSystem=strict\n", f"ProtectSystem=strict\nReadWritePaths={directory}\n")
+    if limit := memory_limit(node):
+        text = re.sub(r"^MemoryMax=.*\n", "", text, flags=re.MULTILINE)
+        text = text.replace("[Service]\n", f"[Service]\nMemoryMax={limit.upper()}\n")
     if "store" in node.config:
         text = text.replace("[Service]\n", "[Service]\nEnvironment=PGPASSFILE=%d/tls_pgpass\n")
     if run.tls.insecure:

@@ -1,5 +1,6 @@
 """Each launcher's files: every configuration loads as its service would load it, every file passes its own checker."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -204,3 +205,44 @@ def test_readme_says_where_each_coordinator_finds_the_secrets_of_its_stores(laun
         assert "-m 0600 KEYS /etc/heterorl/bucket\n" in text
     assert "environment of each coordinator or from its machine's role" in words({"bucket": "mine"})
     assert "Secrets of the stores" not in LAUNCHERS[launcher].render(run_file())["README.md"]
+
+
+def limits(launcher, tree, node):
+    """Where a rendered node's limit of memory stands; None for none."""
+    if launcher == "compose":
+        found = {name: each for path, text in tree.items() if path.endswith("compose.yaml")
+                 for name, each in yaml.safe_load(text)["services"].items()}  # fmt: skip
+        return found[node].get("mem_limit")
+    text = next(text for path, text in tree.items() if re.search(rf"{node}\.(service|sbatch|yaml)$", path))
+    if launcher == "k8s":
+        container = manifests(text)[-1]["spec"]["template"]["spec"]["containers"][0]
+        return container.get("resources", {}).get("limits", {}).get("memory")
+    found = re.findall(r"^(?:#SBATCH --mem|MemoryMax)=(.*)$", text, re.MULTILINE)
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_memory_has_the_limit_that_the_run_says_or_none(launcher):
+    table = run_table()
+    bare = LAUNCHERS[launcher].render(run_file())
+    samplers = [{**each, "memory": "512m"} for each in table["samplers"]]
+    relays = [{**each, "memory": "2g"} for each in table["relays"]]
+    learner = {**table["learner"], "memory": "200g"}
+    tree = LAUNCHERS[launcher].render(run_file(learner=learner, samplers=samplers, relays=relays))
+
+    assert [limits(launcher, bare, name) for name in ("learner", "sampler-eu-1", "sampler-us")] == [None] * 3
+    # Shared memory of a node with GPUs counts against its limit and comes on top.
+    wanted = {"learner": "208g", "sampler-eu-1": "8704m", "sampler-us": "512m", "relay-eu": "2g"}
+    spelt = {name: text if launcher == "compose" else text.upper() for name, text in wanted.items()}
+    if launcher == "k8s":
+        spelt = {name: f"{text}i" for name, text in spelt.items()}
+    assert {name: limits(launcher, tree, name) for name in wanted} == spelt
+    own = {"compose": "4g", "k8s": "4Gi", "slurm": None, "systemd": "8G"}
+    assert limits(launcher, bare, "coordinator") == own[launcher]
+
+
+@pytest.mark.parametrize("memory", ["200", "200 GB", "0g", "-1g", "many"])
+def test_an_amount_of_memory_without_its_unit_is_refused(memory):
+    with pytest.raises(ValueError, match=r"learner\.memory"):
+        run_file(learner={**run_table()["learner"], "memory": memory})

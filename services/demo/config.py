@@ -39,6 +39,7 @@ class Regime:
     num_evaluation: int
     required_gain: float
     time_limit_s: float
+    """Longest time without a step, of a machine that is slow or busy."""
 
 
 FULL = Regime(

@@ -1,7 +1,7 @@
 """What a run left behind, measured and judged: pure functions of its journals, reports and ledger.
 
 Guarantees: a number that was not measured is None, never 0; only a run that took all its steps is judged by its
-promises; a failed run names its failure and claims neither a report nor a model.
+promises; a failed run names its failure, and what could be written all the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import enum
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from heterorl.common.types.common import StepReport
@@ -102,15 +103,15 @@ def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
     ending = Ending(summary["status"])
     before, after = summary["warm_start_accuracy"], summary["final_accuracy"]
     done = f"{summary['steps']} of {summary['max_steps']} steps"
-    if ending is Ending.FAILED:
-        return [
-            f"failed after {done}: {summary['failure']}",
-            f"logs: {summary['logs']}",
-            f"neither a report nor a model was written; what is known: {summary['summary']}",
-        ]
     lines = []
+    if ending is Ending.FAILED:
+        lines += [f"failed after {done}: {summary['failure']}", f"logs: {summary['logs']}"]
+        if not summary["report"]:
+            lines.append(f"no report was written; what is known: {summary['summary']}")
     if ending is Ending.INTERRUPTED:
         lines.append(f"interrupted after {done}; every process was stopped; what is known: {summary['summary']}")
+    if ending in (Ending.FAILED, Ending.INTERRUPTED) and summary["steps"]:
+        lines.append(f"heterorl report {PurePath(summary['summary']).parent} makes a page of what lies there")
     if before is not None and summary["final_accuracy_version"]:
         lines.append(
             f"held-out accuracy {before:.3f} -> {after:.3f} (version {summary['final_accuracy_version']}, "

@@ -65,7 +65,9 @@ def write_report(
         (out / f"{name}.png").write_bytes(png)
         pictures.append((titles()[name], NOTES[name], base64.b64encode(png).decode("ascii")))
     remarks = [f"Not as promised: {problem}." for problem in summary["problems"]]
-    if summary["steps"] < regime.max_steps:
+    if summary["failure"]:
+        remarks.append(f"The run failed after {summary['steps']} of {regime.max_steps} steps: {summary['failure']}")
+    elif summary["steps"] < regime.max_steps:
         remarks.append(f"The run was interrupted after {summary['steps']} of {regime.max_steps} steps.")
     numbers = _numbers(summary)
     page = (

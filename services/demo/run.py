@@ -1,7 +1,8 @@
 """`heterorl demo`: warm start, four processes on loopback behind certificates, a live view, and a verdict.
 
 Guarantees: a promise that the run broke (ledger, digests, a process that failed, accuracy that did not rise) is an exit
-code other than 0; Ctrl-C at any instant stops every process in order and, once processes run, writes what is known.
+code other than 0; Ctrl-C at any instant stops every process in order. Once a step was taken every end, a failure too,
+writes report and model.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class _Demo:
         raise HeterorlError(f"the coordinator did not start within {START_LIMIT_S:.0f} s; log: {coordinator.log}")
 
     async def _watch(self, client: CoordinatorClient) -> None:
-        deadline = time.monotonic() + self._regime.time_limit_s
+        last_step_s, num_steps = time.monotonic(), 0
         shown, next_line, num_shown = "", 0.0, 0
         live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         with live or contextlib.nullcontext():
@@ -178,8 +179,10 @@ class _Demo:
                         shown, next_line, num_shown = text, time.monotonic() + LINE_S, len(self._reports)
                 if all(child.exit_code == 0 for child in self._children if child.name != "coordinator"):
                     return
-                if time.monotonic() > deadline:
-                    raise HeterorlError(f"the run did not end within {self._regime.time_limit_s:.0f} s")
+                if len(self._reports) > num_steps:
+                    last_step_s, num_steps = time.monotonic(), len(self._reports)
+                if time.monotonic() > last_step_s + self._regime.time_limit_s:
+                    raise HeterorlError(f"no step came for {self._regime.time_limit_s:.0f} s")
                 await asyncio.sleep(REFRESH_S)
 
     def _view(self, status: RunStatus) -> Any:
@@ -212,7 +215,7 @@ class _Demo:
                 self._console.print(f"stopped {', '.join(child.name for child in stopped)}")
 
     def _conclude(self, *, wall_s: float, failure: str, was_interrupted: bool) -> dict[str, Any]:
-        """Measure, judge and write: the summary always, report and model unless the run failed."""
+        """Measure, judge and write: the summary always, report and model once there was a step."""
         out, regime = self._options.out, self._regime
         # The learner's own journal: it knows what happened while the processes were being stopped.
         self._reports = _applied(_rows(out / "learner" / "steps.jsonl"))
@@ -224,7 +227,7 @@ class _Demo:
             samplers=[_rows(out / site / record_name("")) for site in SITES],
         )
         summary: dict[str, Any] = {
-            "status": Ending.INTERRUPTED.value,
+            "status": (Ending.FAILED if failure else Ending.INTERRUPTED).value,
             "failure": failure or None,
             "problems": [],
             "algorithm": self._options.algorithm,
@@ -243,25 +246,27 @@ class _Demo:
                 summary, regime=regime, algorithm=self._options.algorithm, exit_codes=codes
             )
             summary["status"] = (Ending.BROKEN if summary["problems"] else Ending.COMPLETE).value
-        if not failure and self._reports:
+        for key, write in (("report", self._report), ("model_dir", self._model)) if self._reports else ():
             try:
-                summary |= self._publish(summary, record)
+                summary[key] = str(write(summary, record))
             except (HeterorlError, OSError) as error:
-                failure = f"report and model could not be written: {error}"
-        if failure:
-            summary |= {"status": Ending.FAILED.value, "failure": failure, "report": None, "model_dir": None}
+                failures = [summary["failure"], f"{key} could not be written: {error}"]
+                summary |= {"status": Ending.FAILED.value, "failure": "; ".join(filter(None, failures))}
         Path(summary["summary"]).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return summary
 
-    def _publish(self, summary: dict[str, Any], record: Record) -> dict[str, str]:
+    def _report(self, summary: dict[str, Any], record: Record) -> Path:
+        return write_report(
+            self._options.out, regime=self._regime, summary=summary, reports=self._reports, versions=record.versions
+        )
+
+    def _model(self, summary: dict[str, Any], record: Record) -> Path:
         from heterorl.learner.export import export_model
 
+        del summary, record
         out = self._options.out
-        report = write_report(
-            out, regime=self._regime, summary=summary, reports=self._reports, versions=record.versions
-        )
         export_model(model_dir=self._model_dir, source=out / "learner", out_dir=out / "model")
-        return {"report": str(report), "model_dir": str(out / "model")}
+        return out / "model"
 
 
 def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:

@@ -89,15 +89,17 @@ def test_rise_is_promised_of_gepo_alone():
     assert broken_promises(flat, regime=REGIME, algorithm="gepo", exit_codes=CODES) != []
 
 
-def test_failed_run_says_what_failed_and_where_the_log_is_and_claims_nothing():
-    text = "\n".join(
-        verdict(summary(status="failed", failure="learner ended with code 2; log: out/logs/learner.log", report=None))
-    )
+def test_failed_run_says_what_failed_and_what_was_written_all_the_same():
+    failed = {"status": "failed", "failure": "learner ended with code 2; log: out/logs/learner.log"}
+    text = "\n".join(verdict(summary(**failed)))
+    none = "\n".join(verdict(summary(**failed, report=None, model_dir=None)))
 
     assert "failed after 2 of 2 steps: learner ended with code 2; log: out/logs/learner.log" in text
-    assert "neither a report nor a model was written" in text
-    assert "->" not in text
-    assert "out/model" not in text
+    assert "report: out/report.html" in text
+    assert "model: out/model" in text
+    assert "no report was written; what is known: out/summary.json" in none
+    assert "out/model" not in none
+    assert all("heterorl report out makes a page" in each for each in (text, none))
 
 
 def test_interrupted_run_says_so_and_what_it_knows():

@@ -87,7 +87,7 @@ def serve(
     from heterorl.certs.desk import Desk
     from heterorl.common.process import logs
 
-    check_address("--listen", listen)
+    check_address("--listen", listen, is_listening=True)
     logs.configure(style="console")
     desk = Desk(directory)
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from heterorl.common.evaluation.config import PlannedSetConfig, refuse_twice
 from heterorl.common.identity.tls import ServerTlsConfig
-from heterorl.common.process.address import check_database
+from heterorl.common.process.address import Listen, check_database
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.coordinator.store.bucket.config import BucketConfig
@@ -68,7 +68,7 @@ class CoordinatorConfig(Config):
     backup_dir: Path | None = None
     """Directory that `heterorl backup` writes under; without one, `backups` in data_dir. Payloads are linked there, or
     copied where it is on another disk."""
-    listen: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    listen: Listen = "127.0.0.1:50051"
     """host:port to serve on; port 0 lets the system choose (see the file `address` in data_dir)."""
     tls: ServerTlsConfig = ServerTlsConfig()
     """Certificates of the link."""

@@ -49,7 +49,7 @@ class LearnerConfig(Config):
     """Name of the run; the coordinator's."""
     holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of this learner. A restart from the same state_dir takes the lease back at once; any other learner waits."""
-    coordinator: Addresses = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    coordinator: Addresses = "127.0.0.1:50051"
     """host:port of the coordinator; a list where a standby may take its place."""
     tls: TlsConfig = TlsConfig()
     """Certificates of the link."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from heterorl.common.direct.connections import Allowed
 from heterorl.common.identity.tls import ServerTlsConfig
-from heterorl.common.process.address import Addresses
+from heterorl.common.process.address import Addresses, Listen
 from heterorl.common.process.config import Config
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 
@@ -16,9 +16,9 @@ from heterorl.common.rpc.bandwidth import BandwidthConfig
 class RelayConfig(Config):
     """One relay serves the samplers of one site."""
 
-    coordinator: Addresses = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    coordinator: Addresses = "127.0.0.1:50051"
     """host:port of the coordinator; a list where a standby may take its place."""
-    listen: str = Field(default="127.0.0.1:50061", pattern=r"^.+:\d{1,5}$")
+    listen: Listen = "127.0.0.1:50061"
     """host:port to serve on, the `coordinator` of this site's samplers; port 0 lets the system choose (see the file
     `address` in cache_dir)."""
     tls: ServerTlsConfig = ServerTlsConfig()

@@ -135,7 +135,7 @@ class SamplerConfig(Config):
 
     site: str = Field(default="site-1", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the site; unique among the run's samplers."""
-    coordinator: Addresses = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    coordinator: Addresses = "127.0.0.1:50051"
     """host:port of the coordinator; a list where a standby may take its place."""
     tls: TlsConfig = TlsConfig()
     """Certificates of the link."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from heterorl.evaluation.sets import OpenSet
     from heterorl.sampler.config import SamplerConfig
 
-_ADDRESS = re.compile(r"^.+:\d{1,5}$")
+_ADDRESS = re.compile(r"^.+:[0-9]{1,5}$")
 
 
 def evaluate(

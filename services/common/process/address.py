@@ -10,23 +10,42 @@ import re
 from typing import Annotated, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from heterorl.common.errors import ConfigError
 
 _SECRET = re.compile(r"(pass(word|wd|phrase)?|secret|(client|server)_key)\s*=", re.IGNORECASE)
+MAX_PORT = 65535
 IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0600), or in PGPASSWORD"
 
 
-def check_address(key: str, address: str) -> None:
-    """Check that what the option `key` says is host:port.
+def check_address(key: str, address: str, *, is_listening: bool = False) -> None:
+    """Check that what the option `key` says is host:port; port 0 is for who listens.
 
     Raises:
         ConfigError: it is not.
     """
-    match = re.fullmatch(r"[!-~]+:(\d{1,5})", address)
-    if match is None or int(match[1]) > 65535:
-        raise ConfigError(key, f"{address[:100]!r} is not host:port", action="for example coord.example:50051")
+    try:
+        (_listening if is_listening else _dialled)(address)
+    except ValueError as error:
+        raise ConfigError(key, str(error)) from error
+
+
+def _check(address: str, least: int) -> str:
+    match = re.fullmatch(r"[!-~]+:([0-9]{1,5})", address)
+    if match is None:
+        raise ValueError(f"{address[:100]!r} is not host:port, for example coord.example:50051")
+    if not least <= int(match[1]) <= MAX_PORT:
+        raise ValueError(f"the port of {address[:100]!r} must be from {least} to {MAX_PORT}")
+    return address
+
+
+def _listening(address: str) -> str:
+    return _check(address, 0)
+
+
+def _dialled(address: str) -> str:
+    return _check(address, 1)
 
 
 def addresses(text: str) -> tuple[str, ...]:
@@ -38,8 +57,16 @@ def _joined(value: Any) -> Any:
     return ",".join(value) if isinstance(value, list) and all(isinstance(each, str) for each in value) else value
 
 
-Addresses = Annotated[str, BeforeValidator(_joined)]
-"""One host:port, or a list of them; kept with commas between them."""
+def _all_dialled(text: str) -> str:
+    for address in addresses(text) or (text,):
+        _dialled(address)
+    return text
+
+
+Addresses = Annotated[str, BeforeValidator(_joined), AfterValidator(_all_dialled)]
+"""One host:port to dial, or a list of them; kept with commas between them."""
+Listen = Annotated[str, AfterValidator(_listening)]
+"""host:port to serve on; port 0 lets the system choose."""
 
 
 def is_loopback(address: str) -> bool:
@@ -70,6 +97,16 @@ def split_url(url: str) -> SplitResult:
     if problem:
         raise ValueError("is no address: a host, a port or a character of it cannot be")
     return parts
+
+
+def _whole(url: str) -> str:
+    if url:
+        split_url(url)
+    return url
+
+
+Url = Annotated[str, AfterValidator(_whole)]
+"""A url whose port, where it has one, can be; empty is none."""
 
 
 def check_database(url: str) -> str:

@@ -12,14 +12,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 PATTERNS = {
-    r"^.+:\d{1,5}$": "host:port, for example coord.example:50051",
     r"^[A-Za-z0-9._-]{1,64}$": "a name of up to 64 letters, digits, dots, dashes and underscores",
     r"^[A-Za-z0-9._+-]+$": "a name of letters, digits, dots, dashes, underscores and plus signs",
     r"^[A-Za-z0-9-]{1,64}$": "a name of up to 64 letters, digits and dashes",
     r"^([A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*)?$": "words of letters, digits, dots, dashes, _ and =, joined by /",
     r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$": "a bucket: 3 to 63 small letters, digits, dots and dashes; or nothing",
     r"^(cpu|cuda(:[0-9]+)?)$": "cpu, cuda or cuda:N",
-    r"^(https?://.+:\d{1,5})?$": "http://host:port or https://host:port",
+    r"^(https?://.+:[0-9]{1,5})?$": "http://host:port or https://host:port",
     r"^https?://[^\s]+$": "a url that begins with http:// or https://",
     r"^[A-Za-z_0-9]*$": "the name of an environment variable",
     r"^([0-9a-f]{64})?$": "64 hexadecimal digits, or nothing",

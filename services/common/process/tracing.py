@@ -24,7 +24,7 @@ from pydantic import Field
 
 from heterorl import __version__
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.process.address import is_loopback
+from heterorl.common.process.address import Url, is_loopback
 from heterorl.common.process.config import Config
 
 NO_TRACE = ""
@@ -37,7 +37,7 @@ Attributes = Mapping[str, str | int | float]
 class TracingConfig(Config):
     """Where traces go. A sampler decides which groups are followed; the others follow those."""
 
-    otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+:\d{1,5})?$")
+    otlp_endpoint: Url = Field(default="", pattern=r"^(https?://.+:[0-9]{1,5})?$")
     """OTLP over gRPC, such as http://127.0.0.1:4317; plaintext on loopback only. Empty: no traces."""
     share: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of its groups that a sampler follows."""

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.identity.signing import PublicKey
+from heterorl.common.process.address import Url
 from heterorl.common.process.config import DIRECTORY, Config
 
 MAX_REWARDS = 16
@@ -60,7 +61,7 @@ def from_file(value: str, info: ValidationInfo) -> str:
 class RemoteRewardBase(RewardBase):
     """What every reward has that somebody else computes."""
 
-    url: str = Field(pattern=r"^https?://[^\s]+$", max_length=2048)
+    url: Url = Field(pattern=r"^https?://[^\s]+$", max_length=2048)
     """Where it is asked. Not part of the contract: sites may ask servers of their own."""
     low: float = Field(default=0.0, allow_inf_nan=False)
     """Least value that it may give; another one is an error."""

@@ -1,9 +1,16 @@
 """host:port: what is one, and what no other machine can reach."""
 
 import pytest
+from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address, is_loopback
+from heterorl.common.process.tracing import TracingConfig
+from heterorl.common.tasks.rewards.config import RemoteRewardBase
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.learner.config import LearnerConfig
+from heterorl.relay.config import RelayConfig
+from heterorl.sampler.config import SamplerConfig
 
 
 @pytest.mark.parametrize(
@@ -18,12 +25,49 @@ def test_loopback_is_what_no_other_machine_can_reach(address, expected):
     assert is_loopback(address) is expected
 
 
-@pytest.mark.parametrize("address", ["coord.example:50051", "[::1]:0", "10.0.0.1:65535"])
+@pytest.mark.parametrize("address", ["coord.example:50051", "[::1]:1", "10.0.0.1:65535"])
 def test_host_and_port_are_accepted(address):
     check_address("--coordinator", address)
 
 
-@pytest.mark.parametrize("address", ["", "coord", "coord:", ":1", "coord:65536", "co ord:1", "coord:1\n"])
+def test_port_0_is_for_who_listens():
+    check_address("--listen", "[::1]:0", is_listening=True)
+    with pytest.raises(ConfigError, match=r"--coordinator: the port of .* must be from 1 to 65535"):
+        check_address("--coordinator", "[::1]:0")
+
+
+@pytest.mark.parametrize("port", [65536, 99999])
+@pytest.mark.parametrize(
+    ("schema", "key", "text"),
+    [
+        (CoordinatorConfig, "listen", "127.0.0.1:{}"),
+        (RelayConfig, "listen", "0.0.0.0:{}"),
+        (RelayConfig, "coordinator", "coord.example:{}"),
+        (LearnerConfig, "coordinator", ["a.example:{}", "b.example:50051"]),
+        (SamplerConfig, "coordinator", "a.example:{},b.example:50051"),
+        (TracingConfig, "otlp_endpoint", "http://127.0.0.1:{}"),
+        (RemoteRewardBase, "url", "http://127.0.0.1:{}/score"),
+    ],
+)
+def test_every_address_of_a_configuration_has_a_port_that_can_be(schema, key, text, port):
+    def table(number):
+        said = [each.format(number) for each in text] if isinstance(text, list) else text.format(number)
+        return {key: said}
+
+    def problems(number):
+        try:
+            schema.model_validate(table(number))
+        except ValidationError as error:
+            return [entry["msg"] for entry in error.errors() if key in entry["loc"]]
+        return []
+
+    assert problems(50051) == []
+    assert len(problems(port)) == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["", "coord", "coord:", ":1", "coord:65536", "coord:\uff11", "co ord:1", "coord:1\n"]
+)
 def test_anything_else_is_refused_by_its_option(address):
     with pytest.raises(ConfigError, match="--coordinator"):
         check_address("--coordinator", address)

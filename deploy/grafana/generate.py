@@ -132,11 +132,11 @@ def _panel(panel: Panel, number: int, *, x: int, y: int, width: int, height: int
 
 def _bound_style(panel: Panel) -> list[dict[str, Any]]:
     """A configured bound is a dashed red line."""
-    if not any(query.legend == "bound" for query in panel.queries):
+    if not any(query.legend.endswith(" bound") for query in panel.queries):
         return []
     return [
         {
-            "matcher": {"id": "byName", "options": "bound"},
+            "matcher": {"id": "byRegexp", "options": "/ bound$/"},
             "properties": [
                 {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [10, 10]}},
                 {"id": "color", "value": {"mode": "fixed", "fixedColor": "red"}},

@@ -1,7 +1,8 @@
 """The one table of all panels; dashboards, preview and tests are made from it.
 
 Guarantees nothing but data: no layout, no JSON. In queries `$run` and `$site` are dashboard variables, `$window` the
-rate window. Legends use Prometheus labels in double braces.
+rate window. Legends use Prometheus labels in double braces. `$run` is All at first: every query keeps the label `run`,
+and every legend says it.
 """
 
 from __future__ import annotations
@@ -47,25 +48,37 @@ class Dashboard:
     has_sites: bool = True
 
 
+def _query(expr: str, legend: str) -> tuple[Query, ...]:
+    """One query whose legend begins with the run."""
+    return (Query(expr=expr, legend=legend if "{{run}}" in legend else f"{{{{run}}}} {legend}".strip()),)
+
+
+def _by(*labels: str) -> str:
+    return ", ".join(dict.fromkeys(("run", *labels)))
+
+
 def _gauge(metric: str, legend: str, selector: str = RUN) -> tuple[Query, ...]:
-    return (Query(expr=f"{metric}{{{selector}}}", legend=legend),)
+    return _query(f"{metric}{{{selector}}}", legend)
 
 
 def _quantiles(
     metric: str, legend: str, selector: str, *by: str, share: tuple[float, ...] = (0.5, 0.95)
 ) -> tuple[Query, ...]:
-    labels = ", ".join(("le", *by))
+    expr = f"sum by ({_by('le', *by)}) (rate({metric}_bucket{{{selector}}}[$window]))"
     return tuple(
-        Query(
-            expr=f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket{{{selector}}}[$window])))",
-            legend=f"{legend} p{q * 100:g}".strip(),
-        )
-        for q in share
+        query for q in share for query in _query(f"histogram_quantile({q}, {expr})", f"{legend} p{q * 100:g}".strip())
     )
 
 
 def _rate(metric: str, legend: str, selector: str, *by: str) -> tuple[Query, ...]:
-    return (Query(expr=f"sum by ({', '.join(by)}) (rate({metric}{{{selector}}}[$window]))", legend=legend),)
+    return _query(f"sum by ({_by(*by)}) (rate({metric}{{{selector}}}[$window]))", legend)
+
+
+def _shares(metric: str, label: str) -> tuple[Query, ...]:
+    """Seconds in a second by a label. They are counted when they end, so several minutes may end in one window."""
+    rates = f"(rate({metric}{{{RUN}}}[$window]))"
+    whole = f"clamp_min(sum by (run) {rates}, 1)"
+    return _query(f"sum by ({_by(label)}) {rates} / on (run) group_left {whole}", f"{{{{{label}}}}}")
 
 
 _STREAMS = "WatchHead|StreamGroups|UploadPayload|ReadPayload"
@@ -78,40 +91,24 @@ RUN_BOARD = Dashboard(
         Panel(title="Version", unit="none", kind="stat", queries=_gauge("heterorl_coordinator_head_version", "{{run}}"),
               note="Newest policy version."),
         Panel(title="Time since the last step", unit="s", kind="stat",
-              queries=(Query(expr=f"time() - heterorl_learner_last_step_timestamp_seconds{{{RUN}}}",
-                             legend="{{run}}"),),
-              note="Grows when the learner waits for groups or hangs."),
+              queries=_query("time() - max by (run) ("
+                             f"last_over_time(heterorl_learner_last_step_timestamp_seconds{{{RUN}}}[1d]) or "
+                             f"last_over_time(heterorl_coordinator_head_timestamp_seconds{{{RUN}}}[1d]))", "{{run}}"),
+              note="Or since the newest version, if that is newer. It grows for a day while the learner or the"
+                   " coordinator is down."),
         Panel(title="Ledger balanced", unit="bool_yes_no", kind="stat",
               queries=_gauge("heterorl_coordinator_ledger_balanced", "{{run}}"),
               note="Acked = pending + leased + consumed + dropped."),
         Panel(title="Staleness used, p95 over the bound", unit="percentunit", kind="stat",
-              queries=(Query(expr=f"histogram_quantile(0.95, sum by (run, le) (rate("
-                                  f"heterorl_learner_staleness_versions_bucket{{{RUN}}}[$window])))"
-                                  f" / on (run) heterorl_coordinator_max_staleness_versions{{{RUN}}}",
-                             legend="{{run}}"),)),
+              queries=_query(f"last_over_time((histogram_quantile(0.95, sum by (run, le) (rate("
+                             f"heterorl_learner_staleness_versions_bucket{{{RUN}}}[$window])))"
+                             f" / on (run) heterorl_coordinator_max_staleness_versions{{{RUN}}} >= 0)[1h:])",
+                             "{{run}}"),
+              note="Of the newest steps within an hour, also while the learner is down."),
         Panel(title="Reward", unit="none", queries=_gauge("heterorl_learner_reward_mean", "{{run}}"),
               note="Mean reward of the newest step."),
-        Panel(title="Reward by source", unit="none",
-              queries=_gauge("heterorl_learner_source_reward_mean", "{{source}}"),
-              note="Of a mixture of tasks: mean reward of a source's newest trained groups."),
-        Panel(title="Groups trained by source", unit="short",
-              queries=(Query(expr="sum by (run, source) (rate("
-                                  f"heterorl_learner_source_groups_total{{{RUN}}}[$window]))",
-                             legend="{{source}}"),),
-              note="Groups a second; their shares should be the weights of the mixture."),
         Panel(title="Held-out accuracy", unit="percentunit",
               queries=_gauge("heterorl_learner_evaluation_accuracy_ratio", "{{run}}"), minimum=0, maximum=1),
-        Panel(title="Evaluation sets", unit="none",
-              queries=_gauge("heterorl_coordinator_evaluation_reward_mean", "{{set}}"),
-              note="Mean reward of the newest version whose evaluation is done; intervals: heterorl status."),
-        Panel(title="Evaluated version", unit="none",
-              queries=_gauge("heterorl_coordinator_evaluation_version", "{{set}}"),
-              note="A set that stays behind has no site that evaluates it, or too few.", minimum=0),
-        Panel(title="Held-out prompts per second", unit="none",
-              queries=(Query(expr=f"sum by (site) (rate("
-                                  f"heterorl_coordinator_evaluated_prompts_total{{{RUN}}}[$window]))",
-                             legend="{{site}}"),),
-              note="Counted by the coordinator, by the site that computed them.", minimum=0),
         Panel(title="KL of sampler from learner policy", unit="none",
               queries=_gauge("heterorl_learner_kl_nats", "{{run}}"),
               note="Nats per sequence; how far the behaviour policy is away."),
@@ -155,15 +152,33 @@ RUN_BOARD = Dashboard(
               minimum=0),
         Panel(title="Step duration", unit="s", queries=_quantiles("heterorl_learner_step_seconds", "", RUN), minimum=0),
         Panel(title="What the trainer does", unit="percentunit",
-              queries=_rate("heterorl_learner_phase_seconds_total", "{{phase}}", RUN, "phase"), minimum=0, maximum=1,
+              queries=_shares("heterorl_learner_phase_seconds_total", "phase"), minimum=0, maximum=1,
               note="Waiting: samplers or the link are the bottleneck. Examining: the checks are."
                    " Publishing: a version is rounded and copied, or takes longer than a step."),
         Panel(title="Progress of the step", unit="percentunit",
               queries=_gauge("heterorl_learner_step_progress_ratio", "{{run}}"), minimum=0, maximum=1,
               note="Micro-batches done of the step under way; 0 between steps."),
         Panel(title="Steps per minute", unit="none",
-              queries=(Query(expr=f"60 * sum by (applied) (rate(heterorl_learner_steps_total{{{RUN}}}[$window]))",
-                             legend="applied {{applied}}"),), minimum=0),
+              queries=_query(f"60 * sum by (run, applied) (rate(heterorl_learner_steps_total{{{RUN}}}[$window]))",
+                             "applied {{applied}}"), minimum=0),
+        # Runs without mixtures and evaluation sets have no data here.
+        Panel(title="Reward by source", unit="none",
+              queries=_gauge("heterorl_learner_source_reward_mean", "{{source}}"),
+              note="Of a mixture of tasks: mean reward of a source's newest trained groups."),
+        Panel(title="Groups trained by source", unit="short",
+              queries=_query("sum by (run, source) (rate("
+                             f"heterorl_learner_source_groups_total{{{RUN}}}[$window]))", "{{source}}"),
+              note="Groups a second; their shares should be the weights of the mixture."),
+        Panel(title="Evaluation sets", unit="none",
+              queries=_gauge("heterorl_coordinator_evaluation_reward_mean", "{{set}}"),
+              note="Mean reward of the newest version whose evaluation is done; intervals: heterorl status."),
+        Panel(title="Evaluated version", unit="none",
+              queries=_gauge("heterorl_coordinator_evaluation_version", "{{set}}"),
+              note="A set that stays behind has no site that evaluates it, or too few.", minimum=0),
+        Panel(title="Held-out prompts per second", unit="none",
+              queries=_query(f"sum by (run, site) (rate("
+                             f"heterorl_coordinator_evaluated_prompts_total{{{RUN}}}[$window]))", "{{site}}"),
+              note="Counted by the coordinator, by the site that computed them.", minimum=0),
     ),
     has_sites=False,
 )  # fmt: skip
@@ -223,7 +238,7 @@ WEIGHTS_BOARD = Dashboard(
         Panel(title="Changed weights", unit="percentunit", kind="stat",
               queries=_gauge("heterorl_learner_changed_ratio", "{{run}}")),
         Panel(title="Digest mismatches", unit="none", kind="stat",
-              queries=(Query(expr=f"sum(heterorl_digest_mismatches_total{{{RUN}}})", legend="mismatches"),),
+              queries=_query(f"sum by (run) (heterorl_digest_mismatches_total{{{RUN}}})", "mismatches"),
               note="Anything but 0 is a broken disk, link or program; nothing wrong was generated with."),
         Panel(title="Payload of the newest version", unit="bytes", is_log=True,
               queries=_gauge("heterorl_learner_version_bytes", "{{kind}}")
@@ -243,23 +258,23 @@ WEIGHTS_BOARD = Dashboard(
               queries=_rate("heterorl_relay_payload_reads_total", "{{outcome}}", RUN, "outcome"),
               note="passed: larger than cache_bytes, or no disk; damaged: a disk changed bytes, fetched anew."),
         Panel(title="Cache of relays", unit="percentunit", minimum=0, maximum=1,
-              queries=(Query(expr=f"heterorl_relay_cache_bytes{{{RUN}}} / heterorl_relay_cache_limit_bytes{{{RUN}}}",
-                             legend="{{instance}}"),)),
+              queries=_query(f"heterorl_relay_cache_bytes{{{RUN}}} / heterorl_relay_cache_limit_bytes{{{RUN}}}",
+                             "{{instance}}")),
         Panel(title="Calls at relays", unit="none", minimum=0, queries=_gauge("heterorl_relay_calls", "{{instance}}")),
         Panel(title="Weight bytes pulled by site", unit="Bps",
               queries=_rate("heterorl_bytes_total", "{{site}} {{kind}}",
                             f'{SITE},service="sampler",kind=~"delta|snapshot",direction="in"', "site", "kind"),
               minimum=0),
         Panel(title="Versions per minute by kind", unit="none",
-              queries=(Query(expr=f"60 * sum by (kind) (rate(heterorl_learner_versions_total{{{RUN}}}[$window]))",
-                             legend="{{kind}}"),),
+              queries=_query(f"60 * sum by (run, kind) (rate(heterorl_learner_versions_total{{{RUN}}}[$window]))",
+                             "{{kind}}"),
               note="Snapshot where a delta would not be smaller: too much changed.", minimum=0),
         Panel(title="Newest version by flavour", unit="bytes", is_log=True,
               queries=_gauge("heterorl_coordinator_flavour_bytes", "{{flavour}} {{kind}}"),
               note="Full is the size of the weights in that form; a site pulls the deltas of its own."),
         Panel(title="Sites by flavour", unit="none", minimum=0,
-              queries=(Query(expr=f"sum by (flavour) (heterorl_coordinator_site_flavour_info{{{SITE}}})",
-                             legend="{{flavour}}"),)),
+              queries=_query(f"sum by (run, flavour) (heterorl_coordinator_site_flavour_info{{{SITE}}})",
+                             "{{flavour}}")),
         Panel(title="Encode and apply, newest version", unit="s", is_log=True,
               queries=_gauge("heterorl_learner_version_encode_seconds", "encode")
               + _gauge("heterorl_coordinator_site_apply_seconds", "apply {{site}}", SITE)),
@@ -280,8 +295,8 @@ SITES_BOARD = Dashboard(
     title="heterorl / Sites",
     panels=(
         Panel(title="Versions behind the head", unit="none", minimum=0,
-              queries=(Query(expr=f"scalar(max(heterorl_coordinator_head_version{{{RUN}}}))"
-                                  f" - heterorl_coordinator_site_policy_version{{{SITE}}}", legend="{{site}}"),)),
+              queries=_query(f"max by (run) (heterorl_coordinator_head_version{{{RUN}}}) - on (run) group_right"
+                             f" heterorl_coordinator_site_policy_version{{{SITE}}}", "{{site}}")),
         Panel(title="Silence", unit="s", queries=_gauge("heterorl_coordinator_site_silence_seconds", "{{site}}", SITE),
               note="Since the last sign of life.", minimum=0),
         Panel(title="Canary", unit="none", is_log=True,
@@ -294,23 +309,23 @@ SITES_BOARD = Dashboard(
               queries=_gauge("heterorl_coordinator_site_failed_groups", "{{site}}", SITE),
               note="Groups whose rewards, log-probs or draws the learner computed otherwise; too many: quarantine."),
         Panel(title="Checked groups", unit="none", minimum=0,
-              queries=(Query(expr="60 * sum by (site, check, verdict) (rate(heterorl_learner_checked_groups_total"
-                                  f"{{{SITE}}}[$window]))", legend="{{site}} {{check}} {{verdict}}"),)),
+              queries=_query("60 * sum by (run, site, check, verdict) (rate(heterorl_learner_checked_groups_total"
+                             f"{{{SITE}}}[$window]))", "{{site}} {{check}} {{verdict}}")),
         Panel(title="Duration of checks", unit="s", is_log=True,
               queries=_quantiles("heterorl_learner_check_seconds", "checks", RUN)),
         Panel(title="Push quotas", unit="percentunit", minimum=0, maximum=1,
               queries=_gauge("heterorl_coordinator_site_quota_ratio", "{{site}} {{quota}}", SITE)),
         Panel(title="Refused for a quota", unit="none", minimum=0,
-              queries=(Query(expr="60 * sum by (site, quota) (rate(heterorl_coordinator_quota_refusals_total"
-                                  f"{{{SITE}}}[$window]))", legend="{{site}} {{quota}}"),)),
+              queries=_query("60 * sum by (run, site, quota) (rate(heterorl_coordinator_quota_refusals_total"
+                             f"{{{SITE}}}[$window]))", "{{site}} {{quota}}")),
         Panel(title="Tokens per second", unit="none",
               queries=_rate("heterorl_tokens_total", "{{site}}", f'{SITE},service="sampler"', "site"), minimum=0),
         Panel(title="Trained tokens per second", unit="none", minimum=0,
               queries=_rate("heterorl_learner_site_tokens_total", "{{site}}", SITE, "site"),
               note="What a site gives the run; what it generates beyond that was late, surplus or refused."),
         Panel(title="Groups per minute", unit="none",
-              queries=(Query(expr="60 * sum by (site, status) (rate(heterorl_coordinator_pushed_groups_total"
-                                  f"{{{SITE}}}[$window]))", legend="{{site}} {{status}}"),), minimum=0),
+              queries=_query("60 * sum by (run, site, status) (rate(heterorl_coordinator_pushed_groups_total"
+                             f"{{{SITE}}}[$window]))", "{{site}} {{status}}"), minimum=0),
         Panel(title="Generation batch", unit="s", is_log=True,
               queries=_quantiles("heterorl_sampler_generate_seconds", "{{site}}", SITE, "site")),
         Panel(title="Assignments held", unit="none", minimum=0,
@@ -318,8 +333,8 @@ SITES_BOARD = Dashboard(
                        *_gauge("heterorl_coordinator_site_away_groups", "{{site}} away", SITE)),
               note="Away: a silent site that works ahead holds them, and they count against nobody until it returns."),
         Panel(title="Quota used", unit="percentunit", minimum=0,
-              queries=(Query(expr=f"heterorl_coordinator_site_pending_bytes{{{SITE}}} / on (run) group_left"
-                                  f" heterorl_coordinator_site_quota_bytes{{{RUN}}}", legend="{{site}}"),)),
+              queries=_query(f"heterorl_coordinator_site_pending_bytes{{{SITE}}} / on (run) group_left"
+                             f" heterorl_coordinator_site_quota_bytes{{{RUN}}}", "{{site}}")),
         Panel(title="Rejections", unit="ops", minimum=0,
               queries=_rate("heterorl_coordinator_pushed_groups_total", "{{site}} {{reason}}",
                             f'{SITE},status="dropped"', "site", "reason"),
@@ -352,7 +367,7 @@ COORDINATOR_BOARD = Dashboard(
     title="heterorl / Coordinator",
     panels=(
         Panel(title="Processes up", unit="none", kind="stat",
-              queries=(Query(expr=f"sum by (service) (up{{{RUN}}})", legend="{{service}}"),)),
+              queries=_query(f"sum by (run, service) (up{{{RUN}}})", "{{service}}")),
         Panel(title="Epoch", unit="none", kind="stat", queries=_gauge("heterorl_coordinator_learner_epoch", "{{run}}"),
               note="Grows by one with every learner that takes the lease."),
         Panel(title="Draining", unit="bool_yes_no", kind="stat",
@@ -375,8 +390,8 @@ COORDINATOR_BOARD = Dashboard(
               queries=_gauge("heterorl_coordinator_ledger_closed_assignments", "{{reason}}"),
               note="Rows of the data that gave no group at several returns; the coordinator's log names the prompts."),
         Panel(title="Disk free", unit="percentunit", minimum=0, maximum=1,
-              queries=(Query(expr=f"heterorl_disk_free_bytes{{{RUN}}} / heterorl_disk_size_bytes{{{RUN}}}",
-                             legend="{{service}} {{site}}"),)),
+              queries=_query(f"heterorl_disk_free_bytes{{{RUN}}} / heterorl_disk_size_bytes{{{RUN}}}",
+                             "{{service}} {{site}}")),
         Panel(title="Disk refuses", unit="bool_yes_no", kind="stat",
               queries=_gauge("heterorl_coordinator_disk_refuses", "{{run}}"),
               note="Full: nothing new is taken until there is room; the log and `heterorl status` say where."),
@@ -398,7 +413,7 @@ COORDINATOR_BOARD = Dashboard(
               queries=_rate("heterorl_coordinator_reclaimed_bytes_total", "{{run}}", RUN, "run"),
               note="At the full store it should keep up with what is published."),
         Panel(title="Damaged payloads", unit="none", kind="stat",
-              queries=(Query(expr=f"sum(heterorl_coordinator_damaged_payloads_total{{{RUN}}})", legend="damaged"),),
+              queries=_query(f"sum by (run) (heterorl_coordinator_damaged_payloads_total{{{RUN}}})", "damaged"),
               note="Anything but 0 is a failing disk; the files lie in data_dir/damaged and were not sent."),
         Panel(title="Payload reads refused by the system", unit="ops", minimum=0,
               queries=_rate("heterorl_coordinator_unreadable_payloads_total", "{{run}}", RUN, "run"),
@@ -412,8 +427,7 @@ COORDINATOR_BOARD = Dashboard(
               queries=_rate("heterorl_rpc_identity_refusals_total", "{{reason}}", RUN, "reason"),
               note="Calls by holders of a certificate of this authority that may not make them."),
         Panel(title="Certificate lifetime left", unit="s", minimum=0,
-              queries=(Query(expr=f"(heterorl_certificate_expiry_seconds{{{RUN}}} > 0) - time()",
-                             legend="{{service}} {{site}}"),),
+              queries=_query(f"(heterorl_certificate_expiry_seconds{{{RUN}}} > 0) - time()", "{{service}} {{site}}"),
               note="Empty over plaintext."),
         Panel(title="Memory", unit="bytes", minimum=0,
               queries=_gauge("process_resident_memory_bytes", "{{service}} {{site}}")),

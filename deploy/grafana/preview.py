@@ -153,7 +153,7 @@ def _graph(axes: Any, panel: Panel, *, server: str, span: tuple[float, float], w
             name = legend(query, row["metric"])
             points = [(float(at), float(value)) for at, value in row["values"]]
             values += [value for _, value in points if math.isfinite(value)]
-            style = {"color": "#f2495c", "linestyle": "--"} if name == "bound" else {
+            style = {"color": "#f2495c", "linestyle": "--"} if name.endswith(" bound") else {
                 "color": COLOURS[num_series % len(COLOURS)]}  # fmt: skip
             label = name if num_series < MAX_LEGEND else None
             points = with_gaps(points, step)

@@ -59,6 +59,22 @@ def test_expression_uses_metrics_and_labels_that_exist(where, expression):
     assert labels or names or "up" in expression
 
 
+@pytest.mark.parametrize(
+    ("board", "panel", "query"),
+    [(board, panel, query) for board in BOARDS for panel in board.panels for query in panel.queries],
+    ids=lambda value: getattr(value, "uid", getattr(value, "title", "")),
+)
+def test_panel_keeps_runs_apart(board, panel, query):
+    del board, panel
+    # Runs of one Prometheus are all shown at first: none may be added to another, or measured against its head.
+    assert query.legend.startswith("{{run}}")
+    for operator, labels in re.findall(r"\b(sum|max|min|avg|count)\b(?: by \(([^)]*)\))?", query.expr):
+        assert "run" in labels.split(", "), operator
+    for labels in re.findall(r"\b(?:on|ignoring|without) \(([^)]*)\)", query.expr):
+        assert "run" in labels.split(", ")
+    assert "scalar(" not in query.expr
+
+
 def test_every_metric_is_on_a_dashboard_or_in_an_alert_or_says_why_not():
     used = {SAMPLES[name][0] for _, text in EXPRESSIONS for name in re.findall(r"\bheterorl_\w+", text)}
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
+from rich.cells import cell_len
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +19,7 @@ from heterorl.common.types.sample import Sample, SampleList, SampleRollout, Samp
 
 COLOURED = 0.1
 """nats."""
+_HEAD = ("id", "version", "behind", "site", "reward", "tokens", "cut", "kept because")
 _LESS, _MORE = "red", "green"
 _SHOWN_IDS = 64
 """Token ids of a completion without text."""
@@ -27,27 +30,46 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def samples_table(summaries: Sequence[SampleSummary]) -> Table:
-    """One line a sample."""
-    table = Table("id", "version", "behind", "site", "kept because", "reward", "tokens", "cut", "prompt", "completion")
-    for name in ("prompt", "completion"):
-        column = next(each for each in table.columns if each.header == name)
-        column.no_wrap, column.overflow, column.ratio = True, "ellipsis", 1
-    table.expand = True
-    for each in summaries:
-        table.add_row(
-            str(each.id),
-            str(each.version),
-            str(max(each.version - each.oldest_version, 0)),
-            Text(each.site or "learner"),
-            Text(each.kept_because if not each.detail else f"{each.kept_because} ({each.detail})", overflow="ellipsis"),
-            _reward(each),
-            str(each.num_tokens),
-            f"{each.num_truncated}/{each.num_rollouts}",
-            Text(visible(each.prompt_preview) or "-"),
-            Text(visible(each.completion_preview) or "-"),
-        )
-    return table
+def samples_table(summaries: Sequence[SampleSummary]) -> Group:
+    """A line of facts a sample, and under it a line for its prompt and one for its first completion."""
+    rows = [_HEAD, *map(_facts, summaries)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    head, *lines = (
+        _line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))) for row in rows
+    )
+    head.stylize("bold")
+    shown = [head]
+    for each, line in zip(summaries, lines, strict=True):
+        shown += [line, _text("prompt", each.prompt_preview), _text("completion", each.completion_preview)]
+    return Group(*shown)
+
+
+def _facts(each: SampleSummary) -> tuple[str, ...]:
+    return (
+        str(each.id),
+        str(each.version),
+        str(max(each.version - each.oldest_version, 0)),
+        visible(each.site or "learner"),
+        _reward(each),
+        str(each.num_tokens),
+        f"{each.num_truncated}/{each.num_rollouts}",
+        _one_line(each.kept_because if not each.detail else f"{each.kept_because} ({each.detail})"),
+    )
+
+
+def _text(name: str, text: str) -> Text:
+    line = _line(f"    {name:<12}{_one_line(text) or '-'}")
+    line.stylize("dim", 0, 16)
+    return line
+
+
+def _one_line(text: str) -> str:
+    return visible(" ".join(text.split()))
+
+
+def _line(text: str) -> Text:
+    """One line of the terminal, cut where it ends."""
+    return Text(text.rstrip(), no_wrap=True, overflow="ellipsis")
 
 
 def foot(found: SampleList, *, shown: int, before: int) -> str:
@@ -112,6 +134,8 @@ def _title(number: int, rollout: SampleRollout) -> str:
 def _reward(summary: SampleSummary) -> str:
     if summary.reward_mean is None:
         return "not finite"
+    if summary.reward_min == summary.reward_max:
+        return f"{summary.reward_mean:.3g}"
     return f"{summary.reward_mean:.3g} [{summary.reward_min:.3g}, {summary.reward_max:.3g}]"
 
 

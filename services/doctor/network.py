@@ -7,6 +7,7 @@ handshakes and padding.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 import threading
@@ -22,6 +23,7 @@ from heterorl.common.errors import HeterorlError, Unreachable
 from heterorl.common.identity.identity import Identity, read_identity
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
+from heterorl.common.weights.parallel import num_threads
 from heterorl.doctor.check import TIMEOUT, Trouble
 
 ResultT = TypeVar("ResultT")
@@ -96,7 +98,13 @@ async def in_forgotten_thread(function: Callable[[], ResultT], *, timeout_s: flo
     try:
         return await asyncio.wait_for(future, timeout_s)
     except TimeoutError:
-        return Trouble(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s")
+        return Trouble(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s{_busy()}")
+
+
+def _busy() -> str:
+    """How busy this machine is, where more wants to run than it has cores."""
+    load, cores = os.getloadavg()[0], num_threads(0)
+    return f"; this machine is busy, load {load:.0f} on {cores} cores" if load > cores else ""
 
 
 async def resolve(host: str, port: int, *, timeout_s: float) -> tuple[str, ...] | Trouble:

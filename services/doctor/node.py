@@ -114,7 +114,10 @@ def judge_contract(fact: Contract | Trouble | None, *, diagnosis: Diagnosis | No
         return skip("contract", "model_dir is not set")
     if isinstance(fact, Trouble):
         if fact.kind == "timeout":
-            return fail("contract", fact.detail, "copy the model to a local directory: it cannot be read in time")
+            remedy = (
+                "ask again when this machine is less busy; on an idle one, copy the model to a faster local directory"
+            )
+            return fail("contract", fact.detail, remedy)
         return fail("contract", fact.detail, "correct model_dir and [task]: they cannot be loaded")
     if diagnosis is None:
         return skip("contract", "the model can be loaded; the coordinator was not reached")

@@ -29,7 +29,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.demo.tiny_model import write_tiny_model
-from heterorl.doctor import machine
+from heterorl.doctor import machine, network
 from heterorl.doctor.app import Limits, Patient, examine
 from heterorl.doctor.check import Level, Trouble
 from heterorl.doctor.network import Connected, connect, in_forgotten_thread
@@ -302,12 +302,15 @@ async def test_coordinator_of_an_older_release_is_named(tmp_path):
     assert "same release" in checks["coordinator"].remedy
 
 
-async def test_hanging_measurement_is_left_behind():
+@pytest.mark.parametrize(("load", "words"), [(40.2, "; this machine is busy, load 40 on 2 cores"), (1.9, "")])
+async def test_hanging_measurement_is_left_behind_and_says_a_load_that_explains_it(monkeypatch, load, words):
+    monkeypatch.setattr(network.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(network, "num_threads", lambda _: 2)
     forever = threading.Event()
     fact = await in_forgotten_thread(forever.wait, timeout_s=0.05)
     forever.set()
 
-    assert fact == Trouble(kind="timeout", detail="no answer in 0.05 s")
+    assert fact == Trouble(kind="timeout", detail=f"no answer in 0.05 s{words}")
 
 
 async def test_wrong_model_is_named(secure, tmp_path, model_dir):

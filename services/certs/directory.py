@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.certs.authority import SERVING, Pair, hosts_of, issue_node, make_authority
+from heterorl.certs.authority import LOCAL_HOSTS, SERVING, Pair, hosts_of, issue_node, make_authority
 from heterorl.certs.files import PUBLIC, SECRET, locked, write_file
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
@@ -25,6 +25,8 @@ class Issued:
     """One certificate in the authority's book; `expires` is an aware instant."""
 
     identity: Identity
+    hosts: tuple[str, ...]
+    """Names and addresses that it proves, but for those of its own machine."""
     expires: datetime.datetime
     is_revoked: bool
 
@@ -82,7 +84,8 @@ class Authority:
         target = out or self._directory / f"{role}-{site}"
         with locked(self._existing()):
             if (target / "node.key").exists():
-                raise ConfigError("--out", f"{target} holds a certificate", action="heterorl certs renew, or delete it")
+                action = f"heterorl certs renew {target}, with --host for other names"
+                raise ConfigError("--out", f"{target} holds a certificate", action=action)
             pair = issue_node(
                 self._pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
             )
@@ -91,19 +94,33 @@ class Authority:
                 write_file(target / REVOKED, self.revoked_path.read_bytes(), mode=PUBLIC)
         return target
 
-    def renew(self, target: Path, *, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
-        """Replace a node's certificate and key by new ones for the same identity and hosts.
+    def renew(
+        self, target: Path, *, hosts: Sequence[str] = (), now: datetime.datetime, lifetime: datetime.timedelta
+    ) -> Identity:
+        """Replace a node's certificate and key by new ones for the same identity; returns the one that was replaced.
+
+        Args:
+            target: the node's directory.
+            hosts: names and addresses of the new certificate; none are those of the old one.
+            now: an aware instant.
+            lifetime: of the new one.
 
         Raises:
-            ConfigError: there is no certificate of this authority, or it is revoked.
+            ConfigError: there is no certificate of this authority, it is revoked, or hosts do not fit the role.
         """
         with locked(self._existing()):
+            if not (target / "node.crt").exists():
+                raise ConfigError(
+                    "DIRECTORY",
+                    f"{target} holds no certificate; a node that joined by token has its files itself",
+                    action="let it join by a new token into a new directory: heterorl certs token create",
+                )
             identity = self._read(target / "node.crt")
             if not self._book(identity.serial).exists():
                 raise ConfigError("DIRECTORY", f"{target} holds no certificate of this authority")
             if identity.serial in self._revoked():
                 raise ConfigError("DIRECTORY", f"certificate {identity.serial:x} is revoked", action="issue a new one")
-            hosts = hosts_of((target / "node.crt").read_bytes())
+            hosts = hosts or hosts_of((target / "node.crt").read_bytes())
             pair = issue_node(
                 self._pair(),
                 run=identity.run,
@@ -114,6 +131,7 @@ class Authority:
                 lifetime=lifetime,
             )
             self._hand_out(pair, target)
+            return identity
 
     def revoke(self, what: str) -> list[Identity]:
         """Refuse certificates from now on; returns them.
@@ -196,14 +214,15 @@ class Authority:
         """Every certificate that was issued, the one that expires first on top."""
         book = self._existing() / "issued"
         revoked = self._revoked()
-        identities = [self._read(path) for path in book.glob("*.crt")]
+        identities = {path: self._read(path) for path in book.glob("*.crt")}
         return [
             Issued(
                 identity=identity,
+                hosts=tuple(host for host in hosts_of(path.read_bytes()) if host not in LOCAL_HOSTS),
                 expires=datetime.datetime.fromtimestamp(identity.not_after, datetime.UTC),
                 is_revoked=identity.serial in revoked,
             )
-            for identity in sorted(identities, key=lambda identity: (identity.not_after, identity.serial))
+            for path, identity in sorted(identities.items(), key=lambda item: (item[1].not_after, item[1].serial))
         ]
 
     def _existing(self) -> Path:

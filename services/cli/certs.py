@@ -86,14 +86,19 @@ def issue(
 @app.command("renew")
 def renew(
     node: Annotated[Path, typer.Argument(help="Directory of a node's files, as `issue` made it.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or address of the new certificate, in place of those of the old one; repeat for more."),
+    ] = None,
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,
 ) -> None:
     """Replace a node's certificate and key in place. Running nodes take new files up without dropping a call."""
     from heterorl.certs.directory import Authority
 
-    Authority(directory).renew(node, now=_now(), lifetime=datetime.timedelta(days=days))
+    old = Authority(directory).renew(node, hosts=host or (), now=_now(), lifetime=datetime.timedelta(days=days))
     _print(f"renewed: {node}; copy node.key and node.crt to the node if they live elsewhere")
+    _print(f"the old one stays valid until it expires; heterorl certs revoke {old.serial:x} refuses it")
 
 
 @app.command("revoke")
@@ -140,22 +145,23 @@ def list_(directory: DirOption = DIRECTORY) -> None:
             state = "renew now"
         expires = entry.expires.strftime("%Y-%m-%d %H:%M")
         identity = entry.identity
-        rows.append((identity.role, identity.site, expires, str(max(left, 0)), state, f"{identity.serial:x}"))
+        serial, hosts = f"{identity.serial:x}", ", ".join(entry.hosts)
+        rows.append((identity.role, identity.site, expires, str(max(left, 0)), state, serial, hosts))
     console = Console(markup=False, emoji=False, highlight=False)
-    whole = _table(rows, num_columns=6)
+    whole = _table(rows, num_columns=7 if any(hosts for *_, hosts in rows) else 6)
     if Console(width=1000, markup=False).measure(whole).maximum <= console.width:
         console.print(whole)
         return
     # A serial number is there to be copied: it stays in one piece, on a line of its own where the screen is narrow.
     console.print(_table(rows, num_columns=5))
     console.print("serial numbers, in the same order:")
-    for role, site, *_, serial in rows:
-        console.print(f"  {serial}  {role} {site}", soft_wrap=True)
+    for role, site, *_, serial, hosts in rows:
+        console.print(f"  {serial}  {role} {site} {hosts}".rstrip(), soft_wrap=True)
 
 
 def _table(rows: Sequence[tuple[str, ...]], *, num_columns: int) -> Table:
     table = Table(title="certificates", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("role", "site", "expires (UTC)", "days left", "state", "serial")[:num_columns]:
+    for heading in ("role", "site", "expires (UTC)", "days left", "state", "serial", "hosts")[:num_columns]:
         table.add_column(heading, no_wrap=heading != "site", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row[:num_columns]))

@@ -9,6 +9,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from heterorl.certs import files
+from heterorl.certs.authority import LOCAL_HOSTS, hosts_of
 from heterorl.certs.directory import Authority
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
@@ -50,6 +51,27 @@ def test_life_of_a_certificate_on_the_command_line(tmp_path):
     assert "is revoked" in str(again.exception)
     assert [mode(path) for path in sorted(root.rglob("*.key"))] == [0o600] * 3
     assert mode(root) == mode(root / "sampler-site-1") == 0o700
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_renewed_certificate_has_the_names_that_are_said_and_the_list_tells_both_apart(tmp_path, columns):
+    base = ["--dir", str(tmp_path / "ca")]
+    node = tmp_path / "ca" / "coordinator-main"
+    assert invoke("init", "my-run", *base).exit_code == 0
+    assert invoke("issue", "coordinator", "main", "--host", "old.example", *base).exit_code == 0
+    old = read_identity((node / "node.crt").read_bytes())
+
+    renewed = invoke("renew", str(node), "--host", "new.example", "--host", "10.0.0.1", *base)
+
+    assert f"heterorl certs revoke {old.serial:x} refuses it" in renewed.output
+    assert set(hosts_of((node / "node.crt").read_bytes())) == {"new.example", "10.0.0.1", *LOCAL_HOSTS}
+    listed = CliRunner().invoke(app, ["certs", "list", *base], env={"COLUMNS": columns}).output
+    (line,) = [text for text in listed.splitlines() if f"{old.serial:x}" in text]
+    assert "old.example" in line
+    assert "new.example, 10.0.0.1" in listed
+    # Without names said, those of before.
+    assert invoke("renew", str(node), *base).exit_code == 0
+    assert "new.example" in hosts_of((node / "node.crt").read_bytes())
 
 
 def test_certificate_says_what_the_node_is_and_no_more(tmp_path):
@@ -106,11 +128,12 @@ def test_no_certificate_outlives_its_authority(tmp_path):
         (("issue", "sampler", "b", "--host", "x.example"), "serves nobody"),
         (("issue", "coordinator", "b", "--host", "b\u00fccher.example"), "neither a DNS name nor"),
         (("issue", "sampler", "a"), "holds a certificate"),
+        (("renew", "{}/ca/sampler-a", "--host", "x.example"), "serves nobody"),
         (("issue", "sampler", "b", "--dir", "{}/none"), "holds no authority"),
         (("list", "--dir", "{}/none"), "holds no authority"),
         (("revoke", "zz"), "neither a file nor a serial"),
         (("revoke", "12ab"), "is not of this authority"),
-        (("renew", "{}/none"), "cannot read"),
+        (("renew", "{}/none"), "a node that joined by token has its files itself"),
         (("renew", "{}/other/sampler-a"), "no certificate of this authority"),
         (("revoke", "{}/other/sampler-a/node.crt"), "is not of this authority"),
     ],

@@ -14,6 +14,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
+from heterorl.common.types.facts import changes, with_changes
 from heterorl.common.types.policy import PullPlan, stated_version, version_or_none
 from heterorl.common.types.run import (
     CanaryReport,
@@ -36,7 +37,7 @@ from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.flaps import note_left_out
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.database import set_meta
+from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import flavours, lineage, rollback
 
 _LOG = logging.getLogger(__name__)
@@ -211,14 +212,23 @@ class RunColumn:
         await self._parts.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
 
     async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
-        """Keep what the learner says of the run, in place of what was said before."""
-        text = json.dumps(dict(facts))
+        """Keep what the learner says of the run, in place of what was said before, and what is said otherwise."""
+        now = self._parts.clock.wall()
 
-        def operation(connection: Connection) -> None:
+        def operation(connection: Connection) -> str:
             lineage.check_epoch(connection, epoch)
-            set_meta(connection, status.FACTS, text)
+            before = json.loads(get_meta(connection, status.FACTS) or "{}")
+            (step,) = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
+            words = changes(before, facts) if before else ""
+            said = with_changes(before, facts, words=words, step=int(step))
+            set_meta(connection, status.FACTS, json.dumps(said))
+            if words:
+                detail = f"after step {step}: {words}"
+                audit.append(connection, AuditKind.CONFIGURATION, subject=f"epoch {epoch}", detail=detail, now=now)
+            return words
 
-        await self._parts.change(operation)
+        if words := await self._parts.change(operation):
+            _LOG.warning("the learner began with another configuration: %s", words)
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         """Step reports after a cursor."""

@@ -11,7 +11,7 @@ from heterorl.common.errors import DependencyMissing
 from heterorl.common.types.common import StepReport
 
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
-STRONG, WEAK = "#1f5fa8", "#e08a2e"
+STRONG, WEAK, MARK = "#1f5fa8", "#e08a2e", "#51606e"
 WIDTH, HEIGHT, DPI = 5.8, 3.2, 220
 """Inches and dots an inch: two pictures beside each other on a desk, one at the width of a phone."""
 _WIDE = 100.0
@@ -117,8 +117,16 @@ def _unit_or_wider(axes: Any, values: Sequence[float]) -> None:
         axes.set_ylim(0, 1)
 
 
-def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: float = HEIGHT) -> bytes:
+def picture(
+    draw: Callable[[Any], None], *, horizontal: str = "step", height: float = HEIGHT, marks: Sequence[int] = ()
+) -> bytes:
     """Draw one picture; returns a PNG, dense enough for any screen and legible at the width of a phone.
+
+    Args:
+        draw: puts the curves on the axes.
+        horizontal: name of the horizontal axis.
+        height: inches.
+        marks: steps that a dotted line marks, where the horizontal axis has steps.
 
     Raises:
         DependencyMissing: matplotlib is not installed.
@@ -141,6 +149,9 @@ def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: fl
         if horizontal == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         draw(axes)
+        # The picture of bytes has versions on its axis.
+        for step in marks if axes.get_xlabel() == "step" else ():
+            axes.axvline(step + 0.5, color=MARK, linestyle=":", linewidth=1.2)
         axes.set_axisbelow(True)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -17,7 +17,7 @@ from heterorl.coordinator.evaluations.results import listed
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
 from heterorl.coordinator.status import FACTS, list_steps
-from heterorl.report.past_run import PastRun, SiteTotals
+from heterorl.report.past_run import PastRun, SiteTotals, newer_facts
 
 STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
 """As the learner names them; its own module of them imports torch's neighbours, and a report needs none."""
@@ -113,7 +113,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),
         evaluations=() if own is None else own.evaluations,
         config={} if own is None else own.config,
-        facts=facts if own is None or not own.facts else own.facts,
+        facts=facts if own is None else newer_facts(facts, own.facts),
         published=tuple((row[0], row[3]) for row in rows),
         num_abandoned=sum(row[4] for row in rows),
         ledger=counts,

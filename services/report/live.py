@@ -12,7 +12,7 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.incarnations import fold
 from heterorl.report.files import read_journal
-from heterorl.report.past_run import PastRun, SiteTotals
+from heterorl.report.past_run import PastRun, SiteTotals, newer_facts
 
 STEPS_A_CALL = 1000
 
@@ -70,5 +70,5 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
         versions=own.versions,
         evaluations=own.evaluations,
         config=own.config,
-        facts=own.facts or run.facts,
+        facts=newer_facts(run.facts, own.facts),
     )

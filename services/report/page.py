@@ -15,6 +15,7 @@ from jinja2 import Environment
 import heterorl
 from heterorl.common.evaluation.rows import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport
+from heterorl.common.types.facts import changed_steps
 from heterorl.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
 from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
 from heterorl.demo.look import PICTURES as PICTURES_OF_PAGE
@@ -68,7 +69,8 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         drawn.append(("progress", "Versions over time", _progress(run.published, unit_s), axis, HEIGHT))
     if run.sites:
         drawn.append(("sites", "Groups by site", _sites(run), "groups", max(1.8, 1.1 + 0.4 * len(run.sites))))
-    pngs = {name: picture(draw, horizontal=axis, height=height) for name, _, draw, axis, height in drawn}
+    marks = changed_steps(run.facts)
+    pngs = {name: picture(draw, horizontal=axis, height=height, marks=marks) for name, _, draw, axis, height in drawn}
     numbers = _numbers(run, applied)
     notes = NOTES | curves.NOTES
     page = (
@@ -107,6 +109,8 @@ def _remarks(run: PastRun) -> list[str]:
     rejected = sum(not report.is_applied for report in run.reports)
     if rejected:
         remarks.append(f"{rejected} steps had a loss or gradient that was not finite and changed nothing.")
+    if changed_steps(run.facts):
+        remarks.append("A start changed the configuration: dotted lines mark after which step, and what below.")
     if run.num_abandoned:
         remarks.append(f"{run.num_abandoned} versions were abandoned by a learner that continued from an earlier one.")
     return remarks

@@ -9,6 +9,7 @@ from typing import Any
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
+from heterorl.common.types.facts import with_changes
 from heterorl.common.types.run import LedgerCounts
 
 
@@ -46,3 +47,8 @@ class PastRun:
     is_live: bool = False
     sets: tuple[Evaluation, ...] = ()
     """What samplers evaluated, by version and set."""
+
+
+def newer_facts(known: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The facts of the learner's own directory, where it has some, with the changes that the coordinator knows."""
+    return with_changes(known, own or known, words="", step=0)

@@ -11,6 +11,11 @@ from typing import Any
 from heterorl.common.errors import InvalidRequest
 
 STEPS_WANTED = "steps wanted"
+CHANGED = "changed after step"
+"""Begins the name of a fact that the coordinator adds: what a start changed, and after which step."""
+MAX_CHANGES = 20
+"""Of the newest; earlier ones stay in the log of audit."""
+_DIGEST = "configuration"
 MAX_FACTS, MAX_CHARACTERS = 64, 300
 _FACTS = (
     ("model", "config.model_dir"),
@@ -46,7 +51,7 @@ def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
             facts[name] = "".join(c for c in str(value) if c.isprintable())[:MAX_CHARACTERS]
     if facts:
         digest = hashlib.sha256(json.dumps(run.get("config"), sort_keys=True).encode()).hexdigest()
-        facts["configuration"] = f"{digest[:12]} (SHA-256 of its keys and values)"
+        facts[_DIGEST] = f"{digest[:12]} (SHA-256 of its keys and values)"
     return facts
 
 
@@ -64,6 +69,35 @@ def parse_facts(facts: Mapping[str, str]) -> dict[str, str]:
         if len(value) > MAX_CHARACTERS or not value.isprintable():
             raise InvalidRequest(f"fact {name}: at most {MAX_CHARACTERS} printable characters")
     return dict(facts)
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """What one start's facts say otherwise than those of the start before, in words; empty where nothing is."""
+    names = [name for name in {**before, **after} if not name.startswith(CHANGED) and name != _DIGEST]
+    said = [
+        f"{name} {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+    if not said and before.get(_DIGEST) != after.get(_DIGEST):
+        said = ["keys that are not among these facts (the learner's log names them)"]
+    return ", ".join(said)
+
+
+def with_changes(before: Mapping[str, str], after: Mapping[str, str], *, words: str, step: int) -> dict[str, str]:
+    """New facts, and what starts have changed: those that were known, and `words` after a step."""
+    known = {name: value for name, value in before.items() if name.startswith(CHANGED)}
+    if words:
+        name = f"{CHANGED} {step}"
+        known[name] = f"{known[name]}, then {words}" if name in known else words
+        known[name] = known[name][:MAX_CHARACTERS]
+    return {**after, **dict(list(known.items())[-MAX_CHANGES:])}
+
+
+def changed_steps(facts: Mapping[str, str]) -> tuple[int, ...]:
+    """The steps after which a start changed something."""
+    numbers = (name.removeprefix(CHANGED).strip() for name in facts if name.startswith(CHANGED))
+    return tuple(int(number) for number in numbers if number.isdecimal())
 
 
 def steps_wanted(facts: Mapping[str, str]) -> int:

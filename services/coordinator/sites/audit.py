@@ -38,6 +38,7 @@ class AuditKind(enum.Enum):
     REVOCATION = "revocation"
     ROLLBACK_ORDER = "rollback_order"
     LEARNER_LEASE = "learner_lease"
+    CONFIGURATION = "configuration"
     RESTORED = "restored"
 
 

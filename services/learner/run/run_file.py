@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import heterorl
@@ -19,8 +21,13 @@ RUN_FILE = "run.json"
 
 
 def write_run_file(config: LearnerConfig) -> None:
-    """Write the release and every key of the configuration, whole or not at all; keys name files, not secrets."""
+    """Write the release and every key of the configuration, whole or not at all; keys name files, not secrets.
+
+    What the start before wrote otherwise is said in the log, key by key.
+    """
     path = config.state_dir / RUN_FILE
+    for line in _changes(path, _run(config)):
+        _LOG.warning("since the start before: %s", line)
     with replacing(path, is_durable=False) as file:
         file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 
@@ -48,6 +55,27 @@ async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, pa
         raise
     except RemoteError as error:
         _warn(error)
+
+
+def _changes(path: Path, run: Mapping[str, Any]) -> list[str]:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    old, new = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(run))))
+    return [
+        f"{key} {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _leaves(table: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(table, dict):
+        yield key.removeprefix("config."), table
+        return
+    for name, value in table.items():
+        yield from _leaves(value, f"{key}.{name}" if key else name)
 
 
 def _warn(error: RemoteError) -> None:

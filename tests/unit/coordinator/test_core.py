@@ -26,6 +26,7 @@ from heterorl.common.errors import (
     UnknownVersion,
 )  # fmt: skip
 from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.facts import changed_steps
 from heterorl.common.types.policy import PlanKind
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, RewardPart, VersionSpan
 from heterorl.common.types.run import Command, Heartbeat
@@ -35,6 +36,7 @@ from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.sites import audit
 from tests.support.run import CONTRACT, INCARNATION, LAYOUT, SITE, Run, credits_of, frames, rollout
 
 
@@ -715,3 +717,23 @@ async def test_upload_cut_between_its_last_byte_and_its_name_is_published(core, 
 
     assert await core.publish_version(request) == 1
     assert named.read_bytes() == good
+
+
+async def test_what_a_start_changed_is_kept_and_audited(run, core, caplog):
+    first, second = {"learning rate": "0.0003", "task": "t"}, {"learning rate": "0.001", "task": "t"}
+    await run.publish()
+    for facts in (first, first):
+        await core.describe_run(epoch=run.epoch, facts=facts)
+    assert dict((await core.get_status()).facts) == first
+    await run.publish(consumed=[])
+    for facts in (second, second, {"learning rate": "0.002", "task": "t"}):
+        await core.describe_run(epoch=run.epoch, facts=facts)
+
+    (step,) = changed_steps((await core.get_status()).facts)
+    words = (await core.get_status()).facts[f"changed after step {step}"]
+    assert words == "learning rate 0.0003 -> 0.001, then learning rate 0.001 -> 0.002"
+    rows = [row for row in await core.database.run(audit.read) if row.kind == "configuration"]
+    assert [row.detail for row in rows] == [
+        f"after step {step}: learning rate 0.0003 -> 0.001", f"after step {step}: learning rate 0.001 -> 0.002",
+    ]  # fmt: skip
+    assert "began with another configuration: learning rate 0.0003 -> 0.001" in caplog.text

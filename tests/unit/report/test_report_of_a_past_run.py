@@ -15,6 +15,7 @@ import heterorl
 from heterorl.cli.main import app
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.facts import changed_steps
 from heterorl.common.types.step import CompletionNumbers, PartMean, StepTimes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -23,6 +24,7 @@ from heterorl.demo.look import columns_of
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.run_file import write_run_file
 from heterorl.report import curves
+from heterorl.report import page as page_of
 from heterorl.report.files import InUse, read_run
 from heterorl.report.live import ask_run
 from heterorl.report.page import render
@@ -239,6 +241,30 @@ def test_page_names_what_was_run(tmp_path):
         assert f"<span>{name}</span>{value}</div>" in page
     assert "<span>configuration</span>" in page
     assert "&#34;holder&#34;: &#34;learner&#34;" in page
+
+
+async def test_page_marks_what_a_start_changed(tmp_path, monkeypatch):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=2), SystemClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.publish(consumed=[])
+    for rate in ("0.0003", "0.001"):
+        await core.describe_run(epoch=run.epoch, facts={"learning rate": rate})
+    (step,) = changed_steps((await core.get_status()).facts)
+    await core.close()
+    marked = []
+    monkeypatch.setattr(page_of, "picture", lambda draw, *, marks, **_: marked.append(tuple(marks)) or PNG)
+
+    page, _ = render(read_run(tmp_path))
+
+    assert f"<span>changed after step {step}</span>learning rate 0.0003 -&gt; 0.001</div>" in page
+    assert "A start changed the configuration" in page
+    assert set(marked) == {(step,)}
+    # The learner's own directory knows the newest values, the coordinator what they were.
+    journal(tmp_path / "learner")
+    write_run_file(LearnerConfig(state_dir=tmp_path / "learner"))
+    assert changed_steps(read_run(tmp_path).facts) == (step,)
 
 
 @pytest.mark.parametrize("count", range(5, 15))

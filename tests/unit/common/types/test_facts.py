@@ -6,9 +6,16 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest, RemoteError, StaleEpoch
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.facts import facts_of, parse_facts, steps_wanted
+from heterorl.common.types.facts import (
+    changed_steps,
+    changes,
+    facts_of,
+    parse_facts,
+    steps_wanted,
+    with_changes,
+)
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.run.run_file import describe_run
+from heterorl.learner.run.run_file import describe_run, write_run_file
 from tests.support.clock import ManualClock
 from tests.support.secure_run import SecureRun
 
@@ -53,11 +60,39 @@ async def test_operators_see_them_and_only_the_learner_says_them(tmp_path):
         epoch = secure.run.epoch
         await secure.learner.describe_run(epoch=epoch, facts={"model": "old", "task": "t"})
         await secure.learner.describe_run(epoch=epoch, facts={"model": "/m"})
-        assert dict((await secure.operator.get_status()).facts) == {"model": "/m"}
+        found = dict((await secure.operator.get_status()).facts)
+        assert found == {"model": "/m", "changed after step 0": "model old -> /m, task t -> unset"}
         with pytest.raises(InvalidRequest):
             await secure.learner.describe_run(epoch=epoch, facts={"model": "\n"})
         with pytest.raises(StaleEpoch):
             await secure.learner.describe_run(epoch=epoch + 1, facts={})
+
+
+def test_a_key_that_is_no_fact_is_a_change_all_the_same():
+    before, after = (facts_of(run_of(metrics_port=port)) for port in (1, 2))
+
+    assert "keys that are not among these facts" in changes(before, after)
+    assert changes(before, before) == ""
+
+
+def test_changes_are_bounded_and_the_newest_stay():
+    facts = {}
+    for step in range(50):
+        facts = with_changes(facts, {"loss": "gepo"}, words="x" * 200, step=step)
+        facts = with_changes(facts, {"loss": "gepo"}, words="y" * 200, step=step)
+
+    assert changed_steps(facts) == tuple(range(30, 50))
+    assert parse_facts(facts) == facts
+
+
+def test_the_learners_log_names_every_key_that_its_start_changed(tmp_path, caplog):
+    write_run_file(LearnerConfig(state_dir=tmp_path))
+    assert "since the start before" not in caplog.text
+    write_run_file(LearnerConfig(state_dir=tmp_path, group_size=4, backend={"lr": 0.5}))
+
+    assert "since the start before: backend.lr 1e-06 -> 0.5" in caplog.text
+    assert "since the start before: group_size 8 -> 4" in caplog.text
+    assert caplog.text.count("since the start before") == 2
 
 
 class Old:

@@ -60,7 +60,7 @@ def write_report(
         promised = start + regime.required_gain
     drawn = drawings(reports, versions, start, promised=promised)
     pictures = []
-    for name in PICTURES:
+    for name in PICTURES if versions else [name for name in PICTURES if name != "bytes"]:
         png = picture(drawn[name])
         (out / f"{name}.png").write_bytes(png)
         pictures.append((titles()[name], NOTES[name], base64.b64encode(png).decode("ascii")))

@@ -21,26 +21,40 @@ from heterorl.cli.link import (
     ask,
     find_link,
 )
+from heterorl.cli.live.watch import console_of
 from heterorl.cli.service_config import load_service
 from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
 
 def rollback(
-    to: Annotated[int, typer.Option(help="Version whose weights are wanted; -1 takes an order back.", min=-1)],
     address: AddressArgument = "",
+    to: Annotated[
+        int | None, typer.Option(help="Version whose weights are wanted; -1 takes an order back.", min=-1)
+    ] = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Show the versions that one can go back to, with their held-out results.")
+    ] = False,
     credentials: CredentialsOption = None,
     ca: CaOption = "",
     cert: CertOption = "",
     key: KeyOption = "",
     insecure: InsecureOption = False,
 ) -> None:
-    """Have the learner publish the weights of an earlier version as the next one; its optimizer starts anew."""
+    """Have the learner publish the weights of an earlier version as the next one, with a new optimizer."""
+    if (to is None) == (not list_):
+        raise ConfigError("--to", "name one of --to and --list", action="--list shows which versions --to can name")
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    if to is None:
+        from heterorl.cli.live.versions import read_versions, versions_table
+
+        found = ask(address, tls=tls, call=read_versions)
+        console_of().print(versions_table(found) if found else "no version but the newest can be rebuilt")
+        return
     try:
         head = ask(address, tls=tls, call=lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))
     except UnknownVersion as error:
         # What a service should do then is pull another one; an operator chooses again.
-        action = "choose a version within keep_versions or behind a kept snapshot; `heterorl status` shows the head"
+        action = "`heterorl rollback --list` shows the versions that one can go back to"
         raise UnknownVersion(error.args[0], action=action) from error
     said = f"the learner goes back to version {to} at its next step" if to >= 0 else "no order is left"
     typer.echo(f"{said}; the head is version {head}")

@@ -287,6 +287,10 @@ class OperatorApi(SamplesApi, Protocol):
         """Order the learner to publish the content of a version anew (-1: no order); returns the head."""
         ...
 
+    async def list_restorable(self) -> tuple[int, ...]:
+        """Versions that `rollback` could order now, ascending, without the head."""
+        ...
+
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine and forget its failures; returns why it was there, empty when it was not."""
         ...

@@ -74,6 +74,7 @@ class Coordinator:
         self.list_steps = self.run.list_steps
         self.drain = self.run.drain
         self.rollback = self.run.rollback
+        self.list_restorable = self.run.list_restorable
         self.release_site = self.run.release_site
         self.describe_run = self.run.describe_run
         self.note_samples = self.sample.note_samples

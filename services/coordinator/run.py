@@ -181,6 +181,10 @@ class RunColumn:
         _LOG.warning("operator: %s", "do not go back" if target is None else f"go back to version {target}")
         return stated_version(head)
 
+    async def list_restorable(self) -> tuple[int, ...]:
+        """Versions that an order to go back may name now."""
+        return await self._parts.database.run(rollback.restorable)
+
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine by an operator's order."""
         now = self._parts.clock.wall()

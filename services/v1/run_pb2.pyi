@@ -827,6 +827,38 @@ class RollbackResponse(google.protobuf.message.Message):
 Global___RollbackResponse: typing_extensions.TypeAlias = RollbackResponse
 
 @typing.final
+class ListRestorableRequest(google.protobuf.message.Message):
+    """ListRestorableRequest asks for the versions that can be gone back to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListRestorableRequest: typing_extensions.TypeAlias = ListRestorableRequest
+
+@typing.final
+class ListRestorableResponse(google.protobuf.message.Message):
+    """ListRestorableResponse lists them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: builtins.int
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Versions in ascending order, without the newest."""
+
+    def __init__(
+        self,
+        *,
+        versions: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["versions", b"versions"]) -> None: ...
+
+Global___ListRestorableResponse: typing_extensions.TypeAlias = ListRestorableResponse
+
+@typing.final
 class ReleaseSiteRequest(google.protobuf.message.Message):
     """ReleaseSiteRequest names the site."""
 

@@ -70,6 +70,11 @@ class RunServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_run__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_run__pb2.RollbackResponse.FromString,
                 _registered_method=True)
+        self.ListRestorable = channel.unary_unary(
+                '/heterorl.v1.RunService/ListRestorable',
+                request_serializer=heterorl_dot_v1_dot_run__pb2.ListRestorableRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_run__pb2.ListRestorableResponse.FromString,
+                _registered_method=True)
         self.ReleaseSite = channel.unary_unary(
                 '/heterorl.v1.RunService/ReleaseSite',
                 request_serializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteRequest.SerializeToString,
@@ -151,6 +156,15 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRestorable(self, request, context):
+        """ListRestorable lists the versions that Rollback could order now; a version that is published may take some away.
+
+        UNAVAILABLE: repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseSite(self, request, context):
         """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
 
@@ -206,6 +220,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.Rollback,
                     request_deserializer=heterorl_dot_v1_dot_run__pb2.RollbackRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_run__pb2.RollbackResponse.SerializeToString,
+            ),
+            'ListRestorable': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRestorable,
+                    request_deserializer=heterorl_dot_v1_dot_run__pb2.ListRestorableRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_run__pb2.ListRestorableResponse.SerializeToString,
             ),
             'ReleaseSite': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseSite,
@@ -408,6 +427,33 @@ class RunService(object):
             '/heterorl.v1.RunService/Rollback',
             heterorl_dot_v1_dot_run__pb2.RollbackRequest.SerializeToString,
             heterorl_dot_v1_dot_run__pb2.RollbackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRestorable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.RunService/ListRestorable',
+            heterorl_dot_v1_dot_run__pb2.ListRestorableRequest.SerializeToString,
+            heterorl_dot_v1_dot_run__pb2.ListRestorableResponse.FromString,
             options,
             channel_credentials,
             insecure,

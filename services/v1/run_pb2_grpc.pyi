@@ -137,6 +137,22 @@ _RunServiceRollbackType = typing_extensions.TypeVar(
     ],
 )
 
+_RunServiceListRestorableType = typing_extensions.TypeVar(
+    '_RunServiceListRestorableType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ListRestorableRequest,
+        heterorl.v1.run_pb2.ListRestorableResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ListRestorableRequest,
+        heterorl.v1.run_pb2.ListRestorableResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ListRestorableRequest,
+        heterorl.v1.run_pb2.ListRestorableResponse,
+    ],
+)
+
 _RunServiceReleaseSiteType = typing_extensions.TypeVar(
     '_RunServiceReleaseSiteType',
     grpc.UnaryUnaryMultiCallable[
@@ -169,7 +185,7 @@ _RunServiceDescribeRunType = typing_extensions.TypeVar(
     ],
 )
 
-class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType, _RunServiceRollbackType, _RunServiceReleaseSiteType, _RunServiceDescribeRunType]):
+class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType, _RunServiceRollbackType, _RunServiceListRestorableType, _RunServiceReleaseSiteType, _RunServiceDescribeRunType]):
     """RunService admits sites and shows the state of the run."""
 
     @typing.overload
@@ -201,6 +217,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
         grpc.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.RollbackRequest,
             heterorl.v1.run_pb2.RollbackResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.ListRestorableRequest,
+            heterorl.v1.run_pb2.ListRestorableResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.ReleaseSiteRequest,
@@ -241,6 +261,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.RollbackRequest,
             heterorl.v1.run_pb2.RollbackResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.ListRestorableRequest,
+            heterorl.v1.run_pb2.ListRestorableResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.ReleaseSiteRequest,
@@ -296,6 +320,12 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
     UNAVAILABLE: repeat with the same request_id.
     """
 
+    ListRestorable: _RunServiceListRestorableType
+    """ListRestorable lists the versions that Rollback could order now; a version that is published may take some away.
+
+    UNAVAILABLE: repeat.
+    """
+
     ReleaseSite: _RunServiceReleaseSiteType
     """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
 
@@ -336,6 +366,10 @@ RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.RollbackRequest,
         heterorl.v1.run_pb2.RollbackResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ListRestorableRequest,
+        heterorl.v1.run_pb2.ListRestorableResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.ReleaseSiteRequest,
@@ -427,6 +461,17 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
 
         NOT_FOUND UNKNOWN_VERSION: name a version that still can be rebuilt. INVALID_ARGUMENT: correct the field.
         UNAVAILABLE: repeat with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def ListRestorable(
+        self,
+        request: heterorl.v1.run_pb2.ListRestorableRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.run_pb2.ListRestorableResponse, collections.abc.Awaitable[heterorl.v1.run_pb2.ListRestorableResponse]]:
+        """ListRestorable lists the versions that Rollback could order now; a version that is published may take some away.
+
+        UNAVAILABLE: repeat.
         """
 
     @abc.abstractmethod

@@ -265,6 +265,10 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
         request = run_pb2.RollbackRequest(request_id=request_id, to_version=to_version)
         return int((await self._call("Rollback", request)).head_version)
 
+    async def list_restorable(self) -> tuple[int, ...]:
+        """Ask for the versions that one can go back to."""
+        return tuple((await self._call("ListRestorable", run_pb2.ListRestorableRequest())).versions)
+
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine; the request id makes a repetition harmless."""
         request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))

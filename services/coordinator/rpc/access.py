@@ -79,6 +79,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         # A learner that reached its last step drains the run.
         "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
         "/heterorl.v1.RunService/Rollback": _OPERATOR,
+        "/heterorl.v1.RunService/ListRestorable": _OPERATOR,
         "/heterorl.v1.RunService/ReleaseSite": _OPERATOR,
         "/heterorl.v1.RunService/DescribeRun": _LEARNER,
         "/heterorl.v1.SampleService/ListSamples": _OPERATOR,

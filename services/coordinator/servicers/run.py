@@ -56,6 +56,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         head = await self._run.rollback(to_version=request.to_version, request_id=request.request_id)
         return run_pb2.RollbackResponse(head_version=head)
 
+    async def ListRestorable(
+        self, request: run_pb2.ListRestorableRequest, context: Context
+    ) -> run_pb2.ListRestorableResponse:
+        return run_pb2.ListRestorableResponse(versions=await self._run.list_restorable())
+
     async def ReleaseSite(self, request: run_pb2.ReleaseSiteRequest, context: Context) -> run_pb2.ReleaseSiteResponse:
         quarantine = await self._run.release_site(
             site=SiteId(request.site), reason=request.reason, request_id=request.request_id

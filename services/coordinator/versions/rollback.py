@@ -8,13 +8,25 @@ Numbers go on: nothing is abandoned, and the version that carries an order out i
 from __future__ import annotations
 
 import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import InvalidRequest, UnknownVersion
-from heterorl.common.types.policy import NO_VERSION, Manifest, PlanKind, PullPlan, stated_version, version_or_none
+from heterorl.common.types.policy import (
+    NO_VERSION,
+    Manifest,
+    PayloadKind,
+    PayloadRef,
+    PlanKind,
+    PullPlan,
+    stated_version,
+    version_or_none,
+)
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.versions import plans
+from heterorl.coordinator.versions import lineage, plans
 from heterorl.coordinator.versions.chain import Chain
 
 _ORDER, _KIND = "rollback_to", "rollback"
@@ -49,6 +61,41 @@ def place(connection: Connection, *, to_version: int | None, request_id: str) ->
     set_meta(connection, _ORDER, str(stated_version(to_version)))
     repeats.remember(connection, _KIND, request_id, "")
     return ways
+
+
+def restorable(connection: Connection) -> tuple[int, ...]:
+    """Versions that `place` would take, ascending, without the head: found in one look at what is offered."""
+    chain, head = Chain(connection), lineage.head_version(connection)
+    if head is None:
+        return ()
+    into: defaultdict[int, list[PayloadRef]] = defaultdict(list)
+    for payload in chain.payloads():
+        into[payload.to_version].append(payload)
+    found = (_undone(into, head) | _rebuilt(into)) - {head}
+    return tuple(version for version in sorted(found) if chain.is_in_lineage(version))
+
+
+def _undone(into: Mapping[int, Sequence[PayloadRef]], head: int) -> set[int]:
+    """Versions from which deltas lead to the head at fewer bytes than a snapshot would: the plan that can be undone."""
+    cost, whole = {head: 0}, math.inf
+    # A payload leads to a later version than it begins at.
+    for version in sorted(into, reverse=True):
+        for payload in into[version] if version in cost else ():
+            total = cost[version] + payload.num_bytes
+            if payload.kind is PayloadKind.SNAPSHOT:
+                whole = min(whole, total)
+            else:
+                cost[payload.from_version] = min(total, cost.get(payload.from_version, total))
+    return {version for version, total in cost.items() if total < whole}
+
+
+def _rebuilt(into: Mapping[int, Sequence[PayloadRef]]) -> set[int]:
+    """Versions to which a snapshot and the deltas after it lead."""
+    found: set[int] = set()
+    for version in sorted(into):
+        if any(each.kind is PayloadKind.SNAPSHOT or each.from_version in found for each in into[version]):
+            found.add(version)
+    return found
 
 
 def settle(connection: Connection, manifest: Manifest) -> None:

@@ -35,7 +35,7 @@ METHODS = {
 ALLOWED = {
     Role.COORDINATOR: {"Check", "Watch", "Diagnose"},
     Role.OPERATOR: {
-        "Check", "Watch", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ReleaseSite", "Backup",
+        "Check", "Watch", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ListRestorable", "ReleaseSite", "Backup",
         "ListSamples", "GetSample", "ListEvaluations",
     },
     Role.LEARNER: {

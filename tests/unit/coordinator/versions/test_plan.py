@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.coordinator.versions.path import plan_pull
+from heterorl.coordinator.versions.rollback import _rebuilt, _undone
 
 
 def edge(start, end, size):
@@ -88,3 +89,49 @@ def test_difference_to_nothing_is_no_way_to_a_version():
     for have in (-1, 2):
         with pytest.raises(UnknownVersion):
             plan_pull(lambda version: [delta] if version == 3 else [], have_version=have, want_version=3)
+
+
+EDGES = st.lists(
+    st.tuples(st.integers(-1, 7), st.integers(0, 8), st.integers(1, 3)).filter(lambda each: each[0] < each[1]),
+    max_size=14,
+    unique_by=lambda each: each[:2],
+)
+
+
+@given(EDGES)
+def test_versions_to_go_back_to_are_those_that_a_plan_reaches(sizes):
+    edges, head = [edge(*each) for each in sizes], 8
+    into = {}
+    for each in edges:
+        into.setdefault(each.to_version, []).append(each)
+
+    def reaches(have, want):
+        try:
+            return plan(edges, have, want)[0]
+        except UnknownVersion:
+            return None
+
+    undone = {v for v in range(head) if reaches(v, head) not in (None, PlanKind.SNAPSHOT)}
+    assert _undone(into, head) - {head} == undone
+    assert _rebuilt(into) == {v for v in range(head + 1) if reaches(None, v) is not None}
+
+
+@pytest.mark.parametrize("changes", [{}, {"lineage_version": 2, "snapshot": True}])
+async def test_every_version_that_is_listed_can_be_ordered_and_no_other(run, core, changes):
+    for version in range(6):
+        await run.publish(snapshot=version == 3)
+    await run.publish(**changes)
+    await run.publish()
+
+    listed = await core.list_restorable()
+
+    taken = []
+    for version in range(9):
+        try:
+            await core.rollback(to_version=version, request_id=f"r-{version}")
+        except UnknownVersion:
+            continue
+        taken.append(version)
+    # The head is where the run stands.
+    assert list(listed) == [version for version in taken if version != run.head]
+    assert listed

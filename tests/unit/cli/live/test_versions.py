@@ -1,0 +1,72 @@
+"""The versions that one can go back to, with what was measured of each."""
+
+import asyncio
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from heterorl.cli.live.versions import read_versions, versions_table
+from heterorl.cli.main import app
+from heterorl.common.errors import ConfigError
+from heterorl.common.types.evaluation import Estimate
+from tests.support.evaluations import evaluation
+from tests.support.run import REPORT
+from tests.support.secure_run import SecureRun
+
+ACCURACY = {2: 0.25, 4: 0.75, 5: float("nan")}
+
+
+class Coordinator:
+    """Versions 1 to 5 of six, of which some were evaluated."""
+
+    async def list_restorable(self):
+        return (1, 2, 4, 5)
+
+    async def list_steps(self, *, after_step, limit):
+        steps = range(max(1, after_step + 1), 7)
+        return tuple(
+            dataclasses.replace(
+                REPORT, step=step, version=step, reward_mean=step / 8, evaluation_accuracy=ACCURACY.get(step)
+            )
+            for step in steps
+        )[:2]
+
+    async def list_evaluations(self, *, task_set="", after_version=-1, limit=1000):
+        means = {1: 0.5, 3: 0.9, 4: 0.4}
+        found = [
+            evaluation(version, task_set="gsm8k", average=Estimate(mean=mean, low=0.0, high=1.0, num_prompts=2))
+            for version, mean in means.items()
+        ]
+        return tuple(each for each in found if each.version > after_version)
+
+
+def test_results_stand_beside_each_version_and_the_best_is_marked():
+    found = asyncio.run(read_versions(Coordinator()))
+
+    assert [each.version for each in found] == [5, 4, 2, 1]
+    assert found[1].held_out == {"held out, by the learner": 0.75, "gsm8k": 0.4}
+    out = io.StringIO()
+    Console(file=out, width=80).print(versions_table(found))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["\u2502", "4", "\u2502", "0.500", "\u2502", "0.750", "best", "\u2502", "0.400", "\u2502"] in lines
+    assert ["\u2502", "1", "\u2502", "0.125", "\u2502", "-", "\u2502", "0.500", "best", "\u2502"] in lines
+
+
+@pytest.mark.parametrize("options", [[], ["--to", "1", "--list"]])
+def test_one_of_the_two_options_is_named(options):
+    result = CliRunner().invoke(app, ["rollback", "127.0.0.1:1", "--insecure", *options])
+
+    assert isinstance(result.exception, ConfigError)
+    assert "--list shows which versions" in str(result.exception)
+
+
+async def test_operator_lists_them_over_the_link(tmp_path):
+    async with SecureRun(tmp_path) as secure:
+        for _ in range(3):
+            await secure.run.publish()
+        listed = await secure.operator.list_restorable()
+
+        assert listed == tuple(range(secure.run.head))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from heterorl.common.types.evaluation import PromptResult
     from heterorl.evaluation.run import Row
     from heterorl.evaluation.sets import OpenSet
+    from heterorl.evaluation.subject import Subject
     from heterorl.sampler.config import SamplerConfig
 
 _ADDRESS = re.compile(r"^.+:[0-9]{1,5}$")
@@ -97,8 +98,6 @@ def evaluate(
 def _evaluate(
     subject: str, versions: list[int], *, is_run: bool, config: SamplerConfig, sets: tuple[EvaluationSetConfig, ...]
 ) -> list[Row]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from heterorl.common.tasks.registry import close_task
     from heterorl.common.tasks.sources.revision import NOTES
     from heterorl.evaluation.run import evaluate_all
@@ -115,20 +114,58 @@ def _evaluate(
     with ExitStack() as stack:
         opened = []
         for one in sets:
+            _say(f"reading the set {one.name}")
             opened.append(open_set(one, measure=measure, notes=config.state_dir / NOTES))
             stack.callback(close_task, opened[-1].task)
         if is_run:
-            subjects = stack.enter_context(open_versions(subject, versions, config))
+            subjects = _announced(stack.enter_context(open_versions(subject, versions, config)), subject, versions)
         else:
+            _say(f"loading {subject}")
             subjects = iter([stack.enter_context(open_model(subject, config))])
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         # To the other stream: what is printed stays JSON, or a table, alone.
-        bar = stack.enter_context(Progress(*columns, console=Console(stderr=True, markup=False, highlight=False)))
+        begin, advance = stack.enter_context(_progress())
+        return evaluate_all(subjects, opened, on_begin=begin, on_prompt=advance)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _announced(subjects: Iterator[Subject], address: str, versions: Sequence[int]) -> Iterator[Subject]:
+    for version in versions:
+        _say(f"pulling {'the newest version' if version < 0 else f'version {version}'} from {address}")
+        yield next(subjects)
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Callable[[str, OpenSet], None], Callable[[PromptResult], None]]]:
+    """What begins and what is done: bars on a terminal, else a line at each tenth of a set."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True, markup=False, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
 
         def begin(name: str, of: OpenSet) -> None:
-            bar.add_task(f"{name}, {of.name}", total=of.draws.num_prompts)
+            draws = of.draws
+            bar.add_task(f"{name}, {of.name}", total=draws.num_prompts)
+            if not console.is_terminal:
+                _say(f"{name}, {of.name}: {draws.num_prompts} prompts, {draws.num_samples} completions of each")
 
         def advance(_: PromptResult) -> None:
             bar.advance(bar.task_ids[-1])
+            task = bar.tasks[-1]
+            done, total = int(task.completed), int(task.total or 1)
+            if not console.is_terminal and 10 * done // total > 10 * (done - 1) // total:
+                _say(f"{task.description}: {done} of {total} prompts")
 
-        return evaluate_all(subjects, opened, on_begin=begin, on_prompt=advance)
+        yield begin, advance

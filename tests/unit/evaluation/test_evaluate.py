@@ -77,6 +77,13 @@ def test_a_task_of_the_options_as_a_table(model_dir):
     assert found.exit_code == 0
     assert "pass@2" in found.stdout
     assert "task" in found.stdout
+    # Whoever waits sees what is done, apart from the table.
+    said = found.stderr.splitlines()
+    assert said[-3:] == [
+        f"{model_dir}, task: 2 prompts, 2 completions of each", f"{model_dir}, task: 1 of 2 prompts",
+        f"{model_dir}, task: 2 of 2 prompts",
+    ]  # fmt: skip
+    assert "reading the set task" in said
 
 
 @pytest.mark.process

@@ -14,12 +14,12 @@ _FILES = ("jsonl:", "parquet:")
 
 def _entry(value: str) -> str:
     kind, _, rest = value.partition(":")
-    if f"{kind}:" in _FILES and rest.startswith("/"):
+    if f"{kind}:" in _FILES and rest and not rest.startswith("~"):
         return value
     if (kind == "hf" and rest) or (kind == "reward" and ":" in rest):
         return value
     raise ValueError(
-        f"{value!r} is none of jsonl:/DIRECTORY, parquet:/DIRECTORY, hf:NAME, hf:/DIRECTORY, reward:MODULE:FUNCTION"
+        f"{value!r} is none of jsonl:DIRECTORY, parquet:DIRECTORY, hf:NAME, hf:/DIRECTORY, reward:MODULE:FUNCTION"
     )
 
 
@@ -27,9 +27,10 @@ class JoinConfig(Config):
     """What is taken of the run's task, sampling, group size, adapters and template where this file leaves them out."""
 
     accept: tuple[Annotated[str, AfterValidator(_entry)], ...] = Field(default=(), max_length=64)
-    """What the run's task may name here beside built-in tasks: `jsonl:/DIRECTORY` and `parquet:/DIRECTORY` for files
-    below it, `hf:NAME` for a data set of the hub (`hf:/DIRECTORY` for one below it), `reward:MODULE:FUNCTION` for your
-    own code. Rewards of other kinds are never adopted: state task.rewards in this file."""
+    """What the run's task may name here beside built-in tasks: `jsonl:DIRECTORY` and `parquet:DIRECTORY` for files
+    below it, relative to where the process is started as in task.name; `hf:NAME` for a data set of the hub
+    (`hf:/DIRECTORY` for one below it), `reward:MODULE:FUNCTION` for your own code. Rewards of other kinds are never
+    adopted: state task.rewards in this file."""
     reward_path: str = ""
     """Directory of accepted rewards, taken from the configuration file's directory on; empty is that directory."""
     max_group_size: int = Field(default=64, ge=2)

@@ -95,7 +95,9 @@ def _check_path(kind: str, path: str, join: JoinConfig) -> None:
         raise ConfigError("join.accept", f"the run's task reads {path!r}: {error}", action=_INSTEAD) from error
     for entry in join.accept:
         accepted, _, directory = entry.partition(":")
-        if accepted == kind and directory.startswith("/") and target.is_relative_to(Path(directory).resolve()):
+        # Of the hub, `hf:NAME` is no directory.
+        is_directory = kind in ("jsonl", "parquet") or directory.startswith("/")
+        if accepted == kind and is_directory and target.is_relative_to(Path(directory).resolve()):
             return
     _refuse(f"the run's task reads {target}", f"{kind}:{target.parent}")
 

@@ -29,6 +29,17 @@ def test_files_below_an_accepted_directory_are_accepted(data, kind):
     check_consent({"name": f"{kind}:{data}/deep/train"}, join)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("accepted", "name"), [(".", "deep/train"), ("./deep", "deep/train"), ("deep", "deep/train")])
+def test_a_directory_may_be_relative_as_the_tasks_file_is(data, monkeypatch, kind, accepted, name):
+    monkeypatch.chdir(data)
+    join = JoinConfig(accept=(f"{kind}:{accepted}",))
+
+    check_consent({"name": f"{kind}:{name}"}, join)
+    with pytest.raises(ConfigError, match=r"join\.accept"):
+        check_consent({"name": f"{kind}:../secret"}, join)
+
+
 @pytest.mark.parametrize("path", ["../secret", "deep/../../secret", "link", "/etc/passwd"])
 @pytest.mark.parametrize("key", ["name", "evaluation_path"])
 def test_files_elsewhere_are_refused(data, path, key):
@@ -106,7 +117,7 @@ def test_address_among_the_patterns_would_be_read(tmp_path):
         check_consent({"data": {"files": other}}, JoinConfig())
 
 
-@pytest.mark.parametrize("entry", ["jsonl:relative", "python:x", "reward:x", "hf:", "all"])
+@pytest.mark.parametrize("entry", ["jsonl:", "jsonl:~/data", "python:x", "reward:x", "hf:", "all"])
 def test_entries_that_mean_nothing_are_refused(entry):
     with pytest.raises(ValidationError, match="is none of"):
         JoinConfig(accept=(entry,))

@@ -18,11 +18,26 @@ _ATTEMPTS = """\
 attempts=${HETERORL_ATTEMPTS:-10}
 pause_s=${HETERORL_PAUSE_S:-10}
 """
+_TIME = """\
+# Ten minutes before the job's time is over Slurm sends USR1 to this script alone: the node ends in order, and the job
+# goes back into the queue. TERM, of scancel --full, ends it for good.
+stop=
+trap 'stop=time; kill -TERM $! 2>/dev/null' USR1
+trap 'stop=order; kill -TERM $! 2>/dev/null' TERM
+"""
+_WAIT = """\
+  # A signal ends the wait, not the step.
+  wait $! || code=$?
+  while kill -0 $! 2>/dev/null; do code=0; wait $! || code=$?; done
+  if [[ $stop == time ]]; then scontrol requeue "$SLURM_JOB_ID" && exit 0; fi
+  if [[ $stop ]]; then exit "$code"; fi
+"""
 _LOOP_END = """\
   # 0 is a stop or the end of the run; 2 is an error that only an operator can correct.
   if ((code == 0 || code == 2)); then exit "$code"; fi
   echo "%s: attempt $attempt of $attempts ended with code $code" >&2
   sleep "$pause_s"
+  if [[ $stop ]]; then break; fi
 done
 exit "$code"
 """
@@ -40,7 +55,7 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
   srun --kill-on-bad-exit=1 --wait=60 bash -c '
     exec "$0" -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \\
       --nproc-per-node %d --master-addr "$1" --master-port "$2" --max-restarts 0 \\
-      -m -- heterorl learner --config config/%s.toml --log json' "$python" "$master" "$port" || code=$?
+      -m -- heterorl learner --config config/%s.toml --log json' "$python" "$master" "$port" &
 """
 
 
@@ -73,6 +88,7 @@ def _script(run: RunFile, node: Node) -> str:
         # The others dial this host; where nobody dials, Slurm chooses unless the run says.
         *([f"--nodelist={node.host}"] if node.host and not node.machines else []),
         "--requeue",
+        "--signal=B:USR1@600",
         "--open-mode=append",
         f"--output=logs/{node.name}-%j.log",
     ]
@@ -84,6 +100,7 @@ def _script(run: RunFile, node: Node) -> str:
         "set -uo pipefail",
         'cd "${SLURM_SUBMIT_DIR:?start it with submit.sh}" || exit 2',
         _ATTEMPTS.rstrip(),
+        _TIME.rstrip(),
     ]
     if node.machines:
         lines.append((_MACHINES % (node.nproc, node.name)).rstrip())
@@ -93,9 +110,9 @@ def _script(run: RunFile, node: Node) -> str:
             "heterorl=${HETERORL:-heterorl}",
             "for ((attempt = 1; attempt <= attempts; attempt++)); do",
             "  code=0",
-            f'  srun --kill-on-bad-exit=1 "$heterorl" {command} || code=$?',
+            f'  srun --kill-on-bad-exit=1 "$heterorl" {command} &',
         ]
-    return "\n".join(lines) + "\n" + _LOOP_END % node.name
+    return "\n".join(lines) + "\n" + _WAIT + _LOOP_END % node.name
 
 
 def _submit(run: RunFile, nodes: tuple[Node, ...]) -> str:
@@ -138,6 +155,7 @@ def _words(run: RunFile) -> str:
     start = (
         "## Start\n\n```\n./submit.sh\nsqueue --me\n```\n\nLogs are in logs/, state in state/. `scancel"
         " --signal=TERM --full"
-        " JOB` stops a node in order. A job that Slurm requeues goes on from its state."
+        " JOB` stops a node in order, and for good. Ten minutes before its time is over a job ends its node in"
+        " order and goes back into the queue; one that Slurm requeues goes on from its state."
     )
     return "\n\n".join(part for part in (place, secrets, stores, start) if part)

@@ -12,6 +12,8 @@ import typer.main
 from torch.distributed.run import get_args_parser
 
 from heterorl.cli.main import app
+from heterorl.launch.slurm import render
+from tests.support.launches import run_file
 from tests.support.tools import check, tool
 
 pytestmark = pytest.mark.process
@@ -40,12 +42,26 @@ def executable(path, text):
 @pytest.fixture
 def slurm(tmp_path):
     """Two machines as far as the script asks for them; `python` writes down its words and ends by `codes`."""
+    return _slurm(tmp_path, lambda config: [str(SBATCH), config])
+
+
+@pytest.fixture
+def rendered(tmp_path):
+    """The job of a learner of one machine, as `heterorl launch slurm` writes it."""
+    for path, text in render(run_file(learner={"host": "gpu.example"})).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return _slurm(tmp_path, lambda _: [str(tmp_path / "learner.sbatch")])
+
+
+def _slurm(tmp_path, words):
     programs = tmp_path / "bin"
     programs.mkdir()
     executable(programs / "scontrol", '#!/bin/bash\necho "$*" >> "$OUT/scontrol"\nprintf "node-a\\nnode-b\\n"\n')
     executable(
         programs / "srun",
-        '#!/bin/bash\nwhile [[ $1 == --* ]]; do echo "$1" >> "$OUT/srun"; shift; done\n'
+        '#!/bin/bash\n[[ $SIGNAL ]] && { trap "exit 0" TERM; kill -"$SIGNAL" "$PPID"; while :; do sleep 0.01; done; }\n'
+        'while [[ $1 == --* ]]; do echo "$1" >> "$OUT/srun"; shift; done\n'
         'SLURM_NODEID=0 "$@"; first=$?\nSLURM_NODEID=1 "$@"; exit $((first | $?))\n',
     )
     executable(
@@ -57,14 +73,14 @@ def slurm(tmp_path):
     environment = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(tmp_path), "RANK": "7", "HETERORL_PAUSE_S": "0",
         "HETERORL_ATTEMPTS": "3", "SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_SUBMIT_DIR": str(tmp_path), "SIGNAL": "",
     }  # fmt: skip
 
-    def run(*codes, config="learner.toml"):
+    def run(*codes, config="learner.toml", signal=""):
         (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
         return subprocess.run(
-            ["bash", str(SBATCH), config], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-            timeout=30,
+            ["bash", *words(config)], cwd=tmp_path, env=environment | {"SIGNAL": signal}, capture_output=True, text=True,
+            check=False, timeout=30,
         )  # fmt: skip
 
     return run
@@ -80,6 +96,7 @@ def test_batch_script_is_well_formed_and_asks_for_one_agent_a_machine():
     # At whatever size there is: another world size resumes.
     assert asked["nodes"] == "1-2"
     assert "requeue" in asked
+    assert asked["signal"] == "B:USR1@600"
 
 
 def test_batch_script_starts_the_learner_on_each_machine_again_until_it_ends_well(slurm, tmp_path):
@@ -108,6 +125,19 @@ def test_batch_script_gives_up_after_its_attempts_and_says_so(slurm, tmp_path):
     assert result.returncode == 1
     assert "attempt 3 of 3" in result.stderr
     assert len((tmp_path / "agents").read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("script", ["slurm", "rendered"])
+@pytest.mark.parametrize(("signal", "asked"), [("USR1", ["requeue 4711"]), ("TERM", [])])
+def test_job_whose_time_is_over_ends_its_node_and_goes_back_into_the_queue(script, signal, asked, request, tmp_path):
+    result = request.getfixturevalue(script)(signal=signal)
+
+    assert result.returncode == 0, result.stderr
+    said = (tmp_path / "scontrol").read_text().splitlines() if (tmp_path / "scontrol").exists() else []
+    assert [line for line in said if not line.startswith("show")] == asked
+    # It was not started once more.
+    assert not (tmp_path / "agents").exists()
+    assert "attempt" not in result.stderr
 
 
 def test_batch_script_without_its_configuration_starts_nothing(slurm, tmp_path):

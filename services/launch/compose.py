@@ -15,10 +15,12 @@ from heterorl.launch.texts import (
     Tree,
     certs_script,
     certs_words,
+    metrics_port,
     readme,
     refuse_plaintext,
     store_words,
     table,
+    targets,
     toml_text,
     with_hosts,
     yaml_text,
@@ -29,8 +31,8 @@ _PIDS = {"coordinator": 512, "relay": 512, "learner": 4096, "sampler": 4096}
 _GRACE = {"coordinator": "60s", "relay": "60s", "learner": "15m", "sampler": "15m"}
 
 
-def render(run: RunFile) -> Tree:
-    """The files of every host.
+def render(run: RunFile, parts: Sequence[str] = ()) -> Tree:
+    """The files of every host; of some parts alone where they are named.
 
     Raises:
         ConfigError: the run asks for what containers cannot do.
@@ -40,7 +42,7 @@ def render(run: RunFile) -> Tree:
         raise ConfigError("learner.nnodes", "Compose starts a learner on one machine", action="use systemd or slurm")
     # On one host names are enough, and what is dialled never leaves it.
     is_alone = len(run.hosts) == 1
-    nodes = nodes_of(run, dial="name" if is_alone else "host")
+    nodes = nodes_of(run, dial="name" if is_alone else "host", parts=parts)
     tree: Tree = {}
     for host, own in with_hosts(run, nodes).items():
         tree[f"{host}/compose.yaml"] = _compose(run, own, is_alone=is_alone)
@@ -48,11 +50,13 @@ def render(run: RunFile) -> Tree:
             tree[f"{host}/config/{node.name}.toml"] = toml_text(node, run.run.id, _config(node))
     places = {node.name: node.host or run.coordinator.host for node in nodes}
     tree |= certs_script(run, nodes, lambda node: f"{places[node.name]}/secrets/{node.name}")
+    tree |= targets(run, nodes, name="127.0.0.1")
     return tree | readme(
         run,
+        nodes,
         "Docker Compose",
         table(nodes, lambda node: places[node.name]),
-        _words(run, list(dict.fromkeys(places.values()))),
+        _words(run, nodes, list(dict.fromkeys(places.values()))),
     )
 
 
@@ -111,6 +115,9 @@ def _service(run: RunFile, node: Node, names: set[str], *, is_alone: bool) -> di
         service["environment"] = {"PGPASSFILE": "/tls/pgpass"}
     if node.port:
         service["ports"] = [f"{'127.0.0.1:' if is_alone else ''}{node.port}:{node.port}"]
+    if node.kind == "coordinator":
+        # For a Prometheus of this host.
+        service["ports"].append("127.0.0.1:{0}:{0}".format(metrics_port(node)))
     if node.kind == "coordinator" and not node.arguments:
         tls = ["--ca", "/tls/ca.crt", "--cert", "/tls/node.crt", "--key", "/tls/node.key"]
         service["healthcheck"] = {
@@ -130,7 +137,7 @@ def _service(run: RunFile, node: Node, names: set[str], *, is_alone: bool) -> di
     return service
 
 
-def _words(run: RunFile, hosts: list[str]) -> str:
+def _words(run: RunFile, nodes: Sequence[Node], hosts: list[str]) -> str:
     secrets = certs_words(
         run,
         "It writes HOST/secrets/NODE for each host. Copy the directory of each host to it, and there give the"
@@ -139,6 +146,7 @@ def _words(run: RunFile, hosts: list[str]) -> str:
     )
     stores = store_words(
         run,
+        nodes,
         "PostgreSQL's password is each coordinator's `secrets/COORDINATOR/pgpass`, mode 0600, as PGPASSFILE has it.",
         "a path in each coordinator's container, where `/tls/NAME` is `secrets/COORDINATOR/NAME` of its host.",
     )

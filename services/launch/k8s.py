@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from heterorl.launch.texts import (
     Tree,
     certs_script,
     certs_words,
+    metrics_port,
     readme,
     refuse_plaintext,
     store_words,
     table,
+    targets,
     toml_text,
     yaml_text,
 )
@@ -27,8 +30,8 @@ _DISK = {"coordinator": "100Gi", "relay": "100Gi", "learner": "200Gi", "sampler"
 _GRACE_S = {"coordinator": 60, "relay": 60, "learner": 900, "sampler": 900}
 
 
-def render(run: RunFile) -> Tree:
-    """The files of one namespace.
+def render(run: RunFile, parts: Sequence[str] = ()) -> Tree:
+    """The files of one namespace; of some parts alone where they are named.
 
     Raises:
         ConfigError: the run asks for what these files do not do.
@@ -38,13 +41,14 @@ def render(run: RunFile) -> Tree:
         raise ConfigError("learner.nnodes", "one pod is one machine here", action="use slurm or systemd")
     if run.coordinator.data_dir:
         raise ConfigError("coordinator.data_dir", "a volume claim holds it on Kubernetes", action="remove it")
-    nodes = nodes_of(run, dial="name")
+    nodes = nodes_of(run, dial="name", parts=parts)
     tree: Tree = {}
     for number, node in enumerate(nodes, start=1):
         tree[f"{number:02}-{node.name}.yaml"] = _file(run, node)
     tree |= certs_script(run, nodes, lambda node: f"credentials/{node.name}")
     tree["secrets.sh"] = _secrets(run, nodes)
-    return tree | readme(run, "Kubernetes", table(nodes, lambda _: "where there is room"), _words(run))
+    tree |= targets(run, nodes, name="coordinator")
+    return tree | readme(run, nodes, "Kubernetes", table(nodes, lambda _: "where there is room"), _words(run, nodes))
 
 
 def _labels(run: RunFile, node: Node) -> dict[str, str]:
@@ -66,8 +70,10 @@ def _file(run: RunFile, node: Node) -> str:
         }
     ]
     if node.port:
-        port = {"name": "grpc", "port": node.port, "targetPort": node.port}
-        spec = {"selector": labels, "ports": [port]}
+        ports = [{"name": "grpc", "port": node.port, "targetPort": node.port}]
+        if node.kind == "coordinator":
+            ports.append({"name": "metrics", "port": metrics_port(node), "targetPort": metrics_port(node)})
+        spec = {"selector": labels, "ports": ports}
         documents.append(
             {"apiVersion": "v1", "kind": "Service", "metadata": {"name": node.name, "labels": labels}, "spec": spec}
         )
@@ -180,13 +186,14 @@ def _secrets(run: RunFile, nodes: tuple[Node, ...]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _words(run: RunFile) -> str:
+def _words(run: RunFile, nodes: Sequence[Node]) -> str:
     secrets = certs_words(
         run,
         "It writes credentials/NODE here. Then, where kubectl knows cluster and namespace:\n\n```\n./secrets.sh\n```",
     )
     stores = store_words(
         run,
+        nodes,
         "PostgreSQL's password: `kubectl create secret generic coordinator-postgres --from-file=password`.",
         "add a volume that has it, of user 10001 and mode 0600, to each coordinator's StatefulSet; a role of its"
         " service account, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in its environment, need no file.",

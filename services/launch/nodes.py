@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import is_loopback
 from heterorl.launch.node import Node
 from heterorl.launch.run import RelayTable, RunFile, SamplerTable
 
 Dial = Literal["host", "name"]
 """What nodes dial: hosts, or names of nodes where the launcher has a name service."""
+Address = Callable[[Node], str]
+"""Where a node is dialled."""
 
 
-def nodes_of(run: RunFile, *, dial: Dial = "host") -> tuple[Node, ...]:
-    """Every node, in the order in which they start: coordinator, relays, learner, samplers."""
+def nodes_of(run: RunFile, *, dial: Dial = "host", parts: Sequence[str] = ()) -> tuple[Node, ...]:
+    """Every node, in the order in which they start: coordinator, relays, learner, samplers.
+
+    Args:
+        run: the whole run.
+        dial: how a node is dialled that the same launcher starts.
+        parts: what is started: `coordinator`, `learner`, or sites, each with what is under its name; none is all.
+
+    Raises:
+        ConfigError: the run has no such part.
+    """
+
+    def address(node: Node) -> str:
+        return f"{node.name if dial == 'name' and _is_part(node, parts) else node.host}:{node.port}"
+
     coordinators = tuple(_coordinators(run))
-    relays = tuple(_relay(relay, coordinators, dial) for relay in run.relays)
-    samplers = tuple(node for table in run.samplers for node in _samplers(run, table, coordinators, relays, dial))
-    return (*coordinators, *relays, _learner(run, coordinators, dial), *samplers)
+    relays = tuple(_relay(relay, coordinators, address) for relay in run.relays)
+    samplers = tuple(node for table in run.samplers for node in _samplers(run, table, coordinators, relays, address))
+    nodes = (*coordinators, *relays, _learner(run, coordinators, address), *samplers)
+    for part in parts:
+        if not any(_is_part(node, (part,)) for node in nodes):
+            known = dict.fromkeys(["coordinator", "learner", *(node.site for node in (*relays, *samplers))])
+            raise ConfigError("--part", f"{part!r} is no part of the run", action=f"use {', '.join(known)}")
+    found = tuple(node for node in nodes if _is_part(node, parts))
+    names = {node.name for node in found}
+    return tuple(replace(node, needs=tuple(name for name in node.needs if name in names)) for node in found)
+
+
+def _is_part(node: Node, parts: Sequence[str]) -> bool:
+    if node.kind in ("coordinator", "learner"):
+        return not parts or node.kind in parts
+    return not parts or any(node.site == part or node.site.startswith(f"{part}.") for part in parts)
 
 
 def merged(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -30,12 +60,8 @@ def merged(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _address(node: Node, dial: Dial) -> str:
-    return f"{node.host if dial == 'host' else node.name}:{node.port}"
-
-
-def _addresses(nodes: tuple[Node, ...], dial: Dial) -> str | list[str]:
-    found = [_address(node, dial) for node in nodes]
+def _addresses(nodes: Sequence[Node], address: Address) -> str | list[str]:
+    found = [address(node) for node in nodes]
     return found[0] if len(found) == 1 else found
 
 
@@ -89,9 +115,9 @@ def _coordinators(run: RunFile) -> Iterator[Node]:
         )
 
 
-def _relay(table: RelayTable, coordinators: tuple[Node, ...], dial: Dial) -> Node:
+def _relay(table: RelayTable, coordinators: tuple[Node, ...], address: Address) -> Node:
     name = f"relay-{table.site.replace('.', '-')}"
-    config = {"coordinator": _addresses(coordinators, dial), "listen": _listen(table.host, table.port)}
+    config = {"coordinator": _addresses(coordinators, address), "listen": _listen(table.host, table.port)}
     return Node(
         name=name,
         kind="relay",
@@ -124,11 +150,11 @@ def _data_dirs(run: RunFile) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*model, *run.run.data_dirs)))
 
 
-def _learner(run: RunFile, coordinators: tuple[Node, ...], dial: Dial) -> Node:
+def _learner(run: RunFile, coordinators: tuple[Node, ...], address: Address) -> Node:
     table = run.learner
     config = {
         "run_id": run.run.id,
-        "coordinator": _addresses(coordinators, dial),
+        "coordinator": _addresses(coordinators, address),
         **_shared(run),
         "groups_per_step": run.run.groups_per_step,
         "steps_per_version": run.run.steps_per_version,
@@ -157,7 +183,7 @@ def _learner(run: RunFile, coordinators: tuple[Node, ...], dial: Dial) -> Node:
 
 
 def _samplers(
-    run: RunFile, table: SamplerTable, coordinators: tuple[Node, ...], relays: tuple[Node, ...], dial: Dial
+    run: RunFile, table: SamplerTable, coordinators: tuple[Node, ...], relays: tuple[Node, ...], address: Address
 ) -> Iterator[Node]:
     through = next((relay for relay in relays if table.relay and relay.site == table.relay), None)
     share = len(table.devices) // table.count
@@ -168,7 +194,7 @@ def _samplers(
             engine |= {"devices": list(devices)}
         config = {
             "site": site,
-            "coordinator": _addresses(coordinators, dial) if through is None else _address(through, dial),
+            "coordinator": _addresses(coordinators, address) if through is None else address(through),
             **_shared(run),
             "engine": engine,
         }

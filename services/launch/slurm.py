@@ -6,12 +6,13 @@ A directory on a file system of all machines holds scripts, configurations, cred
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 
 from heterorl.launch.node import Node, complete, memory_limit, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
-from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, toml_text
+from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, targets, toml_text
 
 _CPUS = {"coordinator": 2, "relay": 2, "learner": 8, "sampler": 4}
 _ATTEMPTS = """\
@@ -59,9 +60,9 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
 """
 
 
-def render(run: RunFile) -> Tree:
-    """The files of the shared directory."""
-    nodes = nodes_of(run)
+def render(run: RunFile, parts: Sequence[str] = ()) -> Tree:
+    """The files of the shared directory; of some parts alone where they are named."""
+    nodes = nodes_of(run, parts=parts)
     tree: Tree = {}
     for node in nodes:
         tree[f"{node.name}.sbatch"] = _script(run, node)
@@ -74,7 +75,8 @@ def render(run: RunFile) -> Tree:
         tree[f"config/{node.name}.toml"] = toml_text(node, run.run.id, config)
     tree["submit.sh"] = _submit(run, nodes)
     tree |= certs_script(run, nodes, lambda node: f"credentials/{node.name}")
-    return tree | readme(run, "Slurm", table(nodes, lambda node: node.host or "any"), _words(run))
+    tree |= targets(run, nodes)
+    return tree | readme(run, nodes, "Slurm", table(nodes, lambda node: node.host or "any"), _words(run, nodes))
 
 
 def _script(run: RunFile, node: Node) -> str:
@@ -138,7 +140,7 @@ def _variable(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _words(run: RunFile) -> str:
+def _words(run: RunFile, nodes: Sequence[Node]) -> str:
     place = (
         "## Place\n\nThis directory lies on a file system of all machines. `host` in run.toml is what Slurm"
         " calls the machine,"
@@ -149,6 +151,7 @@ def _words(run: RunFile) -> str:
     secrets = certs_words(run, "It writes credentials/NODE here: readable by the user of the jobs alone.")
     stores = store_words(
         run,
+        nodes,
         "PGPASSFILE names the file of PostgreSQL's password when submit.sh runs.",
         "on every machine that a coordinator may come to.",
     )

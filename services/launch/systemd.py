@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 
 from heterorl.common.errors import ConfigError
 from heterorl.launch.node import Node, complete, memory_limit
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
-from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, toml_text, with_hosts
+from heterorl.launch.texts import (
+    Tree,
+    certs_script,
+    certs_words,
+    readme,
+    store_words,
+    table,
+    targets,
+    toml_text,
+    with_hosts,
+)
 
 STATE = "/var/lib/heterorl"
 CREDENTIALS = "/etc/heterorl/credentials"
@@ -24,15 +35,15 @@ _UNITS = {
 }  # fmt: skip
 
 
-def render(run: RunFile) -> Tree:
-    """The files of every host.
+def render(run: RunFile, parts: Sequence[str] = ()) -> Tree:
+    """The files of every host; of some parts alone where they are named.
 
     Raises:
         ConfigError: a learner on several machines does not say which.
     """
     if run.learner.nnodes > 1 and not run.learner.other_hosts:
         raise ConfigError("learner.other_hosts", f"nnodes = {run.learner.nnodes} and no hosts of the other machines")
-    nodes = nodes_of(run)
+    nodes = nodes_of(run, parts=parts)
     tree: Tree = {}
     placed = with_hosts(run, nodes)
     for host, own in placed.items():
@@ -40,12 +51,15 @@ def render(run: RunFile) -> Tree:
             tree |= _files(run, host, node, rank=0)
         if any(node.port for node in own) and not run.tls.insecure:
             tree[f"{host}/etc/heterorl/revoked"] = _REVOKED
-    learner = next(node for node in nodes if node.kind == "learner")
-    for rank, host in enumerate(learner.machines[1:], start=1):
-        tree |= _files(run, host, learner, rank=rank)
+    for learner in nodes:
+        for rank, host in enumerate(learner.machines[1:], start=1):
+            tree |= _files(run, host, learner, rank=rank)
     places = {node.name: host for host, own in placed.items() for node in own}
     tree |= certs_script(run, nodes, lambda node: f"{places[node.name]}/credentials/{node.name}")
-    return tree | readme(run, "systemd", table(nodes, lambda node: places[node.name]), _words(run, nodes, places))
+    tree |= targets(run, nodes)
+    return tree | readme(
+        run, nodes, "systemd", table(nodes, lambda node: places[node.name]), _words(run, nodes, places)
+    )
 
 
 def unit_name(node: Node) -> str:
@@ -143,6 +157,7 @@ def _words(run: RunFile, nodes: tuple[Node, ...], places: dict[str, str]) -> str
     coordinators = [node.name for node in nodes if node.kind == "coordinator"]
     stores = store_words(
         run,
+        nodes,
         "PostgreSQL's password, in the form of PGPASSFILE, is "
         + " and ".join(f"`{CREDENTIALS}/{name}/pgpass`" for name in coordinators)
         + ".",

@@ -10,9 +10,12 @@ import tomli_w
 import yaml
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.address import is_loopback
 from heterorl.launch.node import Node
 from heterorl.launch.run import RunFile
 
+METRICS_PORT = 9101
+"""Of a coordinator's metrics where its configuration says none."""
 Tree = dict[str, str]
 """Texts by their path within the directory that is written."""
 
@@ -82,21 +85,62 @@ def certs_script(run: RunFile, nodes: Sequence[Node], place: Callable[[Node], st
         if parents and f'mkdir -p "$here/{parents}"' not in lines:
             lines.append(f'mkdir -p "$here/{parents}"')
         lines.append(f"issue {path} {node.kind} {node.site} {hosts}".rstrip())
-    lines.append(f"issue operator operator me --coordinator {run.coordinator.host}:{run.coordinator.port}")
+    if any(node.kind == "coordinator" for node in nodes):
+        lines.append(f"issue operator operator me --coordinator {run.coordinator.host}:{run.coordinator.port}")
     return {"certs.sh": "\n".join([*lines, ""])}
 
 
-def readme(run: RunFile, title: str, *parts: str) -> Tree:
+def metrics_port(node: Node) -> int:
+    """The port of a coordinator's metrics."""
+    return int(node.config.get("metrics_port") or METRICS_PORT)
+
+
+def targets(run: RunFile, nodes: Sequence[Node], *, name: str = "") -> Tree:
+    """What Prometheus scrapes of the run: its coordinators, to which all other nodes push. None without one.
+
+    Args:
+        run: the run.
+        nodes: those that are rendered.
+        name: under which the coordinator is reached; empty is its host, or loopback where its metrics are there alone.
+    """
+    found = [
+        f"{name or (node.host if _is_shown(node) else '127.0.0.1')}:{metrics_port(node)}"
+        for node in nodes
+        if node.kind == "coordinator"
+    ]
+    if not found:
+        return {}
+    comment = f"Of run {run.run.id}: copy it to targets/ beside deploy/prometheus/prometheus.yml."
+    entry = {"targets": list(dict.fromkeys(found)), "labels": {"run": run.run.id, "service": "coordinator"}}
+    body = yaml.dump([entry], Dumper=_Plain, sort_keys=False, default_flow_style=False)
+    return {f"targets/{run.run.id}.yml": f"# {comment}\n{body}"}
+
+
+def _is_shown(node: Node) -> bool:
+    host = str(node.config.get("metrics_host", "127.0.0.1"))
+    return not is_loopback(f"{host}:{METRICS_PORT}")
+
+
+def readme(run: RunFile, nodes: Sequence[Node], title: str, *parts: str) -> Tree:
     """README.md of a tree: what to run where, in order."""
+    is_whole = any(node.kind == "coordinator" for node in nodes)
     watch = "heterorl status" if run.tls.insecure else "HETERORL_CREDENTIALS=operator heterorl status"
     if run.tls.insecure:
         watch += f" {run.coordinator.host}:{run.coordinator.port} --insecure"
     head = (
-        f"# Run {run.run.id} by {title}\n\nMade by `heterorl launch` from run.toml: change that file and make them"
-        f" anew."
+        f"# Run {run.run.id} by {title}\n\nMade by `heterorl launch` from run.toml: change that file and make"
+        " them again."
+    )
+    if not is_whole:
+        # Whoever looks at the run does so where its coordinator was rendered.
+        return {"README.md": "\n\n".join([head, *(part.strip() for part in parts if part.strip())]) + "\n"}
+    scraped = (
+        f"## Prometheus\n\n`targets/{run.run.id}.yml` names what to scrape: copy it to targets/ beside"
+        " deploy/prometheus/prometheus.yml. Where it says 127.0.0.1, Prometheus runs on the coordinator's host. All"
+        " other nodes push their metrics to the coordinator."
     )
     last = f"## Look\n\n```\n{watch}\n```\n\n`heterorl top`, `heterorl sites` and `heterorl doctor` take the same."
-    return {"README.md": "\n\n".join([head, *(part.strip() for part in parts if part.strip()), last]) + "\n"}
+    return {"README.md": "\n\n".join([head, *(part.strip() for part in parts if part.strip()), scraped, last]) + "\n"}
 
 
 def certs_words(run: RunFile, what_next: str) -> str:
@@ -112,14 +156,17 @@ def certs_words(run: RunFile, what_next: str) -> str:
     )
 
 
-def store_words(run: RunFile, password: str, keys: str) -> str:
-    """The README's part on secrets of PostgreSQL and of the bucket; empty without either.
+def store_words(run: RunFile, nodes: Sequence[Node], password: str, keys: str) -> str:
+    """The README's part on secrets of PostgreSQL and of the bucket; empty without either, and without a coordinator.
 
     Args:
         run: the run.
+        nodes: those that are rendered.
         password: where PostgreSQL's password stands.
         keys: where each coordinator finds the bucket's `{file}`.
     """
+    if not any(node.kind == "coordinator" for node in nodes):
+        return ""
     parts = [password] if run.coordinator.postgres else []
     if run.coordinator.has_bucket:
         file = run.coordinator.config["payloads"].get("credentials_file")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from heterorl.cli.service_config import Service, schema_of
-from heterorl.common.errors import DependencyMissing
+from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import DIRECTORY, load
 from heterorl.common.process.config_words import problems_of
 
@@ -23,6 +23,13 @@ def launch(
     launcher: Annotated[Launcher, typer.Argument(help="What starts the nodes.")],
     run: Annotated[Path, typer.Argument(help="The run's file: docs/launch.md.", metavar="RUN.toml")],
     out: Annotated[Path, typer.Option(help="Directory to write; new or empty.")],
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this part: coordinator, learner, or a site with what is under its name; repeatable. Another "
+            "launcher starts the rest."
+        ),
+    ] = None,
 ) -> None:
     """Write what each node of a run needs, from one file: configurations, units or manifests, and a README.
 
@@ -40,8 +47,11 @@ def launch(
     from heterorl.launch.write import write_tree
 
     loaded = load(RunFile, run)
+    if part and not (loaded.tls.insecure or Path(loaded.tls.directory).is_absolute()):
+        problem = f"{loaded.tls.directory} would be another authority for each launcher"
+        raise ConfigError("tls.directory", problem, action="name an absolute directory, which all certs.sh share")
     check_nodes(nodes_of(loaded), _problems)
-    tree: dict[str, str] = importlib.import_module(f"heterorl.launch.{launcher}").render(loaded)
+    tree: dict[str, str] = importlib.import_module(f"heterorl.launch.{launcher}").render(loaded, part or ())
     write_tree(tree, out)
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(f"{len(tree)} files in {out}; begin with {out / 'README.md'}", soft_wrap=True)

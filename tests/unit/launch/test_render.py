@@ -98,7 +98,7 @@ def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
 
     services = yaml.safe_load(tree["127.0.0.1/compose.yaml"])["services"]
     assert tomllib.loads(tree["127.0.0.1/config/sampler-us.toml"])["coordinator"] == "coordinator:50051"
-    assert services["coordinator"]["ports"] == ["127.0.0.1:50051:50051"]
+    assert services["coordinator"]["ports"] == ["127.0.0.1:50051:50051", "127.0.0.1:9101:9101"]
     assert "--host 127.0.0.1 --host coordinator" in tree["certs.sh"]
 
 
@@ -246,3 +246,56 @@ def test_memory_has_the_limit_that_the_run_says_or_none(launcher):
 def test_an_amount_of_memory_without_its_unit_is_refused(memory):
     with pytest.raises(ValueError, match=r"learner\.memory"):
         run_file(learner={**run_table()["learner"], "memory": memory})
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_parts_of_a_run_by_two_launchers_make_the_whole(launcher):
+    render = LAUNCHERS[launcher].render
+    first, second = render(run_file(), ["coordinator", "eu"]), render(run_file(), ["learner", "us"])
+
+    def table(tree):
+        return set(re.findall(r"^\| \d+ \| (\S+) \|", tree["README.md"], re.MULTILINE))
+
+    assert (table(first), table(second)) == (
+        {"coordinator", "relay-eu", "sampler-eu-1", "sampler-eu-2"}, {"learner", "sampler-us"},
+    )  # fmt: skip
+    # One authority, and nobody's certificate twice.
+    issued = [re.findall(r"^issue \S+ (\S+ \S+)", tree["certs.sh"], re.MULTILINE) for tree in (first, second)]
+    assert len({*issued[0], *issued[1]}) == len(issued[0]) + len(issued[1]) == len(NODES) + 1
+    assert all("authority=certs\n" in tree["certs.sh"] for tree in (first, second))
+    # What the other launcher starts is dialled by its host.
+    text = "".join(text for path, text in second.items() if "sampler-us" in path or path.endswith("compose.yaml"))
+    assert "coord.example:50051" in text or launcher == "compose"
+    assert "coordinator:50051" not in text
+    assert "targets/my-run.yml" in first
+    assert "targets/my-run.yml" not in second
+    assert "operator" not in second["README.md"]
+
+
+def test_nodes_dial_names_within_a_launcher_and_hosts_beyond_it():
+    whole, part = (
+        {node.name: node for node in nodes_of(run_file(), dial="name", parts=parts)}
+        for parts in ((), ("eu", "learner"))
+    )
+
+    assert whole["learner"].config["coordinator"] == "coordinator:50051"
+    assert part["learner"].config["coordinator"] == "coord.example:50051"
+    assert part["sampler-eu-1"].config["coordinator"] == "relay-eu:50061"
+    assert part["sampler-eu-1"].needs == ("relay-eu",)
+    with pytest.raises(ConfigError, match=r"--part: 'asia' is no part.*use coordinator, learner, eu"):
+        nodes_of(run_file(), parts=("asia",))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_prometheus_is_told_where_the_coordinator_is(launcher):
+    table = run_table()
+    coordinator = {**table["coordinator"], "config": {"metrics_port": 9200, "metrics_host": "0.0.0.0"}}
+    trees = [LAUNCHERS[launcher].render(run_file(**changes)) for changes in ({}, {"coordinator": coordinator})]
+
+    own, other = (yaml.safe_load(tree["targets/my-run.yml"])[0] for tree in trees)
+    assert own["labels"] == {"run": "my-run", "service": "coordinator"}
+    expected = {"k8s": ("coordinator:9101", "coordinator:9200")}.get(launcher, ("127.0.0.1:9101", "coord.example:9200"))
+    if launcher == "compose":
+        # Its port is published on loopback alone.
+        expected = ("127.0.0.1:9101", "127.0.0.1:9200")
+    assert (own["targets"][0], other["targets"][0]) == expected

@@ -186,3 +186,16 @@ def test_example_of_the_documentation_is_a_run(tmp_path):
     path.write_text(path.read_text().replace("max_new_tokens = 2048", "max_new_tokens = 0"))
     refused = CliRunner().invoke(app, ["launch", "compose", str(path), "--out", str(tmp_path / "other")])
     assert f"`{refused.exception}`" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("directory", "code"), [("certs", 1), ("/root/certs", 0)])
+def test_parts_share_one_authority(tmp_path, directory, code):
+    (tmp_path / "run.toml").write_text(f'{RUN}\n[tls]\ndirectory = "{directory}"\n')
+
+    words = ["launch", "slurm", str(tmp_path / "run.toml"), "--part", "learner", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words)
+
+    assert result.exit_code == code
+    assert (tmp_path / "out").exists() == (code == 0)
+    if code:
+        assert "tls.directory: certs would be another authority" in str(result.exception)

@@ -48,6 +48,8 @@ class Assumptions:
         1.85, "GB/s", "of weights, from plan to verified state over loopback", "benchmarks/results/pull.json, delta"
     )
     snapshot_ratio: float = _number(1.46, "", "weights over a snapshot", "benchmarks/results/pull.json, snapshot")
+    decode_share: float = _number(0.5, "", "share of hbm_gb_s that a sampler's decoding reaches", _ASSUMED)
+    sampler_sequences: float = _number(256, "sequences", "that an engine decodes at once", "vLLM's max_num_seqs")
     token_bytes: float = _number(
         6.9, "bytes", "that a site sends for a token it drew", "benchmarks/results/groups.json, 4096 tokens"
     )

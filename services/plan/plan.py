@@ -1,12 +1,13 @@
 """The plan of a run: what a model, a number of GPUs and a link come to.
 
 It describes the learner as it is: fp32 masters and AdamW moments, versions in bf16 of all weights, which all ranks
-round and code, and checkpoints that all write. Samplers are not planned: how fast they draw tokens is theirs.
+round and code, and checkpoints that all write. Samplers draw on GPUs such as the learner's, and every token of a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,11 @@ from heterorl.plan import duration, traffic
 from heterorl.plan.assumptions import Assumptions, facts
 from heterorl.plan.duration import Cluster
 from heterorl.plan.memory import MASTER, MOMENTS, RankMemory, host_memory, rank_memory
+from heterorl.plan.samplers import Drawing, drawing, num_gpus
 from heterorl.plan.shape import ModelShape, nearest
+
+DAY_S = 86400.0
+_TABLES = ("question", "shape", "memory", "drawing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +28,8 @@ class Question:
     """What is asked.
 
     `shape` has the layers, None for those of the published model nearest in size; `changed` is the share of the
-    published elements that a version changes; `tokens_per_step` counts prompts and completions.
+    published elements that a version changes; `tokens_per_step` counts prompts and completions, of all
+    `sites` together.
 
     Example: Question(parameters=8e9, gpus=8, link_bits_per_s=1e9)
     """
@@ -37,6 +43,7 @@ class Question:
     link_bits_per_s: float = 1e9
     rtt_s: float = 0.1
     tokens_per_step: float = 1 << 20
+    sites: int = 1
     changed: float = 0.014
     given: Assumptions = field(default_factory=Assumptions)
 
@@ -46,7 +53,7 @@ class Plan:
     """What it comes to: seconds and bytes.
 
     `gather_s` to `send_s` are the parts of a publication; `pull_s` is a sampler's that is one version behind, `join_s`
-    one's that has nothing; `groups_bytes` come from all sites for a step.
+    one's that has nothing; `groups_bytes` come from all sites for a step; `sampler_gpus` keep the learner busy.
     """
 
     question: Question
@@ -67,6 +74,9 @@ class Plan:
     groups_bytes: float
     pull_s: float
     join_s: float
+    applying_s: float
+    drawing: Drawing
+    sampler_gpus: int
 
     @property
     def publication_s(self) -> float:
@@ -78,17 +88,52 @@ class Plan:
         """Whether a rank's memory is below nine tenths of its GPU's."""
         return self.memory.total <= 0.9e9 * self.question.given.hbm_gb
 
+    @property
+    def staleness_versions(self) -> float:
+        """Versions between the policy of a completion's first token and the step that it is trained at, about.
+
+        A pull, the drawing of a whole sequence, and the step itself, in steps.
+        """
+        drawn_s = self.drawing.step_s * self.question.given.sequence_tokens
+        return (self.pull_s + drawn_s) / self.step_s + 1.0
+
+    @property
+    def is_line_enough(self) -> bool:
+        """Whether a site pulls a version within a step."""
+        return self.pull_s <= self.step_s
+
+    @property
+    def least_link_bits_per_s(self) -> float:
+        """The slowest line over which it does; infinite where applying alone takes longer than a step."""
+        left_s = self.step_s - self.applying_s - self.question.rtt_s
+        return 8 * self.delta_bytes / left_s if left_s > 0 else math.inf
+
+    @property
+    def day_in_bytes(self) -> float:
+        """What a site receives in a day: every version as a delta."""
+        return DAY_S / self.step_s * self.delta_bytes
+
+    @property
+    def day_out_bytes(self) -> float:
+        """What a site sends in a day: its share of the groups."""
+        return DAY_S / self.step_s * self.groups_bytes / self.question.sites
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for programs."""
         asked = self.question
         inputs = {name: getattr(asked, name) for name in _names(Question) if name not in ("shape", "given")}
-        numbers = {name: getattr(self, name) for name in _names(Plan) if name not in ("question", "shape", "memory")}
+        numbers = {name: getattr(self, name) for name in _names(Plan) if name not in _TABLES}
+        least = self.least_link_bits_per_s
         return {
             "question": inputs | {"nodes": _cluster(asked).nodes},
             "shape": dataclasses.asdict(self.shape) | {"parameters": self.shape.parameters},
             "memory_per_rank": dataclasses.asdict(self.memory) | {"total": self.memory.total, "fits": self.fits},
             **numbers,
             "publication_s": self.publication_s,
+            "drawing": dataclasses.asdict(self.drawing) | {"tokens_per_gpu_s": self.drawing.tokens_per_gpu_s},
+            "staleness_versions": self.staleness_versions,
+            "line": {"is_enough": self.is_line_enough, "least_bits_per_s": least if math.isfinite(least) else None},
+            "site_day": {"in_bytes": self.day_in_bytes, "out_bytes": self.day_out_bytes},
             "assumptions": facts(asked.given),
         }
 
@@ -128,6 +173,8 @@ def plan(asked: Question) -> Plan:
     def send(num_bytes: float) -> float:
         return duration.send_s(num_bytes, link_bits_per_s=asked.link_bits_per_s, rtt_s=asked.rtt_s)
 
+    step = duration.step_s(compute, sharding, optimizer, backend=asked.backend)
+    drawn = drawing(shape, parameters, given=given)
     return Plan(
         question=asked,
         shape=shape,
@@ -136,7 +183,7 @@ def plan(asked: Question) -> Plan:
         compute_s=compute,
         sharding_s=sharding,
         optimizer_s=optimizer,
-        step_s=duration.step_s(compute, sharding, optimizer, backend=asked.backend),
+        step_s=step,
         gather_s=duration.gather_s(MASTER * parameters, exchanged=weights, cluster=cluster, given=given),
         encode_s=duration.encode_s(weights, given=given, machines=cluster.nodes),
         write_s=duration.write_s(delta, given=given),
@@ -149,6 +196,9 @@ def plan(asked: Question) -> Plan:
         groups_bytes=asked.tokens_per_step * given.token_bytes,
         pull_s=send(delta) + applying,
         join_s=send(snapshot) + applying,
+        applying_s=applying,
+        drawing=drawn,
+        sampler_gpus=num_gpus(drawn, tokens=asked.tokens_per_step, step_s=step),
     )
 
 
@@ -168,6 +218,7 @@ def _check(asked: Question) -> None:
         ("--link", asked.link_bits_per_s, 1.0),
         ("--tokens-per-step", asked.tokens_per_step, 1),
         ("--rtt", asked.rtt_s, 0.0),
+        ("--sites", asked.sites, 1),
     ):
         if not least <= value < 1e18:
             raise ConfigError(key, f"must be at least {least:g}, is {value:g}")

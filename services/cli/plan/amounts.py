@@ -41,6 +41,14 @@ def size_words(num_bytes: float) -> str:
     return f"{_digits(num_bytes / 1e3)} kB"
 
 
+def rate_words(bits_per_s: float) -> str:
+    """A line in three digits, such as `40.0 Mbit/s`."""
+    for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits_per_s >= unit:
+            return f"{_digits(bits_per_s / unit)} {name}"
+    return f"{_digits(bits_per_s / 1e3)} kbit/s"
+
+
 def time_words(duration_s: float) -> str:
     """Seconds in three digits, such as `12.3 s`; minutes from 600 s on."""
     if duration_s >= 600.0:

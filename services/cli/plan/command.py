@@ -25,15 +25,23 @@ def plan(
     link: Annotated[str, typer.Option(help="Of a site to the coordinator, such as 1Gbit or 300Mbit.")] = "1Gbit",
     rtt: Annotated[str, typer.Option(help="Round trip over it, such as 100ms.")] = "100ms",
     tokens_per_step: Annotated[float, typer.Option(help="Prompts and completions of a step.")] = 1048576,
+    sites: Annotated[int, typer.Option(help="Sites that share the completions of a step.")] = 1,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Step size, which gives --changed-fraction: 1e-6 is 1.4 %, 1e-5 is 9 %."),
+    ] = None,
     changed_fraction: Annotated[
-        float, typer.Option(help="Share of the published elements that a version changes; grows with the step size.")
-    ] = 0.014,
+        float | None,
+        typer.Option(
+            help="Share of the published elements that a version changes; 0.014 if neither this nor --lr is given."
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Another assumption: `--set mfu=0.4`; the table lists all.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Say on paper what a run costs: seconds of a step and a version, memory of a rank, bytes on the WAN.
+    """Say on paper what a run costs: a step, a version, memory, GPUs of samplers, bytes on the WAN, and a verdict.
 
     Nothing is loaded or asked. Exit code 0: answered, also where memory does not suffice. 2: an option is wrong.
     """
@@ -56,7 +64,8 @@ def plan(
             link_bits_per_s=bits_per_s(link),
             rtt_s=seconds(rtt),
             tokens_per_step=tokens_per_step,
-            changed=changed_fraction,
+            sites=sites,
+            changed=_changed(lr, changed_fraction),
             given=parse(set_ or ()),
         )
     )
@@ -64,3 +73,15 @@ def plan(
         typer.echo(json.dumps(answer.as_dict(), indent=2))
     else:
         show(answer, Console(markup=False, emoji=False, highlight=False))
+
+
+def _changed(lr: float | None, fraction: float | None) -> float:
+    from heterorl.plan.traffic import changed_by
+
+    if lr is None:
+        return 0.014 if fraction is None else fraction
+    if fraction is not None:
+        raise ConfigError("--lr", "is given together with --changed-fraction", action="give one of them")
+    if not 0.0 < lr < 1.0:
+        raise ConfigError("--lr", f"must be above 0 and below 1, is {lr:g}")
+    return changed_by(lr)

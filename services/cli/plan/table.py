@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 
-from heterorl.cli.plan.amounts import size_words, time_words
+from heterorl.cli.plan.amounts import rate_words, size_words, time_words
 from heterorl.plan.assumptions import facts
 from heterorl.plan.plan import Plan
 
@@ -45,7 +47,35 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("WAN, a pull", size_words(plan.delta_bytes), f"{time_words(plan.pull_s)}, one version behind"),
         ("WAN, a new sampler", size_words(plan.snapshot_bytes), f"{time_words(plan.join_s)} for a snapshot"),
         ("WAN, groups of a step", size_words(plan.groups_bytes), "from all sites together"),
+        (
+            "WAN, a day of a site",
+            f"{size_words(plan.day_in_bytes)} in",
+            f"and {size_words(plan.day_out_bytes)} out; the coordinator sends and receives that of each of"
+            f" {asked.sites} sites",
+        ),
+        (
+            "GPUs of samplers",
+            str(plan.sampler_gpus),
+            f"draw the tokens of a step while one is computed: {plan.drawing.tokens_per_gpu_s:,.0f} tokens a second and"
+            f" GPU, {plan.drawing.sequences} sequences at once, engines of {plan.drawing.gpus}",
+        ),
+        (
+            "staleness",
+            f"{plan.staleness_versions:.1f} versions",
+            "a pull, a whole sequence drawn, and the step; queues add to it",
+        ),
+        ("the line", "suffices" if plan.is_line_enough else "IS TOO SLOW", _verdict(plan)),
     ]
+
+
+def _verdict(plan: Plan) -> str:
+    least = plan.least_link_bits_per_s
+    said = f"a pull takes {plan.pull_s / plan.step_s:.0%} of a step"
+    if not math.isfinite(least):
+        return (
+            f"{said}; no line suffices, as applying a version takes {time_words(plan.applying_s)}: publish less often"
+        )
+    return f"{said}; {rate_words(least)} is the least for every version"
 
 
 def title(plan: Plan) -> str:

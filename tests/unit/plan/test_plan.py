@@ -20,8 +20,9 @@ from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.plan.assumptions import Assumptions, parse
 from heterorl.plan.memory import rank_memory
 from heterorl.plan.plan import Question, plan
+from heterorl.plan.samplers import drawing
 from heterorl.plan.shape import SHAPES, shape_of_directory
-from heterorl.plan.traffic import delta_bytes
+from heterorl.plan.traffic import MEASURED, changed_by, delta_bytes
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -201,3 +202,40 @@ def test_unknown_family_and_missing_file_are_named(tmp_path):
 def test_wrong_assumption_is_refused(setting):
     with pytest.raises(ConfigError, match="--set"):
         parse([setting])
+
+
+def test_share_that_a_step_size_changes_goes_through_what_was_measured():
+    def measured(table):
+        if isinstance(table, dict):
+            if {"lr", "changed_fraction", "lag_versions"} <= table.keys():
+                yield table["lr"], table["lag_versions"], table["changed_fraction"]
+            table = list(table.values())
+        for each in table if isinstance(table, list) else ():
+            yield from measured(each)
+
+    known = set(measured(json.loads((RESULTS / "weights.json").read_text())))
+    assert {(lr, 1, share) for lr, share in MEASURED} <= known
+    assert [changed_by(lr) for lr, _ in MEASURED] == pytest.approx([share for _, share in MEASURED])
+    assert changed_by(1e-7) < MEASURED[0][1]
+    assert MEASURED[1][1] < changed_by(5e-6) < MEASURED[2][1]
+    assert changed_by(1.0) == 1.0
+
+
+def test_samplers_keep_the_learner_busy_in_whole_engines():
+    shape = SHAPES["Qwen3-8B"]
+    small = drawing(shape, shape.parameters, given=Assumptions())
+    large = drawing(SHAPES["Qwen3-32B"], SHAPES["Qwen3-32B"].parameters, given=Assumptions())
+
+    # Weights and keys fit into what an engine uses; a larger model is divided.
+    assert (small.gpus, large.gpus) == (1, 2)
+    assert 1 < small.sequences <= 256
+    found = plan(Question(parameters=shape.parameters, shape=shape))
+    drawn = found.sampler_gpus * small.tokens_per_gpu_s * found.step_s
+    assert (
+        found.question.tokens_per_step <= drawn < found.question.tokens_per_step + small.tokens_per_gpu_s * found.step_s
+    )
+    # A day has every version of it, and each site sends its share of the groups.
+    shared = plan(Question(parameters=shape.parameters, shape=shape, sites=4))
+    assert shared.day_out_bytes == found.day_out_bytes / 4
+    assert shared.day_in_bytes == pytest.approx(86400 / found.step_s * found.delta_bytes)
+    assert found.staleness_versions > 1.0

@@ -37,9 +37,33 @@ def test_table_says_what_does_not_fit(monkeypatch):
     assert "benchmarks/results/pull.json" in result.stdout
 
 
+def test_verdict_names_the_least_line_that_suffices(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    base = ["plan", "--params", "7e9", "--lr", "1e-5"]
+
+    slow, fast = (RUN.invoke(app, [*base, "--link", link]).stdout for link in ("200Mbit", "300Mbit"))
+    exact = json.loads(RUN.invoke(app, [*base, "--json"]).stdout)
+
+    assert "IS TOO SLOW" in slow
+    assert "suffices" in fast
+    assert "Mbit/s is the least for every version" in slow
+    assert 2e8 < exact["line"]["least_bits_per_s"] < 3e8
+    assert exact["question"]["changed"] == pytest.approx(0.09055)
+    # Publishing in less time than applying takes, no line would do.
+    hopeless = RUN.invoke(app, ["plan", "--params", "7e9", "--tokens-per-step", "1000"]).stdout
+    assert "no line suffices" in hopeless
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
-    [([], "--params"), (["--params", "1e9", "--link", "fast"], "--link"), (["--params", "1e9", "--rtt", "1"], "--rtt")],
+    [
+        (["--params", "1e9", "--lr", "1e-6", "--changed-fraction", "0.1"], "--lr"),
+        (["--params", "1e9", "--lr", "0"], "--lr"),
+        (["--params", "1e9", "--sites", "0"], "--sites"),
+        ([], "--params"),
+        (["--params", "1e9", "--link", "fast"], "--link"),
+        (["--params", "1e9", "--rtt", "1"], "--rtt"),
+    ],
 )
 def test_wrong_option_is_named(arguments, key):
     result = RUN.invoke(app, ["plan", *arguments])

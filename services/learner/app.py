@@ -161,7 +161,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         evaluator=parts.evaluator,
         examiner=_examiner(config, parts, api=api, patience=patience(), trust=trust, busy=progress.checks),
         begin=functools.partial(_begin_term, config, parts, api=api, patience=patience, trust=trust),
-        reader=None if parts.yardstick is None else Reader(parts.yardstick.prompter),
+        reader=None if parts.yardstick is None else Reader(parts.yardstick.prompter, parts.yardstick.task),
         progress=progress,
         statement=parts.statement,
     )

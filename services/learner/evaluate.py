@@ -13,7 +13,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Int32Array, SiteId
 from heterorl.common.types.rollout import RewardPart, total_reward
-from heterorl.common.types.sample import EvaluationSample, SampleRollout
+from heterorl.common.types.sample import EvaluationSample, SampleRollout, shown_answer
 from heterorl.common.weights.arena import Arena
 
 _LOG = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Evaluator:
                     site=SiteId(""),
                     prompt_index=prompt.index,
                     prompt=prompt.text,
+                    answer=shown_answer(prompt.answer),
                     rollouts=tuple(rollouts),
                 )
             )

@@ -209,10 +209,13 @@ class PromptResult(google.protobuf.message.Message):
     PROMPT_INDEX_FIELD_NUMBER: builtins.int
     SAMPLES_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     prompt_index: builtins.int
     """Position of the prompt among the held-out ones."""
     prompt: builtins.str
     """Text of the prompt, cut where it is very long."""
+    answer: builtins.str
+    """What the answer should be, cut where it is long."""
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScoredSample]:
         """Completions in the order of their seeds."""
@@ -223,8 +226,9 @@ class PromptResult(google.protobuf.message.Message):
         prompt_index: builtins.int = ...,
         samples: collections.abc.Iterable[Global___ScoredSample] | None = ...,
         prompt: builtins.str = ...,
+        answer: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "prompt_index", b"prompt_index", "samples", b"samples"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "prompt", b"prompt", "prompt_index", b"prompt_index", "samples", b"samples"]) -> None: ...
 
 Global___PromptResult: typing_extensions.TypeAlias = PromptResult
 

@@ -199,8 +199,11 @@ class SampleNote(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """Text of the prompt."""
+    answer: builtins.str
+    """What the answer should be, cut where it is long; empty where the task knows none."""
     @property
     def group(self) -> heterorl.v1.common_pb2.GroupId:
         """Identity of the group."""
@@ -215,9 +218,10 @@ class SampleNote(google.protobuf.message.Message):
         group: heterorl.v1.common_pb2.GroupId | None = ...,
         prompt: builtins.str = ...,
         rollouts: collections.abc.Iterable[Global___RolloutNote] | None = ...,
+        answer: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["group", b"group"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "prompt", b"prompt", "rollouts", b"rollouts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "group", b"group", "prompt", b"prompt", "rollouts", b"rollouts"]) -> None: ...
 
 Global___SampleNote: typing_extensions.TypeAlias = SampleNote
 
@@ -277,6 +281,7 @@ class EvaluationSample(google.protobuf.message.Message):
     PROMPT_INDEX_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
     ROLLOUTS_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that was evaluated."""
     task_set: builtins.str
@@ -287,6 +292,8 @@ class EvaluationSample(google.protobuf.message.Message):
     """Position of the prompt in the set."""
     prompt: builtins.str
     """Text of the prompt."""
+    answer: builtins.str
+    """What the answer should be, cut where it is long; empty where the task knows none."""
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EvaluatedRollout]:
         """Completions."""
@@ -300,8 +307,9 @@ class EvaluationSample(google.protobuf.message.Message):
         prompt_index: builtins.int = ...,
         prompt: builtins.str = ...,
         rollouts: collections.abc.Iterable[Global___EvaluatedRollout] | None = ...,
+        answer: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "prompt_index", b"prompt_index", "rollouts", b"rollouts", "site", b"site", "task_set", b"task_set", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "prompt", b"prompt", "prompt_index", b"prompt_index", "rollouts", b"rollouts", "site", b"site", "task_set", b"task_set", "version", b"version"]) -> None: ...
 
 Global___EvaluationSample: typing_extensions.TypeAlias = EvaluationSample
 

@@ -63,6 +63,7 @@ class _Row(BaseModel):
     site: str = ""
     prompt_index: Count = 0
     prompt: str | None = None
+    answer: str | None = None
     completion: str | None = None
     reward: float | None = None
     reward_parts: Annotated[dict[str, float | None], _PAIRS] = {}
@@ -224,6 +225,7 @@ def _sample(rows: Sequence[_Row]) -> Sample:
     return Sample(
         summary=summary,
         prompt=prompt,
+        answer=clean(first.answer or ""),
         prompt_token_ids=np.array(first.prompt_token_ids, np.int32),
         rollouts=rollouts,
     )

@@ -49,6 +49,7 @@ def pack_texts(sample: Sample) -> bytes:
     """All of a sample but its line."""
     head = {
         "prompt": sample.prompt,
+        "answer": sample.answer,
         "prompt_token_ids": len(sample.prompt_token_ids),
         "rollouts": [
             {
@@ -93,4 +94,10 @@ def read_texts(summary: SampleSummary, data: bytes) -> Sample:
         )
         for row in head["rollouts"]
     ]
-    return Sample(summary=summary, prompt=head["prompt"], prompt_token_ids=prompt_token_ids, rollouts=tuple(rollouts))
+    return Sample(
+        summary=summary,
+        prompt=head["prompt"],
+        answer=head["answer"],
+        prompt_token_ids=prompt_token_ids,
+        rollouts=tuple(rollouts),
+    )

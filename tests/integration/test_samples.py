@@ -32,6 +32,7 @@ def noted(group_id, *, prompt="1+1=", completion="it is 2"):
     return SampleNote(
         group=group_id,
         prompt=prompt,
+        answer=f"2{ESCAPE}",
         rollouts=tuple(
             RolloutNote(
                 completion=f"{completion}, says {number}",
@@ -50,6 +51,7 @@ EVALUATION = EvaluationSample(
     site=SiteId(""),
     prompt_index=4,
     prompt="2+2=",
+    answer="4",
     rollouts=(
         SampleRollout(completion="4", reward=1.0, reward_parts=(), finish_reason=FinishReason.EOS),
         SampleRollout(completion="5", reward=0.0, reward_parts=(), finish_reason=FinishReason.LENGTH),
@@ -155,6 +157,7 @@ async def test_command_prints_one_object_a_completion(secure):
     ]  # fmt: skip
     first = objects[4]
     assert first["prompt"] == "1+1="
+    assert (first["answer"], objects[0]["answer"]) == (f"2{ESCAPE}", "4")
     assert first["completion"] == "it is 2, says 0"
     assert first["reward_parts"] == {"correct": 1.0}
     assert (first["version"], first["site"], first["finish_reason"]) == (8, SITE, "eos")
@@ -202,6 +205,7 @@ async def test_nothing_that_a_model_wrote_steers_the_terminal(secure):
     assert "reward_mismatch" in listed
     assert "3 samples are kept" in listed
     assert "says 1" in shown
+    assert "expected answer" in shown
     assert "correct" in shown
     alone = await invoke(secure, "samples", "show", "2", "--rollout", "0")
     assert "says 1" not in alone

@@ -125,4 +125,10 @@ def make_sample(
         prompt_preview=prompt[:MAX_PREVIEW],
         completion_preview=made[0].completion[:MAX_PREVIEW],
     )
-    return Sample(summary=summary, prompt=prompt, prompt_token_ids=np.arange(20, dtype=np.int32), rollouts=tuple(made))
+    return Sample(
+        summary=summary,
+        prompt=prompt,
+        answer=prompt[:40],
+        prompt_token_ids=np.arange(20, dtype=np.int32),
+        rollouts=tuple(made),
+    )

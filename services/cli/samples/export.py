@@ -143,7 +143,8 @@ def _schema(pa: Any, *, with_tokens: bool) -> Any:
     fields = [
         ("id", pa.int64()), ("index", pa.int32()), ("group", pa.string()), ("version", pa.int64()),
         ("oldest_version", pa.int64()), ("versions", pa.list_(pa.int64())), ("site", pa.string()),
-        ("prompt_index", pa.int64()), ("prompt", pa.string()), ("completion", pa.string()), ("reward", pa.float64()),
+        ("prompt_index", pa.int64()), ("prompt", pa.string()), ("answer", pa.string()), ("completion", pa.string()),
+        ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())), ("finish_reason", pa.string()),
         ("num_tokens", pa.int32()), ("log_ratio_mean", pa.float64()), ("kept_because", pa.string()),
         ("detail", pa.string()), ("kept_time", pa.float64()),

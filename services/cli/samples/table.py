@@ -99,6 +99,8 @@ def sample_page(sample: Sample, *, only: int | None = None) -> list[Table | Pane
         facts.add_row(Text(name, style="bold"), Text(visible(value)))
     prompt = visible(sample.prompt) if summary.has_texts else _ids(sample.prompt_token_ids.tolist())
     shown: list[Table | Panel | Text] = [facts, Panel(Text(prompt), title="prompt", title_align="left")]
+    if sample.answer:
+        shown.append(Panel(Text(visible(sample.answer)), title="expected answer", title_align="left"))
     for number, rollout in enumerate(sample.rollouts):
         if only is None or only == number:
             body = coloured(rollout) if summary.has_texts else Text(_ids(rollout.token_ids.tolist()))

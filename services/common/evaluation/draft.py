@@ -11,6 +11,7 @@ from heterorl.common.generation.requests import Completion
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason
+from heterorl.common.types.sample import shown_answer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,4 +48,5 @@ class PromptDraft:
             prompt_index=self.prompt_index,
             samples=tuple(self.samples[number] for number in range(self.num_samples)),
             prompt=self.prompt.text,
+            answer=shown_answer(self.prompt.answer),
         )

@@ -68,11 +68,13 @@ class PromptResult:
     samples: tuple[ScoredSample, ...]
     prompt: str = ""
     """Its text, where texts are kept."""
+    answer: str = ""
+    """What its answer should be, where texts are kept."""
 
 
 def without_texts(result: PromptResult) -> PromptResult:
     """The numbers alone."""
-    return replace(result, prompt="", samples=tuple(replace(sample, text="") for sample in result.samples))
+    return replace(result, prompt="", answer="", samples=tuple(replace(sample, text="") for sample in result.samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

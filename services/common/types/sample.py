@@ -24,6 +24,8 @@ MAX_PAGE = 200
 """Samples in one page of a list."""
 MAX_PREVIEW = 160
 """Characters of a preview."""
+MAX_ANSWER = 2000
+"""Characters of an expected answer that are kept; those of code are long lists of tests."""
 _NO_IDS = np.zeros(0, np.int32)
 _NO_NUMBERS = np.zeros(0, np.float32)
 
@@ -138,6 +140,8 @@ class Sample:
     summary: SampleSummary
     prompt: str = ""
     """Empty without texts."""
+    answer: str = ""
+    """What the task expects; empty where it expects nothing, or nobody said."""
     prompt_token_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
     rollouts: tuple[SampleRollout, ...]
 
@@ -207,6 +211,7 @@ class SampleNote:
 
     group: GroupId
     prompt: str
+    answer: str = ""
     rollouts: tuple[RolloutNote, ...]
 
 
@@ -220,7 +225,13 @@ class EvaluationSample:
     """Who generated; empty: the learner."""
     prompt_index: int
     prompt: str
+    answer: str = ""
     rollouts: tuple[SampleRollout, ...]
+
+
+def shown_answer(answer: str) -> str:
+    """An expected answer as it is kept with a sample."""
+    return answer if len(answer) <= MAX_ANSWER else f"{answer[:MAX_ANSWER]} ..."
 
 
 def as_sample(result: PromptResult, *, version: int, task_set: str, site: SiteId) -> EvaluationSample:
@@ -240,6 +251,7 @@ def as_sample(result: PromptResult, *, version: int, task_set: str, site: SiteId
         site=site,
         prompt_index=result.prompt_index,
         prompt=result.prompt,
+        answer=result.answer,
         rollouts=rollouts,
     )
 
@@ -264,6 +276,7 @@ def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> di
         "site": str(summary.site),
         "prompt_index": summary.prompt_index,
         "prompt": sample.prompt if summary.has_texts else None,
+        "answer": sample.answer or None,
         "completion": rollout.completion if summary.has_texts else None,
         "reward": _number(rollout.reward),
         "reward_parts": {part.name: _number(part.value) for part in rollout.reward_parts},

@@ -119,6 +119,7 @@ def results_to_pb(values: Sequence[PromptResult]) -> list[evaluation_pb2.PromptR
                 for sample in value.samples
             ],
             prompt=_cut(value.prompt),
+            answer=_cut(value.answer),
         )
         for value in values
     ]
@@ -135,6 +136,7 @@ def results_from_pb(messages: Sequence[evaluation_pb2.PromptResult]) -> tuple[Pr
             prompt_index=message.prompt_index,
             samples=tuple(_sample(message.prompt_index, sample) for sample in message.samples),
             prompt=message.prompt,
+            answer=message.answer,
         )
         for message in messages
     )

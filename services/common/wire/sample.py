@@ -155,7 +155,7 @@ def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
     summary = summary_from_pb(message.summary)
     if message.HasField("evaluation"):
         evaluation = evaluation_from_pb(message.evaluation)
-        return Sample(summary=summary, prompt=evaluation.prompt, rollouts=evaluation.rollouts)
+        return Sample(summary=summary, prompt=evaluation.prompt, answer=evaluation.answer, rollouts=evaluation.rollouts)
     group = open_group(read_sealed(message.group.SerializeToString(deterministic=True)))
     return _of_group(summary, group, note_from_pb(message.note) if message.HasField("note") else None)
 
@@ -196,6 +196,7 @@ def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> 
     return Sample(
         summary=summary,
         prompt="" if note is None else note.prompt,
+        answer="" if note is None else note.answer,
         prompt_token_ids=group.prompt_token_ids,
         rollouts=tuple(rollouts),
     )

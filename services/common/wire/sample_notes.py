@@ -24,6 +24,7 @@ def note_to_pb(value: SampleNote) -> sample_pb2.SampleNote:
     return sample_pb2.SampleNote(
         group=group_id_to_pb(value.group),
         prompt=_text(value.prompt),
+        answer=_text(value.answer),
         rollouts=[
             sample_pb2.RolloutNote(
                 completion=_text(rollout.completion),
@@ -41,6 +42,7 @@ def note_from_pb(message: sample_pb2.SampleNote) -> SampleNote:
     return SampleNote(
         group=group_id_from_pb(message.group),
         prompt=message.prompt,
+        answer=message.answer,
         rollouts=tuple(
             RolloutNote(
                 completion=rollout.completion,
@@ -66,6 +68,7 @@ def evaluation_to_pb(value: EvaluationSample) -> sample_pb2.EvaluationSample:
         site=value.site,
         prompt_index=value.prompt_index,
         prompt=_text(value.prompt),
+        answer=_text(value.answer),
         rollouts=[
             sample_pb2.EvaluatedRollout(
                 completion=_text(rollout.completion),
@@ -92,6 +95,7 @@ def evaluation_from_pb(message: sample_pb2.EvaluationSample) -> EvaluationSample
         site=SiteId(message.site),
         prompt_index=message.prompt_index,
         prompt=message.prompt,
+        answer=message.answer,
         rollouts=tuple(_evaluated(rollout) for rollout in message.rollouts),
     )
 

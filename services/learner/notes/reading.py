@@ -6,14 +6,16 @@ tokenizers leave a space out that stands before a word. What does not come out e
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from heterorl.common.model.prompts import Prompter
+from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group
-from heterorl.common.types.sample import RolloutNote, SampleNote
+from heterorl.common.types.sample import RolloutNote, SampleNote, shown_answer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no character, as of half of one."""
@@ -23,10 +25,11 @@ _NONE = np.zeros(0, np.float32)
 
 
 class Reader:
-    """Reads groups with the run's tokenizer; remembers the text of each token."""
+    """Reads groups with the run's tokenizer, and their answers in its task; remembers the text of each token."""
 
-    def __init__(self, prompter: Prompter) -> None:
+    def __init__(self, prompter: Prompter, task: Task) -> None:
         self._prompter = prompter
+        self._task = task
         self._pieces: dict[int, str] = {}
 
     def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
@@ -51,7 +54,11 @@ class Reader:
             )
         if _num_bytes(prompt, rollouts) > limit_bytes:
             rollouts = [RolloutNote(completion=rollout.completion, reward_parts=()) for rollout in rollouts]
-        return SampleNote(group=group.id, prompt=prompt, rollouts=tuple(rollouts))
+        answer = ""
+        with contextlib.suppress(LookupError):
+            # A prompt that the task does not have was rejected, and its group is kept to be read.
+            answer = shown_answer(self._task.prompt(group.prompt_index).answer)
+        return SampleNote(group=group.id, prompt=prompt, answer=answer, rollouts=tuple(rollouts))
 
     def ends(self, token_ids: Int32Array, text: str) -> Int32Array:
         """The character of `text` behind each token; empty where tokens and text do not come out even."""

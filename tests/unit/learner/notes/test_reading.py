@@ -1,5 +1,7 @@
 """Tokens as text: each token ends where its text ends, whatever tokenizer made it; else nothing is claimed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,11 +9,22 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
 from heterorl.learner.notes.reading import Reader
 
 CORPUS = ["what is 12 + 34? the answer is 46.", "let us think step by step, then say it", "naive cafe 123 \u00e9\u4e2d"]
+
+
+class FourPrompts:
+    """What a Reader needs of a Task: four prompts with answers."""
+
+    def prompt(self, index):
+        return Prompt(index=index, text="12 * ?", answer=("0", "8", "16", "24")[index])
+
+
+TASK = FourPrompts()
 
 
 class Prompts:
@@ -60,7 +73,7 @@ def test_every_token_ends_where_its_text_ends(text):
     prompts = Prompts(BYTES)
     ids = np.array([*BYTES.encode(text), BYTES.eos_token_id], np.int32)
 
-    decoded, found = pieces(Reader(prompts), prompts, ids)
+    decoded, found = pieces(Reader(prompts, TASK), prompts, ids)
 
     assert decoded == text
     assert len(found) == len(ids)
@@ -73,7 +86,7 @@ def test_character_of_several_tokens_is_the_text_of_its_last_one():
     prompts = Prompts(BYTES)
     ids = np.array(BYTES.encode("a\U0001f600b"), np.int32)
 
-    _, found = pieces(Reader(prompts), prompts, ids)
+    _, found = pieces(Reader(prompts, TASK), prompts, ids)
 
     assert found[0] == "a"
     assert found[-1] == "b"
@@ -84,7 +97,7 @@ def test_text_that_breaks_off_in_a_character_ends_with_its_last_token():
     prompts = Prompts(BYTES)
     ids = np.array(BYTES.encode("a\U0001f600"), np.int32)[:-1]
 
-    text, found = pieces(Reader(prompts), prompts, ids)
+    text, found = pieces(Reader(prompts, TASK), prompts, ids)
 
     assert text.startswith("a")
     assert "".join(found) == text
@@ -95,14 +108,14 @@ def test_space_before_a_word_belongs_to_the_word():
     prompts = Prompts(WORDS)
     ids = np.array(WORDS.encode("the answer is 46"), np.int32)
 
-    text, found = pieces(Reader(prompts), prompts, ids)
+    text, found = pieces(Reader(prompts, TASK), prompts, ids)
 
     assert "".join(found) == text
     assert len(found) == len(ids)
 
 
 def test_what_does_not_come_out_even_has_no_ends():
-    reader = Reader(Prompts(BYTES))
+    reader = Reader(Prompts(BYTES), TASK)
     ids = np.array(BYTES.encode("the answer"), np.int32)
 
     assert reader.ends(ids, "another text").size == 0
@@ -128,11 +141,18 @@ def group_of(texts):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("index", "answer"), [(3, "24"), (99, "")])
+def test_note_has_the_answer_that_the_task_expects(index, answer):
+    group = dataclasses.replace(group_of(["it is 46", "no"]), prompt_index=index)
+
+    assert Reader(Prompts(BYTES), TASK).note(group, {}, limit_bytes=1 << 20).answer == answer
+
+
 def test_note_has_the_prompt_as_the_model_saw_it_and_the_ratios_of_what_was_trained_on():
     group = group_of(["it is 46", "no"])
     ratios = {1: np.array([0.5] * group.rollouts[1].token_ids.size, np.float32)}
 
-    note = Reader(Prompts(BYTES)).note(group, ratios, limit_bytes=1 << 20)
+    note = Reader(Prompts(BYTES), TASK).note(group, ratios, limit_bytes=1 << 20)
 
     assert note.group == group.id
     assert note.prompt == "what is 12<eos>"
@@ -147,7 +167,7 @@ def test_note_has_the_prompt_as_the_model_saw_it_and_the_ratios_of_what_was_trai
 def test_note_that_would_be_too_large_keeps_its_text_alone():
     group = group_of(["it is 46", "no"])
 
-    note = Reader(Prompts(BYTES)).note(group, {}, limit_bytes=30)
+    note = Reader(Prompts(BYTES), TASK).note(group, {}, limit_bytes=30)
 
     assert [rollout.completion for rollout in note.rollouts] == ["it is 46", "no"]
     assert all(rollout.token_ends.size == 0 for rollout in note.rollouts)
@@ -156,7 +176,7 @@ def test_note_that_would_be_too_large_keeps_its_text_alone():
 @pytest.mark.parametrize("count", [1, 3])
 def test_token_is_decoded_once_however_often_it_comes(count, monkeypatch):
     prompts = Prompts(BYTES)
-    reader = Reader(prompts)
+    reader = Reader(prompts, TASK)
     ids = np.array(BYTES.encode("the answer is the answer") * count, np.int32)
     text = prompts.decode(ids)
     reader.ends(ids, text)

@@ -8,10 +8,11 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.launch.compose import project
-from heterorl.launch.node import SHARED_MEMORY_GIB, Node, complete, memory_limit, renumbered
+from heterorl.launch.node import CPUS, SHARED_MEMORY_GIB, Node, complete, memory_limit, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import (
+    Octal,
     Tree,
     certs_script,
     certs_words,
@@ -129,7 +130,7 @@ def _container(run: RunFile, node: Node) -> dict[str, Any]:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        **({"resources": {"limits": limits}} if limits else {}),
+        "resources": {"requests": {"cpu": str(CPUS[node.kind])}, **({"limits": limits} if limits else {})},
         "volumeMounts": [
             {"name": "config", "mountPath": "/etc/heterorl", "readOnly": True},
             {"name": "tls", "mountPath": "/tls", "readOnly": True},
@@ -158,7 +159,7 @@ def _container(run: RunFile, node: Node) -> dict[str, Any]:
 def _volumes(node: Node) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": node.name}},
-        {"name": "tls", "secret": {"secretName": f"{node.name}-tls", "defaultMode": 0o440}},
+        {"name": "tls", "secret": {"secretName": f"{node.name}-tls", "defaultMode": Octal(0o440)}},
         {"name": "tmp", "emptyDir": {"sizeLimit": "512Mi"}},
         *(
             {"name": f"data-{number}", "hostPath": {"path": path, "type": "Directory"}}

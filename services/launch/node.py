@@ -11,6 +11,8 @@ STATE_KEY: dict[Kind, str] = {
     "coordinator": "data_dir", "learner": "state_dir", "sampler": "state_dir", "relay": "cache_dir",
 }  # fmt: skip
 """The key of each service that names its directory of state."""
+CPUS: dict[Kind, int] = {"coordinator": 2, "relay": 2, "learner": 8, "sampler": 4}
+"""Cores that a job or a pod asks for."""
 SHARED_MEMORY_GIB = 8
 """Of a container with GPUs, whose processes exchange tensors there. Its pages count against the container's limit."""
 _OWN_MEMORY = {"coordinator": "4g", "relay": "4g"}

@@ -9,36 +9,32 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from heterorl.launch.node import Node, complete, memory_limit, renumbered
+from heterorl.launch.node import CPUS, Node, complete, memory_limit, renumbered
 from heterorl.launch.nodes import nodes_of
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, targets, toml_text
 
-_CPUS = {"coordinator": 2, "relay": 2, "learner": 8, "sampler": 4}
 _ATTEMPTS = """\
 attempts=${HETERORL_ATTEMPTS:-10}
 pause_s=${HETERORL_PAUSE_S:-10}
 """
 _TIME = """\
 # Ten minutes before the job's time is over Slurm sends USR1 to this script alone: the node ends in order, and the job
-# goes back into the queue. TERM, of scancel --full, ends it for good.
-stop=
-trap 'stop=time; kill -TERM $! 2>/dev/null' USR1
-trap 'stop=order; kill -TERM $! 2>/dev/null' TERM
+# goes back into the queue. srun itself would kill the step at a TERM, so scancel sends it to the step.
+is_time_over=
+trap 'is_time_over=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 """
 _WAIT = """\
   # A signal ends the wait, not the step.
   wait $! || code=$?
   while kill -0 $! 2>/dev/null; do code=0; wait $! || code=$?; done
-  if [[ $stop == time ]]; then scontrol requeue "$SLURM_JOB_ID" && exit 0; fi
-  if [[ $stop ]]; then exit "$code"; fi
+  if [[ $is_time_over ]]; then scontrol requeue "$SLURM_JOB_ID" && exit 0; fi
 """
 _LOOP_END = """\
   # 0 is a stop or the end of the run; 2 is an error that only an operator can correct.
   if ((code == 0 || code == 2)); then exit "$code"; fi
   echo "%s: attempt $attempt of $attempts ended with code $code" >&2
   sleep "$pause_s"
-  if [[ $stop ]]; then break; fi
 done
 exit "$code"
 """
@@ -84,7 +80,7 @@ def _script(run: RunFile, node: Node) -> str:
         f"--job-name={run.run.id}-{node.name}",
         f"--nodes={len(node.machines) or 1}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={_CPUS[node.kind]}",
+        f"--cpus-per-task={CPUS[node.kind]}",
         *([f"--gpus-per-node={node.num_gpus}"] if node.num_gpus else []),
         *([f"--mem={limit.upper()}"] if (limit := memory_limit(node)) else []),
         # The others dial this host; where nobody dials, Slurm chooses unless the run says.
@@ -157,8 +153,7 @@ def _words(run: RunFile, nodes: Sequence[Node]) -> str:
     )
     start = (
         "## Start\n\n```\n./submit.sh\nsqueue --me\n```\n\nLogs are in logs/, state in state/. `scancel"
-        " --signal=TERM --full"
-        " JOB` stops a node in order, and for good. Ten minutes before its time is over a job ends its node in"
-        " order and goes back into the queue; one that Slurm requeues goes on from its state."
+        " --signal=TERM JOB` stops a node in order, and for good. Ten minutes before its time is over a job ends its"
+        " node in order and goes back into the queue; one that Slurm requeues goes on from its state."
     )
     return "\n\n".join(part for part in (place, secrets, stores, start) if part)

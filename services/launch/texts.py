@@ -27,6 +27,18 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
+class Octal(int):
+    """A mode of a file, which YAML of Kubernetes writes as people do."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Plain.add_representer(str, _text)
+_Plain.add_representer(Octal, lambda dumper, mode: dumper.represent_scalar("tag:yaml.org,2002:int", f"0{mode:o}"))
+
+
 def toml_text(node: Node, run_id: str, table: dict[str, Any]) -> str:
     """The configuration file of a node."""
     head = f"# {node.name} of run {run_id}. `heterorl print-config {node.kind}` shows every key.\n"

@@ -299,3 +299,13 @@ def test_prometheus_is_told_where_the_coordinator_is(launcher):
         # Its port is published on loopback alone.
         expected = ("127.0.0.1:9101", "127.0.0.1:9200")
     assert (own["targets"][0], other["targets"][0]) == expected
+
+
+def test_manifests_are_read_by_people():
+    text = k8s.render(run_file())["03-learner.yaml"]
+
+    assert "  node.toml: |\n    # learner of run my-run." in text
+    assert "defaultMode: 0440\n" in text
+    container = manifests(text)[-1]["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"] == {"requests": {"cpu": "8"}, "limits": {"nvidia.com/gpu": 2}}
+    assert tomllib.loads(manifests(text)[0]["data"]["node.toml"])["group_size"] == 4

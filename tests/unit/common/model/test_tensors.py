@@ -200,3 +200,35 @@ def test_dead_band_does_not_hide_a_weight_that_is_not_finite():
 
     with pytest.raises(ConfigError, match="not finite"):
         _stored(layer, "bf16", published=published, dead_band_ulp=0.75)
+
+
+SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24}
+"""Subnormal above 0, which is the unit in the last place of every number below the smallest normal one."""
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("dtype", SMALLEST)
+def test_dead_band_of_a_weight_that_was_published_as_zero_is_a_part_of_the_smallest_number(dtype, zero):
+    """Adapters' B, biases, pruned and padded rows begin at exactly 0."""
+    layer, unit = nn.Linear(5, 1, bias=False), SMALLEST[dtype]
+    nn.init.constant_(layer.weight, zero)
+    published = _stored(layer, dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.7 * unit, 0.8 * unit, 1e-3, -2.8e-3, zero]]))
+
+    arena = _stored(layer, dtype, published=published, dead_band_ulp=0.75)
+
+    rounded = layer.weight.detach().to(DTYPES[dtype]).double()
+    assert _values(arena, "weight", dtype).tolist() == [[zero, *rounded[0, 1:].tolist()]]
+    assert rounded[0, 1] == unit
+
+
+def test_weight_that_passes_through_zero_goes_on():
+    layer = nn.Linear(1, 1, bias=False)
+    published, seen = None, []
+    for value in (1e-3, 0.0, -1e-3):
+        nn.init.constant_(layer.weight, value)
+        published = _stored(layer, "bf16", published=published, dead_band_ulp=0.75)
+        seen.append(_values(published, "weight", "bf16").item())
+
+    assert seen == [torch.tensor(value).bfloat16().item() for value in (1e-3, 0.0, -1e-3)]

@@ -110,7 +110,9 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, targets_N, lse_N = ctx.saved_tensors
         gradient_N = gradients[0] / ctx.temperature
         hidden_gradient_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        weight_gradient_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        # In fp32 at least: a sum of many chunks in bf16 loses each addend that is below half a unit of it.
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        weight_gradient_VH = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         weight = weight_VH.to(hidden_NH.dtype)
         for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
             # d logprob / d logit = onehot(target) - softmax
@@ -124,4 +126,6 @@ class _TokenLogprobs(torch.autograd.Function):
             if weight_gradient_VH is not None:
                 weight_gradient_VH += slope_CV.T @ hidden_NH[chunk]
             del slope_CV
+        if weight_gradient_VH is not None:
+            weight_gradient_VH = weight_gradient_VH.to(weight_VH.dtype)
         return hidden_gradient_NH, weight_gradient_VH, None, None, None

@@ -89,6 +89,30 @@ def test_logprobs_are_finite_for_huge_logits():
     assert hidden_NH.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("spread", [0.2, 1.0])
+def test_gradient_of_a_bf16_embedding_does_not_depend_on_the_number_of_chunks(spread):
+    """Hidden states around 1 add up in one direction, where a sum in bf16 takes no further addend."""
+    tokens, hidden, vocab = 4096, 16, 64
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = (torch.randn(tokens, hidden, generator=generator) * spread + 1).bfloat16()
+    start_VH = (torch.randn(vocab, hidden, generator=generator) * 0.3).bfloat16()
+    targets_N = torch.zeros(tokens, dtype=torch.int64)
+
+    def gradient(chunk_tokens, dtype):
+        weight_VH = start_VH.to(dtype, copy=True).requires_grad_()
+        logprobs_N, _ = token_logprobs(
+            hidden_NH.to(dtype), weight_VH, targets_N, temperature=1.0, chunk_logits=chunk_tokens * vocab
+        )
+        logprobs_N.mean().backward()
+        assert weight_VH.grad.dtype is dtype
+        return weight_VH.grad.double()
+
+    exact = gradient(tokens, F64)
+    for chunk_tokens in (tokens, 64, 4):
+        error = (gradient(chunk_tokens, torch.bfloat16) - exact).norm() / exact.norm()
+        assert error < 0.004, chunk_tokens
+
+
 class _LargestTensor(TorchDispatchMode):
     num_elements = 0
 

@@ -63,6 +63,18 @@ async def test_server_with_certificates_is_healthy_to_any_certificate_of_the_run
     assert (result.exit_code, result.stdout) == (0, f"{secure_address}: SERVING\n")
 
 
+async def test_check_of_this_machine_goes_through_no_proxy(secure_address, certificates, monkeypatch):
+    with socket.socket() as deaf:
+        # Bound, and deaf: a call that dialled it would have no answer.
+        deaf.bind(("127.0.0.1", 0))
+        for name in ("https_proxy", "http_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{deaf.getsockname()[1]}")
+
+        result = await ask(secure_address, *files_of(certificates, "operator"))
+
+    assert (result.exit_code, result.stdout) == (0, f"{secure_address}: SERVING\n")
+
+
 async def test_check_without_certificates_or_with_another_runs_learns_nothing(secure_address, tmp_path):
     foreign = Certificates(tmp_path / "ca", run="other")
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common.identity.credentials import channel_credentials, read_material
 from heterorl.common.identity.tls import TlsConfig, check_tls
-from heterorl.common.rpc.options import link_options
+from heterorl.common.rpc.options import channel_options
 
 MESSAGE_BYTES = 1 << 16
 
@@ -42,9 +42,8 @@ async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Ans
 
 
 def _channel(address: str, tls: TlsConfig) -> grpc.aio.Channel:
-    options = link_options(MESSAGE_BYTES)
+    options = channel_options(address, insecure=tls.insecure, max_message_bytes=MESSAGE_BYTES)
     if tls.insecure:
-        # A proxy from the environment would carry plaintext off this machine.
-        return grpc.aio.insecure_channel(address, options=[*options, ("grpc.enable_http_proxy", 0)])
+        return grpc.aio.insecure_channel(address, options=options)
     credentials = channel_credentials(read_material(tls, number=0, now=time.time()))
     return grpc.aio.secure_channel(address, credentials, options=options)

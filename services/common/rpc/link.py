@@ -18,7 +18,7 @@ from heterorl.common.errors import Unreachable
 from heterorl.common.identity.credentials import MaterialFiles, channel_credentials
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.process.address import addresses
-from heterorl.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, link_options
+from heterorl.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, channel_options
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.v1 import (
     backup_pb2_grpc,
@@ -153,14 +153,17 @@ class Link:
             await self._sweep()
 
     def _open(self) -> _Lane:
-        own = link_options(self._receive_bytes, send_bytes=self.send_bytes)
+        options = channel_options(
+            self._address,
+            insecure=self._files is None,
+            max_message_bytes=self._receive_bytes,
+            send_bytes=self.send_bytes,
+        )
         if self._files is None:
-            # A proxy from the environment would carry plaintext off this machine.
-            options = [*own, ("grpc.enable_http_proxy", 0)]
             channel, number = grpc.aio.insecure_channel(self._address, options=options), 0
         else:
             material = self._files.current()
-            channel = grpc.aio.secure_channel(self._address, channel_credentials(material), options=own)
+            channel = grpc.aio.secure_channel(self._address, channel_credentials(material), options=options)
             number = material.number
         return _Lane(channel=channel, stubs=Stubs(channel), number=number)
 

@@ -1,6 +1,7 @@
-"""A coordinator at one of several addresses: a standby listens on none."""
+"""A coordinator at one of several addresses: a standby listens on none, and no proxy stands before this machine."""
 
 import asyncio
+import logging
 import socket
 
 import pytest
@@ -11,7 +12,9 @@ from heterorl.common.process.address import addresses
 from heterorl.common.process.config import load
 from heterorl.common.rpc import link
 from heterorl.common.rpc.link import Link
+from heterorl.common.rpc.options import channel_options
 from heterorl.sampler.config import SamplerConfig
+from tests.support.certificates import Certificates
 
 PLAIN = TlsConfig(insecure=True)
 
@@ -65,3 +68,56 @@ async def test_where_none_is_seen_to_listen_the_next_one_is_tried(closed, monkey
 def test_each_address_is_checked():
     with pytest.raises(ConfigError, match=r"b\.example"):
         Link("127.0.0.1:1,b.example:2", tls=PLAIN, max_message_bytes=1 << 20)
+
+
+# ---- proxies of the environment
+
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+
+
+@pytest.fixture(params=["https_proxy", "http_proxy", "grpc_proxy"])
+def proxy(request, monkeypatch):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(request.param, "http://user:secret@proxy.example:3128")
+    return request.param
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.8.0.1:1", "localhost:1", "[::1]:1"])
+def test_calls_within_this_machine_go_through_no_proxy(proxy, caplog, address):
+    caplog.set_level(logging.INFO)
+
+    assert NO_PROXY in channel_options(address, insecure=False, max_message_bytes=1 << 20)
+    assert not caplog.messages
+
+
+def test_calls_to_another_machine_go_through_the_proxy_and_one_line_says_so(proxy, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+
+    def options():
+        return channel_options("coord.example:50051", insecure=False, max_message_bytes=1 << 20)
+
+    assert NO_PROXY not in options()
+    [line] = caplog.messages
+    assert proxy in line
+    assert "secret" not in line
+
+    caplog.clear()
+    monkeypatch.setenv("no_proxy", "other.example,coord.example")
+    assert NO_PROXY not in options()
+    assert not caplog.messages
+
+
+async def test_link_with_certificates_to_this_machine_asks_for_no_proxy(tmp_path, proxy, monkeypatch):
+    seen = []
+    opened = link.grpc.aio.secure_channel
+    monkeypatch.setattr(
+        link.grpc.aio,
+        "secure_channel",
+        lambda *args, options: (seen.append(options), opened(*args, options=options))[1],
+    )
+    link_ = Link("127.0.0.1:1", tls=Certificates(tmp_path / "ca").tls("sampler"), max_message_bytes=1 << 20)
+    await link_.close()
+
+    [options] = seen
+    assert NO_PROXY in options

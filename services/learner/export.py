@@ -77,7 +77,7 @@ def export_model(
             is taken.
         out_dir: must not exist, or be empty; appears complete or not at all.
         adapter_only: write the adapters of a checkpoint as files for `peft`, without the base model.
-        dtype: of the files; None for the published type. A narrower one rounds.
+        dtype: of the files; None for the published type. A narrower one rounds all but what the model keeps in fp32.
         max_shard_size: of a file, such as "5GB"; a larger tensor has a file of its own.
         report: told how many bytes of weights are written, of how many.
 
@@ -94,13 +94,14 @@ def export_model(
     if adapter_only and not lora.rank:
         raise ConfigError("adapter", "the run trains all weights", action="export without it")
     model, values = _adapted(model_dir, path, lora) if lora.rank else _trained(model_dir, path)
-    out_dtype = tensors.TORCH_DTYPE[dtype or values.dtype]
-    form = form_of(model, out_dtype, max_shard_size=max_shard_size)
+    dtype = dtype or values.dtype
+    out_dtype = tensors.TORCH_DTYPE[dtype]
+    form = form_of(model, dtype, max_shard_size=max_shard_size)
     with _appearing(out_dir) as directory:
         if adapter_only:
             _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
         else:
-            write_weights(directory, form, values, model=model, dtype=out_dtype, report=report)
+            write_weights(directory, form, values, model=model, report=report)
             _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
         _copy_tokenizer(str(model_dir), directory)
 
@@ -141,7 +142,7 @@ def _adapted(model_dir: str | Path, path: Path | Arena, lora: LoraSettings) -> t
             module.lora_b = nn.Parameter(torch.empty(module.lora_b.shape))
     arena = read_published(path, opened.model)
     tensors.load(arena, opened.model)
-    return opened.model, MergedValues(opened, arena.layout.specs[0].dtype)
+    return opened.model, MergedValues(opened, tensors.main_type(arena.layout))
 
 
 @contextmanager

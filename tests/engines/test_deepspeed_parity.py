@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
+from tests.support.families import write_family
 from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
@@ -107,6 +108,33 @@ def test_every_stage_takes_the_torch_backends_steps(config, ranks, tmp_path, los
         _assert_close(actual[:-1], expected[:-1], tolerance=1e-6)
         assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
     assert np.abs(weights).max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["gemma4", "hrm", "glm4-moe"])
+def test_what_is_published_and_not_trained_is_that_of_the_torch_backend(config, two_ranks, tmp_path, family):
+    """A buffer, a parameter that the model's own code freezes, and a router's correction that stays fp32."""
+    own, other = (str(write_family(family, tmp_path / str(seed), seed=seed)) for seed in (5, 6))
+    first, foreign = str(tmp_path / "first.npy"), str(tmp_path / "foreign.npy")
+    operations = [["store", first], STEPS[0], ["load", foreign], ["store", first], STEPS[1]]
+    _torch(config("torch", model_dir=other, published_dtype="bf16"), [["store", foreign]])
+    expected = _torch(config("torch", model_dir=own, published_dtype="bf16"), operations)
+
+    for stage in STAGES:
+        actual = two_ranks.ask(config(model_dir=own, published_dtype="bf16", stage=stage), operations)
+
+        assert [actual[0], actual[3]] == [expected[0], expected[3]]
+        _assert_close([actual[1], actual[4]], [expected[1], expected[4]], tolerance=1e-5)
+
+
+def test_weights_that_a_model_keeps_in_fp32_are_not_held_in_bf16(config, one_rank, tmp_path):
+    model_dir = str(write_family("ernie4.5-moe", tmp_path))
+
+    for stage in STAGES:
+        [answer] = one_rank.ask(config(model_dir=model_dir, stage=stage, compute_dtype="bf16"), STEPS[:1])
+
+        # In stage 0 the weights are the masters.
+        assert answer.get("is_applied", False) is (stage == 0)
+        assert stage == 0 or "backend.compute_dtype: bf16 would round model.layers.0.mlp.gate.weight" in answer["message"]
 
 
 def test_mixture_of_experts_takes_the_torch_backends_step(config, two_ranks, tmp_path):

@@ -6,9 +6,9 @@ A tensor of two or more dimensions with rows (all but the first dimension) of at
     name/scale    s, float32, one for each row
 
 and stands for q s, multiplied in float32 and rounded once to a finite number of the published type. Every other tensor
-(norms, biases) is copied bit by bit. A fresh scale is s = HEADROOM max|w| / LIMIT, at least the smallest normal
-float32, and 0 for a row of zeros. Scales are frozen: a row keeps its own until a weight outgrows it, |w| > LIMIT s;
-that row gets a fresh one.
+(norms, biases, what a model keeps in fp32 beside a narrower type) is copied bit by bit. A fresh scale is
+s = HEADROOM max|w| / LIMIT, at least the smallest normal float32, and 0 for a row of zeros. Scales are frozen: a row
+keeps its own until a weight outgrows it, |w| > LIMIT s; that row gets a fresh one.
 
 Guarantees: a function of the state and the scales alone, the same on every machine (float32 division, multiplication
 and rounding as IEEE 754 has them, on the CPU); nothing saturates; with the scales that came of it, a state gives the
@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.tensors import TORCH_DTYPE
+from heterorl.common.model.tensors import TORCH_DTYPE, main_type
 from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
 Flavour = Literal["int8", "fp8_e4m3"]
@@ -43,10 +43,11 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 def flavour_layout(base: Layout, flavour: Flavour) -> Layout:
     """The layout of a flavour of states of `base`: it depends on that layout alone."""
     specs: list[TensorSpec] = []
+    quantised = _quantised(base)
     for spec in base.specs:
-        dtype: Dtype = flavour if _is_quantised(spec) else spec.dtype
+        dtype: Dtype = flavour if spec in quantised else spec.dtype
         specs.append(TensorSpec(name=spec.name, dtype=dtype, shape=spec.shape, alias_of=spec.alias_of))
-        if _is_quantised(spec) and not spec.alias_of:
+        if spec in quantised and not spec.alias_of:
             specs.append(TensorSpec(name=spec.name + SCALE, dtype="fp32", shape=spec.shape[:1]))
     return Layout.build(specs, chunk_elements=base.chunk_elements)
 
@@ -82,11 +83,11 @@ def quantise(base: Arena, target: Arena, flavour: Flavour, *, frozen: Arena | No
     Raises:
         ConfigError: a weight is NaN or infinite; `target` is then to be thrown away.
     """
-    num_rescaled = 0
+    num_rescaled, quantised = 0, _quantised(base.layout)
     for spec in base.layout.specs:
         if spec.alias_of:
             continue
-        if not _is_quantised(spec):
+        if spec not in quantised:
             target.view(spec.name)[...] = base.view(spec.name)
             continue
         kept = None if frozen is None else _tensor(frozen, spec.name + SCALE)
@@ -114,10 +115,11 @@ def quantise(base: Arena, target: Arena, flavour: Flavour, *, frozen: Arena | No
 @torch.no_grad()
 def dequantise(source: Arena, target: Arena, flavour: Flavour) -> None:
     """Write the state that a flavour stands for into `target`, an arena of the layout that it was made from."""
+    quantised = _quantised(target.layout)
     for spec in target.layout.specs:
         if spec.alias_of:
             continue
-        if not _is_quantised(spec):
+        if spec not in quantised:
             target.view(spec.name)[...] = source.view(spec.name)
             continue
         scales = _tensor(source, spec.name + SCALE)
@@ -129,8 +131,17 @@ def dequantise(source: Arena, target: Arena, flavour: Flavour) -> None:
             values[rows] = numbers.to(values.dtype)
 
 
-def _is_quantised(spec: TensorSpec) -> bool:
-    return len(spec.shape) >= 2 and spec.num_elements > 0 and spec.num_elements // spec.shape[0] >= MIN_ROW
+def _quantised(layout: Layout) -> frozenset[TensorSpec]:
+    """What becomes bytes of a state's tensors."""
+    dtype = main_type(layout)
+    return frozenset(
+        spec
+        for spec in layout.specs
+        if spec.dtype == dtype
+        and len(spec.shape) >= 2
+        and spec.num_elements > 0
+        and spec.num_elements // spec.shape[0] >= MIN_ROW
+    )
 
 
 def _fresh(largest: torch.Tensor, flavour: Flavour) -> torch.Tensor:

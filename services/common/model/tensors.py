@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -17,6 +19,9 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
 }
 """int8 is missing: what it stands for depends on scales that belong to the quantiser."""
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_STRICT = "_keep_in_fp32_modules_strict"
+_KEPT: dict[Dtype, tuple[str, ...]] = {"bf16": (_STRICT,), "fp16": (_STRICT, "_keep_in_fp32_modules"), "fp32": ()}
+"""Where a model of transformers lists the names that stay fp32 when it is loaded in a type."""
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -31,16 +36,53 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
-    """The layout of a model whose tensors are all published as `dtype`; tensors that share storage are aliases."""
+    """The layout of a model whose tensors are published as `dtype`, but for those that it keeps in fp32.
+
+    Tensors that share storage are aliases.
+    """
+    published = published_tensors(model)
+    owners = _owners(published)
+    types = types_of(model, dtype)
+    wide = {owners[name] for name in published if types[name] == "fp32"}
+    return Layout.build(
+        TensorSpec(
+            name=name,
+            dtype="fp32" if owners[name] in wide else dtype,
+            shape=tuple(tensor.shape),
+            alias_of="" if owners[name] == name else owners[name],
+        )
+        for name, tensor in published.items()
+    )
+
+
+def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
+    """The type of each floating tensor of a model in `dtype`, by name: fp32 where transformers keeps it so.
+
+    It lists what must not be rounded, such as the corrections of a router, whose spread is below a unit of bf16.
+    """
+    patterns = {str(pattern) for kind in _KEPT[dtype] for pattern in getattr(model, kind, None) or ()}
+    is_kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)) or "(?!)").search
+    return {
+        name: "fp32" if is_kept(name) else dtype
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if tensor.is_floating_point()
+    }
+
+
+def main_type(layout: Layout) -> Dtype:
+    """The type in which a model was published: that of all tensors but those that it keeps in fp32."""
+    return next((spec.dtype for spec in layout.specs if spec.dtype != "fp32"), "fp32")
+
+
+def _owners(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The name of the tensor whose storage each one has, by name; the first one of those that are tied."""
     first: dict[int, str] = {}
-    specs = []
-    for name, tensor in sorted(published_tensors(model).items()):
+    owners = {}
+    for name, tensor in sorted(tensors.items()):
         # A tensor without storage is the same as another only where it is the same object.
         place = id(tensor) if tensor.is_meta else tensor.data_ptr()
-        owner = first.setdefault(place, name) if tensor.numel() else name
-        alias = "" if owner == name else owner
-        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), alias_of=alias))
-    return Layout.build(specs)
+        owners[name] = first.setdefault(place, name) if tensor.numel() else name
+    return owners
 
 
 @torch.no_grad()

@@ -45,9 +45,7 @@ class _Files:
         return len(data)
 
 
-def write_weights(
-    directory: Path, form: Form, values: Values, *, model: nn.Module, dtype: torch.dtype, report: Report
-) -> None:
+def write_weights(directory: Path, form: Form, values: Values, *, model: nn.Module, report: Report) -> None:
     """Write the files and, where they are several, their index.
 
     Args:
@@ -55,18 +53,17 @@ def write_weights(
         form: of the files.
         values: of the model.
         model: asked how tensors of files are computed, where they are not the model's own.
-        dtype: of all floating tensors.
         report: told of the progress.
 
     Raises:
-        ConfigError: a value is not finite in that type.
+        ConfigError: a value is not finite in the type of its file.
     """
     done = 0
     state = model.state_dict()
     with ExitStack() as stack:
         files = _Files(directory, form, stack)
         for part in form.parts:
-            for name, offset, run in _runs(part, values, model, state, dtype):
+            for name, offset, run in _runs(part, values, model, state, form.types):
                 done += files.write(name, offset, run)
                 report(done, form.num_bytes)
     if len(form.files) > 1:
@@ -82,7 +79,11 @@ def write_weights(
 
 
 def _runs(
-    part: Part, values: Values, model: nn.Module, state: Mapping[str, torch.Tensor], dtype: torch.dtype
+    part: Part,
+    values: Values,
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    types: Mapping[str, torch.dtype],
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     def converted(name: str) -> Iterator[torch.Tensor]:
         if not state[name].is_floating_point():
@@ -90,7 +91,7 @@ def _runs(
             yield state[name].reshape(-1)
             return
         for run in values.runs(name):
-            yield _converted(run, dtype, name)
+            yield _converted(run, types[name], name)
 
     if part.is_equal:
         offset = 0

@@ -16,7 +16,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS
+from heterorl.common.weights.arena import Dtype
 
 _PATTERN = "model{suffix}.safetensors"
 
@@ -42,22 +44,25 @@ class Form:
     """Type and shape by the files' names, on the meta device."""
     files: Mapping[str, Sequence[str]]
     """Names of tensors by file."""
+    types: Mapping[str, torch.dtype]
+    """Of floating tensors by the model's names."""
     num_bytes: int
 
 
-def form_of(model: nn.Module, dtype: torch.dtype, *, max_shard_size: str) -> Form:
-    """Ask transformers what it would write of a model whose floating tensors are all of one type.
+def form_of(model: nn.Module, dtype: Dtype, *, max_shard_size: str) -> Form:
+    """Ask transformers what it would write of a model in a type.
 
     Args:
         model: its parameters may be on the meta device; adapters are taken as merged.
-        dtype: of the files.
+        dtype: of the files, but for tensors that the model keeps in fp32.
         max_shard_size: such as "5GB"; a larger tensor has a file of its own.
 
     Raises:
         ConfigError: that is not a size.
     """
+    types = {name: tensors.TORCH_DTYPE[kind] for name, kind in tensors.types_of(model, dtype).items()}
     state = {
-        name: torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
+        name: torch.empty(tensor.shape, dtype=types.get(name, tensor.dtype), device="meta")
         # Layer 10 behind layer 9, as transformers fills files.
         for name, tensor in sorted(_saved(model).items(), key=lambda item: _natural(item[0]))
     }
@@ -72,6 +77,7 @@ def form_of(model: nn.Module, dtype: torch.dtype, *, max_shard_size: str) -> For
         parts=sorted(parts, key=lambda part: part.names),
         tensors=like,
         files=split.filename_to_tensors,
+        types=types,
         num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in like.values()),
     )
 

@@ -37,7 +37,7 @@ class Values(Protocol):
 
     @property
     def dtype(self) -> Dtype:
-        """Type in which they were published."""
+        """Type in which they were published, but for those that the model keeps in fp32."""
         ...
 
     def runs(self, name: str) -> Iterator[torch.Tensor]:
@@ -65,7 +65,7 @@ class SnapshotValues:
         if state_root(layout.layout_id, stated) != manifest.state_root:
             raise StateMismatch(f"the state root differs from version {manifest.version}")
         self.layout = layout
-        self.dtype = layout.specs[0].dtype
+        self.dtype = tensors.main_type(layout)
         self._manifest = manifest
         self._coded = PayloadChunks(path, layout_id=layout.layout_id, chunks=layout.chunks, expected_from_root=None)
         self._first = {chunk.width: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
@@ -107,7 +107,7 @@ class ArenaValues:
 
     def __init__(self, arena: Arena) -> None:
         self.layout = arena.layout
-        self.dtype = arena.layout.specs[0].dtype
+        self.dtype = tensors.main_type(arena.layout)
         self._arena = arena
 
     def runs(self, name: str) -> Iterator[torch.Tensor]:

@@ -43,7 +43,8 @@ class _Training(Config):
     batching: Literal["padded", "packed"] = "padded"
     """Rollouts of similar length side by side, or one after another in one row with block-diagonal attention."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of the weights that samplers receive."""
+    """Type of the weights that samplers receive. What transformers keeps in fp32, such as a router's correction, stays
+    fp32."""
     forward_weights: Literal["published", "masters"] = "published"
     """What the loss is computed with: the weights as samplers have them, fp32 masters rounded to published_dtype and
     gradients passed straight through, or the masters themselves, which never sample and are never exported."""

@@ -20,6 +20,7 @@ from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.cursor import Cursor
 from heterorl.learner.publish.encode import Position, encode_version
 from heterorl.learner.train.config import TorchBackendConfig
+from tests.support.families import write_family
 from tests.support.training import SAMPLING, tiny_model
 
 
@@ -85,6 +86,25 @@ def test_exported_model_has_the_published_bits(tmp_path, is_tied, dtype):
     assert arena.state_root() == published.state_root()
     shares = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     assert shares is is_tied
+
+
+@pytest.mark.parametrize("dtype", [None, "fp16", "fp32"])
+def test_exported_model_keeps_in_fp32_what_it_was_published_in(tmp_path, dtype):
+    base = _write_base(tmp_path / "base")
+    write_family("glm4-moe", base)
+    _, published = _checkpoint(tmp_path / "state", base)
+
+    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", dtype=dtype)
+
+    kept = {spec.name for spec in published.layout.specs if spec.dtype == "fp32"}
+    assert len(kept) == 2
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    narrow = tensors.TORCH_DTYPE[dtype or "bf16"]
+    assert all(tensor.dtype is (torch.float32 if name in kept else narrow) for name, tensor in files.items())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    arena = Arena(tensors.layout_of(model, "bf16"))
+    tensors.store(model, arena)
+    assert arena.state_root() == published.state_root()
 
 
 def test_export_takes_a_checkpoint_or_an_arena(tmp_path):

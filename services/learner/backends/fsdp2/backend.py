@@ -7,7 +7,7 @@ how they are published by default.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -24,10 +24,15 @@ from heterorl.learner import progress
 from heterorl.learner.backends.fsdp2.reference import open_reference
 from heterorl.learner.backends.fsdp2.sharding import local_part, piece_of, shard
 from heterorl.learner.backends.fsdp2.state import ShardedState
-from heterorl.learner.backends.loading.opened import OpenedModel, digest_of_opened
+from heterorl.learner.backends.loading.opened import OpenedModel, digest_of_opened, hold_untrained
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
-from heterorl.learner.backends.ranks.division import check_divisible, check_experts
+from heterorl.learner.backends.ranks.division import (
+    check_divisible,
+    check_experts,
+    check_products,
+    untrained_buffers,
+)
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.slices.engine import slice_passes
@@ -64,6 +69,7 @@ class Fsdp2Backend(DividedBackend):
         if lora.is_on:
             settings = lora.settings(digest_of_opened(opened))
             attach(opened.model, settings)
+        hold_untrained(opened)
         super().__init__(
             division=_ShardedDivision(
                 opened,
@@ -97,6 +103,9 @@ class _ShardedDivision:
     ) -> None:
         self.model: nn.Module = opened.model
         check_experts(self.model, ranks)
+        is_low = config.compute_dtype == "bf16"
+        if is_low:
+            check_products(self.model)
         choose_attention(self.model, config)
         frozen: OpenedModel | None = None
         if reference_dir:
@@ -105,16 +114,9 @@ class _ShardedDivision:
             frozen = open_reference(reference_dir, config, ranks, learner=self.model)
         apply_liger(self.model, config)
         self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
-        named = dict(self.model.named_buffers())
-        self.buffers: Mapping[str, torch.Tensor] = {
-            name: tensor.detach().clone()
-            for name, tensor in tensors.published_tensors(self.model).items()
-            if name in named
-        }
         self.device: torch.device = rank_device(config.device, ranks.place)
-        is_low = config.compute_dtype == "bf16"
-        published = tensors.TORCH_DTYPE[config.published_dtype]
-        is_rounded = config.forward_weights == "published" and published != torch.float32
+        types = {spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs}
+        is_rounded = config.forward_weights == "published" and config.published_dtype != "fp32"
         sharded = shard(
             self.model,
             config=config,
@@ -123,6 +125,7 @@ class _ShardedDivision:
             device=self.device,
         )
         _fill(opened, ranks)
+        self.buffers: Mapping[str, torch.Tensor] = untrained_buffers(self.model, self.layout)
         self.engine: PassEngine = sharded
         if config.sequence_parallel > 1:
             self.engine = slice_passes(
@@ -138,7 +141,6 @@ class _ShardedDivision:
         self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)
         self.reference: PassEngine | None = None
         if frozen is not None:
-            names = {spec.name for spec in self.layout.specs} if is_rounded else set()
             self.reference = shard(
                 frozen.model,
                 config=config.model_copy(update={"compile": False}),
@@ -148,9 +150,10 @@ class _ShardedDivision:
                 is_frozen=True,
             )
             _fill(frozen, ranks)
-            _round(frozen.model, names, published)
+            if is_rounded:
+                _round(frozen.model, types)
         # Gathered as bf16, a master is rounded already.
-        self._rounds_to = None if (is_low and published == torch.bfloat16) or not is_rounded else published
+        self._rounds_to = types if is_rounded and not (is_low and config.published_dtype == "bf16") else None
 
     def computing(self) -> AbstractContextManager[None]:
         """See Division."""
@@ -176,9 +179,9 @@ def _fill(opened: OpenedModel, ranks: Collectives) -> None:
 
 
 @torch.no_grad()
-def _round(model: nn.Module, names: Set[str], dtype: torch.dtype) -> None:
+def _round(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
     """As the learner's passes see what is published under these names."""
-    for name, parameter in model.named_parameters():
-        if name in names:
-            part = local_part(parameter)
-            part.copy_(part.to(dtype))
+    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    for name, part in (*parts.items(), *model.named_buffers()):
+        if name in types:
+            part.copy_(part.to(types[name]))

@@ -91,21 +91,21 @@ class ShardedState:
             }
 
     @contextmanager
-    def rounded(self, dtype: torch.dtype) -> Iterator[None]:
-        """Let passes gather the masters as they would be published; costs one more copy of this rank's part.
+    def rounded(self, types: Mapping[str, torch.dtype]) -> Iterator[None]:
+        """Let passes gather masters as they would be published; costs one more copy of this rank's part.
 
-        When it ends the masters are back, bit for bit, whatever was raised.
+        When it ends the masters are back, bit for bit, whatever was raised. `types` are those of the layout by name.
         """
-        kept = {name: local.detach().clone() for name, local in self._locals.items()}
+        kept = {name: local.detach().clone() for name, local in self._locals.items() if types[name] != torch.float32}
         try:
             with torch.no_grad():
-                for local in self._locals.values():
-                    local.copy_(local.to(dtype))
+                for name in kept:
+                    self._locals[name].copy_(self._locals[name].to(types[name]))
             yield
         finally:
             with torch.no_grad():
-                for name, local in self._locals.items():
-                    local.copy_(kept[name])
+                for name, values in kept.items():
+                    self._locals[name].copy_(values)
 
     @torch.no_grad()
     def update(self, loss: float, lr: float) -> tuple[bool, float]:

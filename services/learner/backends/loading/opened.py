@@ -19,6 +19,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model.adapters import digest_of
 from heterorl.common.model.directory import first_line
+from heterorl.common.model.tensors import published_tensors
 from heterorl.common.types.common import Digest
 from heterorl.learner.backends.loading.empty import empty_model, replace_parameters
 from heterorl.learner.backends.loading.shards import Shards, weight_files
@@ -104,6 +105,30 @@ def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Modul
     for _ in names:
         pass
     return opened.model.to(device)
+
+
+@torch.no_grad()
+def hold_untrained(opened: OpenedModel) -> None:
+    """Make buffers of parameters that are published and not trained, such as a router's correction, with their values.
+
+    An engine that divides a model divides what is trained; so all that it publishes is trained, or a buffer. Where
+    ranks share the weights of one, all of them call.
+    """
+    frozen = {
+        id(tensor)
+        for tensor in published_tensors(opened.model).values()
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    }
+    made: dict[int, torch.Tensor] = {}
+    for path, owner in opened.model.named_modules():
+        for attribute, parameter in list(owner._parameters.items()):
+            if parameter is None or id(parameter) not in frozen:
+                continue
+            if id(parameter) not in made:
+                whole = opened.weights.flat(f"{path}.{attribute}".lstrip("."))
+                made[id(parameter)] = whole.to(torch.float32, copy=True).view(parameter.shape)
+            del owner._parameters[attribute]
+            owner.register_buffer(attribute, made[id(parameter)])
 
 
 def digest_of_opened(opened: OpenedModel) -> Digest:

@@ -31,7 +31,7 @@ from heterorl.learner.backends.ranks.checkpoints.read import open_together
 from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
 from heterorl.learner.backends.ranks.collectives import Collectives, MetByAll, make_together
 from heterorl.learner.backends.ranks.commands import AGREED, Command, Do, command_from_bytes, command_to_bytes
-from heterorl.learner.backends.ranks.division import Division
+from heterorl.learner.backends.ranks.division import Division, settle_untrained
 from heterorl.learner.backends.ranks.passes import Passes
 from heterorl.learner.backends.ranks.versions.divided import DividedVersions, Source
 from heterorl.learner.backends.ranks.versions.engine import DividedArena, VersionEngine
@@ -67,6 +67,7 @@ class DividedBackend:
         self._layout = division.layout
         self._state = division.state
         self._buffers = dict(division.buffers)
+        settle_untrained(division, is_rounded=config.forward_weights == "published")
         self._config = config
         self._loss = loss
         self.lora = lora
@@ -258,7 +259,7 @@ class DividedBackend:
         return end
 
     def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
-        for name in sorted(self._state.shapes):
+        for name in (*sorted(self._state.shapes), *self._buffers):
             spec = self._layout.spec(name)
             dtype = tensors.TORCH_DTYPE[spec.dtype]
             if arena is None:
@@ -267,11 +268,10 @@ class DividedBackend:
                 # The arena's own memory, of which the broadcast reads.
                 whole = torch.from_numpy(arena.view(name)).view(dtype).reshape(-1)
             self._ranks.broadcast(whole.view(torch.uint8))
-            self._state.put(name, "", whole)
-        if arena is not None:
-            for name in self._buffers:
-                bits = torch.from_numpy(arena.view(name))
-                self._buffers[name] = bits.view(tensors.TORCH_DTYPE[self._layout.spec(name).dtype]).float()
+            if name in self._buffers:
+                self._buffers[name].copy_(whole.view(spec.shape))
+            else:
+                self._state.put(name, "", whole)
         self._division.settle()
         if not keep_optimizer:
             self._state.reset(steps=0)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Layout
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.passes import PassEngine
@@ -36,7 +37,7 @@ class Division(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Floating-point buffers, which are published and never trained."""
+        """What is published and never trained, by the names of the layout: the model's own, with which it computes."""
         ...
 
     @property
@@ -95,6 +96,46 @@ def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool
         for note in caveats(rule):
             _LOG.warning("%s", note)
     return rule
+
+
+def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    """What is published of a model beside its parameters, tied ones once; `hold_untrained` made buffers of the rest."""
+    published = tensors.published_tensors(model)
+    return {
+        spec.name: published[spec.name]
+        for spec in layout.specs
+        if not spec.alias_of and not isinstance(published[spec.name], nn.Parameter)
+    }
+
+
+@torch.no_grad()
+def settle_untrained(division: Division, *, is_rounded: bool) -> None:
+    """See that all that is published is written, and let passes see buffers as samplers have them.
+
+    Args:
+        division: what it writes is its state and its buffers; an element of neither would reach samplers as 0.
+        is_rounded: round the buffers; for good, since no step changes them.
+    """
+    layout = division.layout
+    written = {layout.spec(name).name for name in (*division.state.shapes, *division.buffers)}
+    apart = written ^ {spec.name for spec in layout.specs if not spec.alias_of}
+    assert not apart, f"published or written, but not both: {sorted(apart)}"
+    if is_rounded:
+        for name, buffer in division.buffers.items():
+            buffer.copy_(buffer.to(tensors.TORCH_DTYPE[layout.spec(name).dtype]))
+
+
+def check_products(model: nn.Module) -> None:
+    """See that weights may be held in bf16 for the passes.
+
+    Raises:
+        ConfigError: the model keeps some of them in fp32, as its samplers do.
+    """
+    types = tensors.types_of(model, "bf16")
+    kept = [name for name, _ in model.named_parameters() if types.get(name) == "fp32"]
+    if kept:
+        problem = f"bf16 would round {kept[0]} and {len(kept) - 1} other weights that the model keeps in fp32"
+        raise ConfigError("backend.compute_dtype", problem, action='set it to "fp32", or backend.kind to "torch"')
 
 
 def check_experts(model: nn.Module, ranks: Collectives) -> None:

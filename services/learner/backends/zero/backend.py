@@ -16,9 +16,15 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
+from heterorl.learner.backends.loading.opened import hold_untrained
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.division import check_divisible, check_experts
+from heterorl.learner.backends.ranks.division import (
+    check_divisible,
+    check_experts,
+    check_products,
+    untrained_buffers,
+)
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.zero.engine import build_engine
@@ -70,22 +76,20 @@ class _ZeroDivision:
         self, model_dir: str | Path, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives
     ) -> None:
         opened = open_together(model_dir, config, ranks)
+        hold_untrained(opened)
         self.model: nn.Module = opened.model
         if config.stage == 3:
             check_experts(self.model, ranks)
+        if config.stage and config.compute_dtype == "bf16":
+            check_products(self.model)
         # After the check, which is on the CPU.
         choose_attention(self.model, config)
         apply_liger(self.model, config)
         self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
-        named = dict(self.model.named_buffers())
-        self.buffers: Mapping[str, torch.Tensor] = {
-            name: tensor.detach().clone()
-            for name, tensor in self.model.state_dict().items()
-            if tensor.is_floating_point() and name in named
-        }
         self._config = config
         built = build_engine(opened, config, temperature=temperature, ranks=ranks)
         self.engine: Any = built.engine
+        self.buffers: Mapping[str, torch.Tensor] = untrained_buffers(self.model, self.layout)
         self.reference: PassEngine | None = None
         self.state: ZeroState = built.state
         self.device: torch.device = built.device
@@ -115,4 +119,4 @@ class _ZeroDivision:
     def settle(self) -> None:
         """Stages 1 to 3: DeepSpeed wrote the masters into what the model computes with; make it what is published."""
         if self._config.forward_weights == "published" and self._config.stage:
-            self.state.round_copies(tensors.TORCH_DTYPE[self._config.published_dtype])
+            self.state.round_copies({spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs})

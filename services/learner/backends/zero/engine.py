@@ -106,16 +106,15 @@ def build_engine(
             action=f"set DS_ACCELERATOR={device.type} in the environment, or change backend.device",
         )
     model, weights = opened.model, opened.weights
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     is_low = config.compute_dtype == "bf16" and config.stage > 0
     products = torch.bfloat16 if config.compute_dtype == "bf16" and not is_low else None
     wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=products)
     own = engine_config(config, world_size=ranks.world_size)
 
-    def without_content(name: str, meta: nn.Parameter) -> torch.Tensor:
-        like = torch.empty(meta.shape, dtype=torch.bfloat16 if is_low else torch.float32, device=device)
-        return like if name in shapes else like.copy_(weights.flat(name).view(meta.shape))
+    def without_content(_: str, meta: nn.Parameter) -> torch.Tensor:
+        return torch.empty(meta.shape, dtype=torch.bfloat16 if is_low else torch.float32, device=device)
 
     parameters = (parameter for _, parameter in replace_parameters(model, without_content))
     with warnings.catch_warnings(), _without_broadcast(deepspeed.DeepSpeedEngine):
@@ -130,13 +129,13 @@ def build_engine(
         else:
             list(parameters)
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in wrapped.parameters() if parameter.requires_grad],
+            list(wrapped.parameters()),
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
         )
         engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=own)
-    named = {name: parameter for name, parameter in model.named_parameters() if name in shapes}
+    named = dict(model.named_parameters())
     state = ZeroState(engine, stage=config.stage, parameters=named, shapes=shapes, ranks=ranks)
     for name in sorted(shapes):
         state.put(name, "", weights.flat(name))

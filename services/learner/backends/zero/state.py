@@ -9,7 +9,7 @@ Implements heterorl.learner.backends.ranks.state.DividedState. The count of step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,16 +79,17 @@ class ZeroState:
                 parameter.data.view(-1).copy_(whole)
 
     @torch.no_grad()
-    def round_copies(self, dtype: torch.dtype) -> None:
+    def round_copies(self, types: Mapping[str, torch.dtype]) -> None:
         """Round what the model computes with in stages 1 to 3, which is a copy: the masters stay as they are.
 
         Every rank rounds its whole copy or its own piece alike. A copy in bf16 is left alone: it is narrower already.
+        `types` are those of the layout by name.
         """
         assert self._stage, "in stage 0 the model computes with the masters"
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
             copy = parameter.ds_tensor.data if self._stage == 3 else parameter.data
             if copy.dtype == torch.float32:
-                copy.copy_(copy.to(dtype))
+                copy.copy_(copy.to(types[name]))
 
     def steps(self) -> int:
         """Optimizer steps that the moments have seen."""

@@ -85,6 +85,23 @@ def test_layout_of_a_flavour_has_a_byte_for_each_weight_and_keeps_what_is_small(
     assert layout.layout_id not in others
 
 
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_is_published_wider_than_the_rest_has_no_bytes(dtype, flavour):
+    """A router's matrix that the model keeps in fp32."""
+    layout = Layout.build([*_base(dtype).specs, TensorSpec(name="gate", dtype="fp32", shape=(4, 16))])
+    base = _filled(layout, seed=3)
+
+    target, _ = _quantised(base, flavour)
+    again = Arena(layout)
+    dequantise(target, again, flavour)
+
+    types = {spec.name: spec.dtype for spec in target.layout.specs}
+    assert (types["gate"], types["embed"], types["norm"]) == ("fp32", flavour, dtype)
+    assert "gate/scale" not in types
+    assert np.array_equal(again.view("gate"), base.view("gate"))
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), dtype=st.sampled_from(DTYPES), flavour=st.sampled_from(FLAVOURS))
 def test_every_weight_is_the_nearest_that_its_row_can_hold(seed, dtype, flavour):

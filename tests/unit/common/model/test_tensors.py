@@ -7,6 +7,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, StateMismatch
 from heterorl.common.model import tensors
+from heterorl.common.model.building import load_pretrained
 from heterorl.common.weights.arena import Arena
 from tests.support.training import is_identical, tiny_model, weights
 
@@ -117,6 +118,80 @@ def test_persistent_buffers_travel_and_counters_do_not():
 
     assert np.array_equal(arena.view("running_mean").view(np.float32), np.full(3, 2.5, np.float32))
     assert "num_batches_tracked" not in {spec.name for spec in arena.layout.specs}
+
+
+# ---- tensors that a model keeps in fp32
+
+
+def _routed(seed=0):
+    """A mixture of experts whose routers' corrections transformers keeps in fp32: one unit of bf16 is .25 there."""
+    model = tiny_model(
+        family="Glm4Moe", is_tied=False, seed=seed, pad_token_id=0, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=16, first_k_dense_replace=0, n_group=1, topk_group=1, n_shared_experts=1,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(34.5 + 0.14 * torch.randn(buffer.shape, generator=generator))
+    return model
+
+
+def _corrections(model):
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_model_keeps_in_fp32_is_published_in_it(dtype):
+    source, target = _routed(seed=1), _routed(seed=2)
+    layout = tensors.layout_of(source, dtype)
+    arena = Arena(layout)
+
+    tensors.store(source, arena)
+    tensors.load(arena, target)
+
+    kept = _corrections(source)
+    assert len(kept) == 2
+    assert {spec.name for spec in layout.specs if spec.dtype != dtype} == (set() if dtype == "fp32" else set(kept))
+    assert tensors.main_type(layout) == dtype
+    assert all(torch.equal(_corrections(target)[name], buffer) for name, buffer in kept.items())
+
+
+def test_layout_with_two_types_does_not_depend_on_the_type_of_the_model(tmp_path):
+    model = _routed()
+    model.save_pretrained(tmp_path)
+    narrow = load_pretrained(str(tmp_path), dtype=torch.bfloat16)
+    # transformers keeps what the layout keeps.
+    assert {name for name, tensor in narrow.state_dict().items() if tensor.dtype == torch.float32} == set(
+        _corrections(model)
+    )
+    arena, again = Arena(tensors.layout_of(model, "bf16")), Arena(tensors.layout_of(narrow, "bf16"))
+    assert arena.layout.layout_id == again.layout.layout_id
+
+    tensors.store(model, arena)
+    tensors.store(narrow, again)
+
+    assert arena.state_root() == again.state_root()
+
+
+def test_a_tied_tensor_is_wide_where_either_of_its_names_is_kept():
+    model = tiny_model()
+    model._keep_in_fp32_modules_strict = {"lm_head"}
+
+    types = {spec.name: spec.dtype for spec in tensors.layout_of(model, "bf16").specs}
+
+    assert types["lm_head.weight"] == types["model.embed_tokens.weight"] == "fp32"
+    assert types["model.norm.weight"] == "bf16"
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_what_is_kept_from_fp16_alone_is_narrow_in_bf16(dtype, kept):
+    model = tiny_model()
+    model._keep_in_fp32_modules = ["layers.*.mlp.up_proj"]
+
+    types = {spec.name: spec.dtype for spec in tensors.layout_of(model, dtype).specs}
+
+    assert {types[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in (0, 1)} == {kept}
+    assert types["model.layers.0.mlp.down_proj.weight"] == dtype
 
 
 # ---- dead band

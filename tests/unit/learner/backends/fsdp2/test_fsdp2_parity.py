@@ -11,6 +11,7 @@ from benchmarks.load_memory import write_model
 from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
+from tests.support.families import write_family
 from tests.support.rank_jobs import run_job
 from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
@@ -245,6 +246,41 @@ def test_published_bits_and_passes_over_them_are_those_of_the_torch_backend(conf
     actual = ranks.ask(config(published_dtype="bf16"), onwards)
     _assert_close(actual[1:2], continued[1:2], tolerance=1e-5)
     assert np.mean(np.load(path) != published) <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["gemma4", "hrm", "glm4-moe"])
+def test_what_is_published_and_not_trained_is_that_of_the_torch_backend(config, ranks, tmp_path, family):
+    """A buffer, a parameter that the model's own code freezes, and a router's correction that stays fp32.
+
+    Rounded for the passes, written, and taken from a published version, by the model too.
+    """
+    own, other = (write_family(family, tmp_path / str(seed), seed=seed) for seed in (5, 6))
+    paths = [str(tmp_path / f"{number}.npy") for number in range(4)]
+    foreign, operations = [["store", paths[3]]], [["store", paths[0]], STEPS[0], ["load", paths[3]], ["store", paths[1]]]
+    operations += [STEPS[1], ["store", paths[2]]]
+    _torch(config("torch", model_dir=other, published_dtype="bf16"), foreign)
+    expected = _torch(config("torch", model_dir=own, published_dtype="bf16"), operations)
+    published = np.load(paths[2])
+
+    actual = ranks.ask(config(model_dir=own, published_dtype="bf16"), operations)
+
+    # Of version 0, and of the weights that were loaded: bit for bit.
+    assert [actual[0], actual[3]] == [expected[0], expected[3]]
+    assert actual[0] != actual[3]
+    _assert_close([actual[1], actual[4]], [expected[1], expected[4]], tolerance=1e-5)
+    assert np.mean(np.load(paths[2]) != published) <= 5e-3
+
+
+@pytest.mark.slow
+def test_weights_that_a_model_keeps_in_fp32_are_not_gathered_as_bf16(config, ranks, tmp_path):
+    own = write_family("ernie4.5-moe", tmp_path)
+
+    [refused], [trained] = (
+        ranks.ask(config(model_dir=own, compute_dtype=name), STEPS[:1]) for name in ("bf16", "fp32")
+    )
+
+    assert refused["message"].startswith("backend.compute_dtype: bf16 would round model.layers.0.mlp.gate.weight")
+    assert trained["is_applied"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 
 from heterorl import __version__
-from heterorl.common.errors import HeterorlError
+from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.types.common import NO_LORA, Contract, Digest
 from heterorl.doctor.check import Trouble
 
@@ -196,13 +196,17 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
     from heterorl.common.model import tensors
     from heterorl.common.model.adapters import attach
     from heterorl.common.model.building import BUILDING
+    from heterorl.common.model.directory import first_line
     from heterorl.common.model.room import room_of
     from heterorl.common.model.routing import routing_shape
 
-    settings: Any = AutoConfig.from_pretrained(model_dir)
-    with BUILDING, torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
-    model.tie_weights()
+    try:
+        settings: Any = AutoConfig.from_pretrained(model_dir)
+        with BUILDING, torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
+        model.tie_weights()
+    except Exception as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     if lora.is_on:
         attach(model, lora.settings(Digest("")))
     layout = tensors.layout_of(model, published_dtype)  # type: ignore[arg-type] # one of the configuration's names

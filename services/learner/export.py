@@ -17,7 +17,6 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import LoraLinear, attach
-from heterorl.common.model.directory import first_line
 from heterorl.common.process.files import sync_directory
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.common.types.policy import Manifest
@@ -108,10 +107,7 @@ def export_model(
 
 def _trained(model_dir: str | Path, path: Path | Arena) -> tuple[nn.Module, Values]:
     """Weights that were all trained: of the directory, what it says of the model is enough."""
-    try:
-        model = empty_model(str(model_dir))
-    except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    model = empty_model(str(model_dir))
     stated: Arena | Manifest = path if isinstance(path, Arena) else manifest_from_bytes(read_checkpoint(path).manifest)
     layout_id = stated.layout.layout_id if isinstance(stated, Arena) else stated.layout_id
     layout = _layout_for(model, layout_id)

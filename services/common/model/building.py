@@ -8,6 +8,7 @@ for a model without weights. Two threads inside at once put back each other's re
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ BUILDING = threading.RLock()
 
 
 def load_pretrained(model_dir: str, *, dtype: torch.dtype, attention: str = "") -> Any:
-    """A causal language model with its weights.
+    """A causal language model with its weights, all of them from the files.
 
     Args:
         model_dir: Hugging Face directory or hub id.
@@ -28,13 +29,30 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype, attention: str = "") 
         attention: name of the implementation; empty takes the one that transformers chooses.
 
     Raises:
-        ConfigError: it is not a causal language model, or cannot be read.
+        ConfigError: it is not a causal language model, cannot be read, or has not all tensors.
     """
     from transformers import AutoModelForCausalLM
 
-    chosen = {"attn_implementation": attention} if attention else {}
+    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    # Shapes that differ are among what was found, by name; otherwise the error names none.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with BUILDING:
-            return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **chosen)
-    except (OSError, ValueError) as error:
+            model, found = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **options)
+    except Exception as error:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    _check_found(model_dir, found)
+    return model
+
+
+def _check_found(model_dir: str, found: Mapping[str, Any]) -> None:
+    """transformers makes up what it does not find, otherwise at every start; tied tensors are not among it."""
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, in_files, in_model = mismatched[0]
+        problem = f"{name} is {list(in_files)} in the files and {list(in_model)} by config.json"
+    elif missing := sorted(found["missing_keys"]):
+        others = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""
+        problem = f"{missing[0]} is not in the files of {model_dir}{others}"
+    else:
+        return
+    raise ConfigError("model_dir", problem, action="copy the directory again, or name a whole causal language model")

@@ -5,6 +5,7 @@ Guarantees: a directory is looked at and nothing else; a hub id that is not in t
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -32,6 +33,7 @@ def check_model_dir(model_dir: str) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError("model_dir", f"{model_dir} has no config.json", action=_ACTION)
+        _check_shards(path)
         return
     if path.exists():
         raise ConfigError("model_dir", f"{model_dir} is a file, not a directory", action=_ACTION)
@@ -55,6 +57,25 @@ def _check_readable(path: Path) -> None:
         user = f"the user of this process ({os.geteuid()})"
         action = f"chmod -R a+rX {path}, and a+x for the directories above it"
         raise ConfigError("model_dir", f"{user} may not read {closed[0]}", action=action)
+
+
+def _check_shards(path: Path) -> None:
+    """See that all files are there that the index names which would be read."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{whole}.index.json"
+        if (path / whole).is_file():
+            return
+        if index.is_file():
+            try:
+                named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                # Whoever reads it says what is wrong with it.
+                return
+            missing = sorted(str(name) for name in named if not (path / str(name)).is_file())
+            if missing:
+                problem = f"{missing[0]} is not in {path}, and {index.name} names it"
+                raise ConfigError("model_dir", problem, action="copy the directory again")
+            return
 
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -51,7 +51,8 @@ class Prompter:
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            # A broken file is of no type of its own to the library.
             raise ConfigError("model_dir", f"cannot load a tokenizer from {model_dir}: {first_line(error)}") from error
         if template_arguments and not use_chat_template:
             raise ConfigError("chat_template_arguments", "prompts go through no template", action=_SWITCH)

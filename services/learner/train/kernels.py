@@ -15,6 +15,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model.directory import first_line
 from heterorl.learner.train.config import BackendConfig
+from heterorl.learner.train.model import inner_model
 
 
 def apply_liger(model: nn.Module, config: BackendConfig) -> None:
@@ -69,9 +70,8 @@ def choose_attention(model: nn.Module, config: BackendConfig) -> None:
 def compile_forward(model: nn.Module, config: BackendConfig) -> None:
     """Let torch compile the model up to its hidden states at the first pass, if the configuration says so."""
     if config.compile:
-        network: Any = model
         # In place, so that names stay; for any length, because no two micro-batches have the same.
-        network.base_model.compile(dynamic=True)
+        inner_model(model).compile(dynamic=True)
 
 
 def compile_block(block: nn.Module, config: BackendConfig) -> None:

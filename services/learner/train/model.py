@@ -5,6 +5,7 @@ Guarantees: masters in fp32, no dropout, log-probs equal to those of the model's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.model.building import load_pretrained
+from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
 
 CHECK_TOLERANCE = 1e-3
+_ANOTHER = "train another model"
 
 
 def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -> nn.Module:
@@ -43,7 +46,11 @@ def prepare(model: nn.Module, *, gradient_checkpointing: bool) -> None:
     if gradient_checkpointing:
         # The second name is that of transformers 4.
         enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            key = "backend.gradient_checkpointing"
+            raise ConfigError(key, first_line(error), action="set it to false") from error
     # transformers checkpoints in training mode only.
     network.train(gradient_checkpointing)
 
@@ -60,12 +67,18 @@ def hidden_states(
     model: nn.Module, input_ids_RS: torch.Tensor, position_ids_RS: torch.Tensor, sources_N: torch.Tensor
 ) -> torch.Tensor:
     """Last hidden states [N, H] at the positions that predict a completion token; see MicroBatch."""
-    network: Any = model
-    hidden_RSH: torch.Tensor = network.base_model(
+    hidden_RSH: torch.Tensor = inner_model(model)(
         input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False
     ).last_hidden_state
     # index_select, not indexing: the gradient of indexing adds in an undefined order on several threads.
     return hidden_RSH.flatten(0, 1).index_select(0, sources_N)
+
+
+def inner_model(model: nn.Module) -> Any:
+    """What gives hidden states: a model without its output embedding."""
+    network: Any = model
+    # Some have it under another name than transformers thinks, which then answers the whole model.
+    return network.model if network.base_model is network and hasattr(network, "model") else network.base_model
 
 
 def output_embedding(model: nn.Module) -> torch.Tensor:
@@ -77,8 +90,7 @@ def output_embedding(model: nn.Module) -> torch.Tensor:
 
 def check_micro_batch(model: nn.Module, *, batching: Batching) -> MicroBatch:
     """Three short sequences of a model's tokens, laid out together, by which its layout is checked."""
-    sequences = [TrainingSequence.scored(tokens[:2], tokens[2:]) for tokens in _check_ids(model)]
-    return collate(sequences, batching=batching)
+    return collate(_check_sequences(model), batching=batching)
 
 
 @torch.no_grad()
@@ -86,26 +98,65 @@ def check_forward(model: nn.Module, *, batching: Batching) -> None:
     """Compare our log-probs of three short sequences, laid out together, with the model's own logits of each alone.
 
     Raises:
-        ConfigError: they differ: the model changes its logits after the output embedding, has a bias there, or does
-            not keep packed sequences apart.
+        ConfigError: they differ, are not finite, or cannot be computed; names what is in the way.
     """
+    try:
+        together = _ours(model, _check_sequences(model), batching=batching)
+        alone = _its_own(model)
+        difference = float((together - alone).abs().max())
+        if not difference <= CHECK_TOLERANCE:
+            raise _problem(model, alone, batching=batching, difference=difference)
+    except HeterorlError:
+        raise
+    except Exception as error:
+        problem = f"{type(model).__name__} gives no log-probs: {type(error).__name__}: {first_line(error)}"
+        raise ConfigError("model_dir", problem, action=_ANOTHER) from error
+
+
+def _ours(model: nn.Module, sequences: Sequence[TrainingSequence], *, batching: Batching) -> torch.Tensor:
+    batch = collate(sequences, batching=batching).to(next(model.parameters()).device)
+    return learner_logprobs(model, batch, temperature=1.0)[0]
+
+
+def _its_own(model: nn.Module) -> torch.Tensor:
+    """Log-probs by the model's own logits, one sequence after another."""
     network: Any = model
     device = next(model.parameters()).device
-    ids = _check_ids(model)
-    together, _ = learner_logprobs(model, check_micro_batch(model, batching=batching).to(device), temperature=1.0)
-    alone = []
-    for tokens in ids:
+    found = []
+    for tokens in _check_ids(model):
         ids_1S = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
         logits_SV = network(input_ids=ids_1S, use_cache=False).logits[0]
         logprobs_SV = torch.log_softmax(logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)), -1)
-        alone.append(logprobs_SV[1:-1].gather(1, ids_1S[0, 2:, None])[:, 0])
-    difference = float((together - torch.cat(alone)).abs().max())
-    if not difference <= CHECK_TOLERANCE:
-        raise ConfigError(
-            "model_dir",
-            f"log-probs of the {batching} layout differ from the model's own by {difference:.2g}",
-            action="choose another batching or a model whose logits are hidden states times output embedding",
-        )
+        found.append(logprobs_SV[1:-1].gather(1, ids_1S[0, 2:, None])[:, 0])
+    return torch.cat(found)
+
+
+def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, difference: float) -> ConfigError:
+    """Why log-probs of sequences laid out together are not those of each alone."""
+    name = type(model).__name__
+    if not alone.isfinite().all():
+        # Those that are here: blocks that are read from a disk as they compute have none.
+        broken = [one for one, weights in model.named_parameters() if not (weights.is_meta or weights.isfinite().all())]
+        where = f"{broken[0]} is not finite" if broken else f"{name} gives log-probs that are not finite"
+        return ConfigError("model_dir", where, action="copy the directory again: its weights are damaged")
+    if float((_its_own(model) - alone).abs().max()) > CHECK_TOLERANCE:
+        problem = f"{name} gives other log-probs each time: it has dropout that is not a module"
+        if model.training:
+            return ConfigError("backend.gradient_checkpointing", problem, action="set it to false")
+        return ConfigError("model_dir", problem, action=_ANOTHER)
+    each = torch.cat([_ours(model, [sequence], batching="padded") for sequence in _check_sequences(model)])
+    if not float((each - alone).abs().max()) <= CHECK_TOLERANCE:
+        changes = "softcapping, a scale or a bias"
+        problem = f"{name} changes its logits after the output embedding ({changes}), by up to {difference:.2g} nats"
+        return ConfigError("model_dir", problem, action=_ANOTHER)
+    problem = f"log-probs of {name} in the {batching} layout differ from those of each text alone by {difference:.2g}"
+    if batching == "packed":
+        return ConfigError("backend.batching", f"{problem}: it does not keep texts apart", action='set it to "padded"')
+    return ConfigError("model_dir", problem, action=_ANOTHER)
+
+
+def _check_sequences(model: nn.Module) -> list[TrainingSequence]:
+    return [TrainingSequence.scored(tokens[:2], tokens[2:]) for tokens in _check_ids(model)]
 
 
 def _check_ids(model: nn.Module) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:

@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.model.building import BUILDING
+from heterorl.common.model.directory import first_line
 
 
 def empty_model(model_dir: str) -> nn.Module:
     """A causal language model whose parameters are on the meta device; its buffers are real, as they are computed.
 
     Raises:
-        OSError, ValueError: there is no such model.
+        ConfigError: there is no such model, or its code needs values.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_dir)
-    with BUILDING, _parameters_on_meta():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+        with BUILDING, _parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except Exception as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     return model
 
 

@@ -150,7 +150,7 @@ def _by_name(model_dir: str) -> OpenedModel:
         if not files:
             raise _NotByName("it has no safetensors")
         model = empty_model(model_dir)
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+    except (ConfigError, OSError, ValueError) as error:
         # The model's own code may not expect tensors without values; what is wrong with the files, reading them says.
         raise _NotByName(first_line(error)) from error
     network: Any = model
@@ -176,10 +176,7 @@ def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
 
 
 def _without_weights(model_dir: str | Path) -> OpenedModel:
-    try:
-        return OpenedModel(model=empty_model(str(model_dir)), weights=HeldWeights(tensors={}))
-    except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    return OpenedModel(model=empty_model(str(model_dir)), weights=HeldWeights(tensors={}))
 
 
 def _is_converted(model: nn.Module) -> bool:

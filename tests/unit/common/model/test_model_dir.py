@@ -53,6 +53,34 @@ def test_a_directory_with_a_configuration_is_looked_into_no_further(tmp_path):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_of_weights_that_did_not_arrive_is_named(tmp_path, whole):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "here").touch()
+    index = tmp_path / f"{whole}.index.json"
+    index.write_text('{"weight_map": {"a": "here", "b": "not-here", "c": "not-here"}}')
+
+    assert f"not-here is not in {tmp_path}, and {index.name} names it" in problem_of(str(tmp_path))
+
+    # The whole file is what is read where both are there; and an index that is none, its reader refuses.
+    (tmp_path / whole).touch()
+    check_model_dir(str(tmp_path))
+    (tmp_path / whole).unlink()
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        index.write_text(text)
+        check_model_dir(str(tmp_path))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+    with pytest.raises(ConfigError, match="cannot load a tokenizer") as caught:
+        Prompter(str(tmp_path), use_chat_template=False)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_hub_id_without_a_network_is_one_line_after_one_connection(monkeypatch):
     dialled, dial = [], socket.create_connection
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import ConfigError
 from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.model import check_forward
+from heterorl.learner.train.model import check_forward, prepare
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients
 from tests.support.losses import CATALOGUE
 from tests.support.training import is_identical, random_groups, tiny_model, weights
@@ -222,16 +222,65 @@ def test_check_refuses_a_model_that_mixes_packed_sequences(monkeypatch):
     # Positions that run on make neighbours look like one sequence.
     monkeypatch.setattr(model.base_model, "forward", lambda **inputs: forward(**{**inputs, "position_ids": None}))
 
-    with pytest.raises(ConfigError, match="packed layout differ"):
+    with pytest.raises(ConfigError, match="packed layout differ") as caught:
         check_forward(model, batching="packed")
+    assert caught.value.key == "backend.batching"
 
 
 def test_check_refuses_a_model_that_changes_its_logits():
     model = tiny_model(is_tied=False)
     model.lm_head.bias = torch.nn.Parameter(torch.linspace(0.0, 1.0, 50))
 
-    with pytest.raises(ConfigError, match="padded layout differ"):
+    for batching in ("padded", "packed"):
+        with pytest.raises(ConfigError, match="changes its logits") as caught:
+            check_forward(model, batching=batching)
+        assert caught.value.key == "model_dir"
+
+
+def test_check_names_a_weight_that_is_not_finite():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+
+    with pytest.raises(ConfigError, match=r"model.layers.1.mlp.up_proj.weight is not finite") as caught:
+        check_forward(model, batching="packed")
+    assert caught.value.key == "model_dir"
+
+
+@pytest.mark.parametrize(("is_training", "key"), [(True, "backend.gradient_checkpointing"), (False, "model_dir")])
+def test_check_refuses_a_model_whose_functions_drop_out(monkeypatch, is_training, key):
+    model = tiny_model()
+    model.train(is_training)
+    forward = model.base_model.norm.forward
+    monkeypatch.setattr(
+        model.base_model.norm, "forward", lambda hidden: torch.nn.functional.dropout(forward(hidden), 0.1)
+    )
+
+    with pytest.raises(ConfigError, match="other log-probs each time") as caught:
+        check_forward(model, batching="packed")
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("error", [AttributeError("no positions"), TypeError("unexpected"), RuntimeError("sizes")])
+def test_check_says_in_one_line_what_a_models_own_code_raises(monkeypatch, error):
+    model = tiny_model()
+
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(model.base_model, "forward", fail)
+
+    with pytest.raises(ConfigError, match=f"Qwen3ForCausalLM gives no log-probs: {type(error).__name__}: {error}"):
         check_forward(model, batching="padded")
+
+
+def test_checkpointing_that_a_model_has_not_is_refused_by_its_key():
+    model = tiny_model()
+    model.supports_gradient_checkpointing = False
+
+    with pytest.raises(ConfigError, match="does not support activation checkpointing") as caught:
+        prepare(model, gradient_checkpointing=True)
+    assert caught.value.key == "backend.gradient_checkpointing"
 
 
 def test_gradient_ignores_nothing_of_a_group_with_equal_rewards_but_its_advantage():

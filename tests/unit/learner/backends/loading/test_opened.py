@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
+from heterorl.common.model.building import load_pretrained
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.loading import opened as opened_module
 from heterorl.learner.backends.loading.empty import replace_parameters
@@ -122,10 +123,9 @@ def test_tied_weights_may_be_there_twice_under_either_name(tmp_path):
     ("change", "reason"),
     [
         (_head(2.0), "tied and differ"),
-        (_drop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is not in the files"),
         (lambda values: {name: value.double() for name, value in values.items()}, "float64"),
     ],
-    ids=["tied-differ", "missing", "double"],
+    ids=["tied-differ", "double"],
 )
 def test_files_that_are_not_the_model_by_name_are_left_to_transformers(tmp_path, caplog, change, reason):
     directory = _saved(tmp_path)
@@ -199,6 +199,47 @@ def test_file_outside_the_directory_is_not_opened_by_name(tmp_path, caplog):
     assert "names files that are not there" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_drop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is not in the files"),
+        (
+            lambda values: {name: value for name, value in values.items() if "layers.1." not in name},
+            r"model.layers.1.input_layernorm.weight is not in the files of .*, nor are 10 others",
+        ),
+        (
+            lambda values: values | {"model.norm.weight": torch.ones(31)},
+            r"model.norm.weight is \[31\] in the files and \[32\] by config.json",
+        ),
+    ],
+    ids=["missing", "layer", "shape"],
+)
+def test_tensor_that_is_not_in_the_files_is_never_made_up(tmp_path, change, problem):
+    directory = _saved(tmp_path)
+    _change(directory, change)
+    callers = {
+        "learner": lambda: open_model(directory),
+        "replayer": lambda: load_model(directory),
+        "engine": lambda: load_pretrained(str(directory), dtype=torch.bfloat16),
+    }
+
+    for load in callers.values():
+        with pytest.raises(ConfigError, match=problem) as caught:
+            load()
+        assert caught.value.key == "model_dir"
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_model_without_its_head_is_refused_unless_the_head_is_tied(tmp_path):
+    tied, untied = _saved(tmp_path / "tied"), _saved(tmp_path / "untied", is_tied=False)
+    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    _change(untied, _drop("lm_head.weight"))
+
+    load_model(tied)
+    with pytest.raises(ConfigError, match="lm_head.weight is not in the files"):
+        open_model(untied)
+
+
 def test_missing_file_is_named_with_the_key(tmp_path):
     directory = _saved(tmp_path, max_shard_size=8000)
     _renamed_shard(directory, "gone.safetensors")
@@ -231,10 +272,10 @@ def test_replaced_parameters_come_one_at_a_time_and_stay_tied():
 def test_a_model_whose_code_needs_values_is_read_whole(tmp_path, monkeypatch):
     directory = _saved(tmp_path)
 
-    def needs_values(_):
+    def needs_values(*_, **__):
         raise NotImplementedError("Cannot copy out of meta tensor")
 
-    monkeypatch.setattr("heterorl.learner.backends.loading.opened.empty_model", needs_values)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", needs_values)
     opened = open_model(directory)
 
     assert isinstance(opened.weights, HeldWeights)

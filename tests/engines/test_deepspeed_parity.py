@@ -134,7 +134,9 @@ def test_weights_that_a_model_keeps_in_fp32_are_not_held_in_bf16(config, one_ran
 
         # In stage 0 the weights are the masters.
         assert answer.get("is_applied", False) is (stage == 0)
-        assert stage == 0 or "backend.compute_dtype: bf16 would round model.layers.0.mlp.gate.weight" in answer["message"]
+        assert (
+            stage == 0 or "backend.compute_dtype: bf16 would round model.layers.0.mlp.gate.weight" in answer["message"]
+        )
 
 
 def test_mixture_of_experts_takes_the_torch_backends_step(config, two_ranks, tmp_path):

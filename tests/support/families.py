@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,7 +131,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             change=_correct,
         ),
         "hrm": Family(shown="HRM", kind="HrmText", settings=HEAD, change=_freeze),
-        "phi3-longrope": Family(shown="Phi3", kind="Phi3", settings={"rope_parameters": LONG}),
+        "phi3-longrope": Family(
+            shown="Phi3", kind="Phi3", settings={"rope_parameters": LONG, "original_max_position_embeddings": 32}
+        ),
         "phimoe": Family(
             shown="Phimoe",
             kind="Phimoe",
@@ -184,7 +187,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def write_family(name: str, directory: Path, *, seed: int = 5) -> Path:
     """Save a model of a family, the same for a name and a seed; returns its directory."""
     family = FAMILIES[name]
-    config = getattr(transformers, f"{family.config or family.kind}Config")(**{**SHAPE, **family.settings})
+    config = getattr(transformers, f"{family.config or family.kind}Config")(
+        **copy.deepcopy({**SHAPE, **family.settings})
+    )
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{family.kind}ForCausalLM")(config)

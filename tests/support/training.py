@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +27,12 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     family: str = "Qwen3",
     num_key_value_heads: int = 2,
+    max_position_embeddings: int = 128,
     **settings: Any,
 ) -> nn.Module:
     """A random two-layer model of about 20 thousand parameters, ready to train; `settings` go into its configuration."""
+    # A copy: some write into their tables.
+    settings = copy.deepcopy(settings)
     config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -37,7 +41,7 @@ def tiny_model(
         num_attention_heads=4,
         num_key_value_heads=num_key_value_heads,
         head_dim=8,
-        max_position_embeddings=128,
+        max_position_embeddings=max_position_embeddings,
         initializer_range=0.3,
         tie_word_embeddings=is_tied,
         attn_implementation="sdpa",

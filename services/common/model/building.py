@@ -15,6 +15,7 @@ import torch
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.directory import first_line
+from heterorl.common.model.positions import hold_positions
 
 BUILDING = threading.RLock()
 """Held by a thread while it builds a model or gives modules to one."""
@@ -42,6 +43,7 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype, attention: str = "") 
     except Exception as error:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     _check_found(model_dir, found)
+    hold_positions(model)
     return model
 
 

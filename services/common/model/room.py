@@ -7,6 +7,7 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError, PromptRefused, PromptTooLong
 from heterorl.common.model.directory import first_line
+from heterorl.common.model.positions import window_of
 from heterorl.common.types.common import Int32Array
 
 
@@ -78,6 +79,6 @@ def room_at(model_dir: str) -> Room:
 
 def room_of(config: Any) -> Room:
     """The room of a model's configuration; a model that reads more than text has one of text inside."""
-    text = config.get_text_config()
+    text, window = config.get_text_config(), window_of(config)
     positions = int(getattr(text, "max_position_embeddings", None) or 0)
-    return Room(vocab_size=int(text.vocab_size), positions=max(0, positions))
+    return Room(vocab_size=int(text.vocab_size), positions=window.tokens if window else max(0, positions))

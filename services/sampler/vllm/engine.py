@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, EngineDied, EngineError
+from heterorl.common.errors import EngineDied, EngineError
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.model.canary import ScoredText
@@ -68,11 +68,7 @@ class VllmEngine:
         self.dtype: str = options.compute_dtype
         self.canary_difference = 0.0
         self.max_running = options.batch_rows
-        self.max_model_len = options.max_model_len or source.room.positions
-        if not self.max_model_len:
-            raise ConfigError(
-                "engine.max_model_len", "the model's configuration names no longest text", action="set it"
-            )
+        self.max_model_len = source.longest(options.max_model_len)
         self._room = replace(source.room, positions=self.max_model_len, key="engine.max_model_len")
         self._room.check_length(source.sampling.max_new_tokens)
         self._arguments = {

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.positions import window_of
 from heterorl.common.model.room import room_of
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype
@@ -104,6 +106,22 @@ class VllmSource:
             if name not in self._known:
                 self._known[name] = self._reference.logprobs(arena, sequences, starts, self.sampling)
             return self._known[name]
+
+    def longest(self, wanted: int) -> int:
+        """Tokens of prompt and completion together: `wanted`, or all that the model allows where it is 0.
+
+        Raises:
+            ConfigError: vLLM would compute other positions than the learner.
+        """
+        window = window_of(self.model.config)
+        if window and window.kind != "longrope":
+            problem = f"vLLM computes rotary positions of type {window.kind} otherwise than the learner"
+            raise ConfigError("engine.kind", problem, action='set it to "hf"')
+        if window and wanted > window.tokens:
+            raise ConfigError("engine.max_model_len", str(window), action=f"set {window.tokens} or less")
+        if not (wanted or self.room.positions):
+            raise ConfigError("engine.max_model_len", "the model's files name no longest text", action="set it")
+        return wanted or self.room.positions
 
     def close(self) -> None:
         """Delete the directory of the weights."""

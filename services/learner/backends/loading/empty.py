@@ -12,6 +12,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.building import BUILDING
 from heterorl.common.model.directory import first_line
+from heterorl.common.model.positions import hold_positions
 
 
 def empty_model(model_dir: str) -> nn.Module:
@@ -28,6 +29,7 @@ def empty_model(model_dir: str) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except Exception as error:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    hold_positions(model)
     return model
 
 

@@ -10,7 +10,6 @@ Suffixes: R rows, H heads, K heads of keys and values, C columns of a slice, S o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ NAME = "heterorl_slices"
 _ACTION = "set it to 1, or train another model"
 # What models hand to an attention function beside queries, keys and values, and changes its result.
 _UNKNOWN = ("position_bias", "softcap", "s_aux")
-_BY_LENGTH = ("dynamic", "longrope")
 _NUMBERS = itertools.count()
 
 
@@ -103,17 +101,12 @@ def check_model(model: nn.Module, *, size: int) -> None:
     """See that a model's own configuration allows slices.
 
     Raises:
-        ConfigError: its heads cannot be divided, its positions depend on the length of what is seen, or its attention
-            is cut into chunks.
+        ConfigError: its heads cannot be divided, or its attention is cut into chunks.
     """
     network: Any = model
     config = network.config.get_text_config()
     heads = config.num_attention_heads
     check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, size=size)
-    kinds = sorted(_rope_types(getattr(config, "rope_parameters", None) or {}) & set(_BY_LENGTH))
-    if kinds:
-        problem = f"rotary positions of type {kinds[0]} depend on the length, which differs by slice"
-        raise ConfigError(KEY, problem, action=_ACTION)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise ConfigError(KEY, "attention in chunks does not go over slices", action=_ACTION)
 
@@ -130,12 +123,6 @@ def check_heads(num_heads: int, num_key_value_heads: int, *, size: int) -> None:
     if num_key_value_heads % size and size % num_key_value_heads:
         problem = f"{num_key_value_heads} heads of keys and values are neither a multiple nor a divisor of {size}"
         raise ConfigError(KEY, problem, action=f"set a divisor or a multiple of {num_key_value_heads}")
-
-
-def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
-    """Of all layers: models with several kinds have one table each."""
-    kinds = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
-    return kinds.union(*(_rope_types(value) for value in parameters.values() if isinstance(value, Mapping)))
 
 
 def _attend(

@@ -256,7 +256,10 @@ def test_what_is_published_and_not_trained_is_that_of_the_torch_backend(config, 
     """
     own, other = (write_family(family, tmp_path / str(seed), seed=seed) for seed in (5, 6))
     paths = [str(tmp_path / f"{number}.npy") for number in range(4)]
-    foreign, operations = [["store", paths[3]]], [["store", paths[0]], STEPS[0], ["load", paths[3]], ["store", paths[1]]]
+    foreign, operations = (
+        [["store", paths[3]]],
+        [["store", paths[0]], STEPS[0], ["load", paths[3]], ["store", paths[1]]],
+    )
     operations += [STEPS[1], ["store", paths[2]]]
     _torch(config("torch", model_dir=other, published_dtype="bf16"), foreign)
     expected = _torch(config("torch", model_dir=own, published_dtype="bf16"), operations)

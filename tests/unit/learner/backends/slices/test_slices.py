@@ -196,7 +196,6 @@ def test_engine_gives_every_rank_the_values_of_all_slices():
     [
         (3, {}, "4 attention heads"),
         (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "3 heads of keys and values"),
-        (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
         (2, {"layer_types": ["chunked_attention"]}, "chunks"),
     ],
 )

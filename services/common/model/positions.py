@@ -1,0 +1,92 @@
+"""Rotary positions that transformers chooses by the longest position of a pass, held as they are for short texts.
+
+    longrope    short or long factors, by whether the pass goes beyond the window of the first training
+    dynamic     a base that grows with the longest position, and stays what an earlier pass needed
+
+So a text's log-probs would depend on the texts beside it and before it, and a completion that leaves the window would
+have keys of two kinds. Within the window both are what a model without such positions has.
+
+Guarantees: after `hold_positions` they are those of the window at every length; texts beyond it are refused
+before they are generated (room.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError
+
+_HELD = "held"
+_NUM_TRIED = 8
+_FAR = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Tokens of prompt and completion up to which positions of a kind are the same in every pass."""
+
+    kind: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"rotary positions of type {self.kind} depend on the longest text of a pass beyond {self.tokens} tokens"
+
+
+def window_of(config: Any) -> Window | None:
+    """The smallest window of a model's configuration; None where its positions do not depend on what passes."""
+    config = config.get_text_config()
+    windows = [
+        Window(kind=kind, tokens=int(tokens))
+        for kind, tokens in _by_length(
+            getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", 0)
+        )
+    ]
+    return min(windows, key=lambda window: window.tokens, default=None)
+
+
+def hold_positions(model: nn.Module) -> None:
+    """Keep a model's rotary positions as they are for short texts; in place, for a model that was just built.
+
+    Raises:
+        ConfigError: they depend on the longest position all the same.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _is_by_length(kinds):
+            module.rope_type = _HELD  # type: ignore[assignment]
+            _check_held(module, kinds, {})
+        elif isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if _is_by_length(kind):
+                    kinds[layer_type] = _HELD
+                    _check_held(module, kind, {"layer_type": layer_type})
+
+
+@torch.no_grad()
+def _check_held(module: nn.Module, kind: str, options: Mapping[str, Any]) -> None:
+    near = torch.arange(_NUM_TRIED)[None]
+    far = torch.cat([near, torch.full((1, 1), _FAR)], 1)
+    one, other = (module(torch.zeros(1), positions, **options) for positions in (near, far))
+    if not all(torch.equal(part, whole[:, :_NUM_TRIED]) for part, whole in zip(one, other, strict=True)):
+        problem = f"rotary positions of type {kind} depend on the longest text of a pass in {type(module).__name__}"
+        raise ConfigError("model_dir", problem, action="name a model with other positions")
+
+
+def _by_length(parameters: Mapping[str, Any], max_positions: int) -> list[tuple[str, int]]:
+    """Kind and window of all layers: models with several kinds have one table each."""
+    tables = [value for value in parameters.values() if isinstance(value, Mapping)]
+    found = [pair for table in tables for pair in _by_length(table, max_positions)]
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "")
+    if _is_by_length(kind):
+        tokens = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
+        found.append((kind, tokens or max_positions))
+    return found
+
+
+def _is_by_length(kind: object) -> bool:
+    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)

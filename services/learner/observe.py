@@ -36,7 +36,8 @@ def observe_step(
         head_version: the version that the step builds on.
         held_s: for each group, seconds since it arrived here; added to its age, which the coordinator stated then.
     """
-    metrics.STEPS.labels(str(report.is_applied).lower()).inc()
+    # Without a token there was nothing to apply.
+    metrics.STEPS.labels(str(report.is_applied).lower() if report.num_tokens else "empty").inc()
     metrics.STEP_SECONDS.observe(report.step_s)
     metrics.TOKENS.inc(report.num_tokens)
     metrics.LAST_STEP_TIMESTAMP.set_to_current_time()

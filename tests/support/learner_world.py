@@ -118,6 +118,7 @@ class NumpyBackend:
         self.weights = rng.standard_normal(NUM_ELEMENTS).astype(np.float32)
         self.momentum = np.zeros(NUM_ELEMENTS, np.float32)
         self.not_finite_steps: set[int] = set()
+        self.empty_steps: set[int] = set()
         self.trained: list[tuple[GroupId, ...]] = []
         self.reports: list[StepReport] = []
         self.on_step: Callable[[], None] = lambda: None
@@ -138,7 +139,8 @@ class NumpyBackend:
     def train_step(self, groups: Any, *, head_version: int, step: int) -> StepReport:
         self.on_step()
         ids = tuple(entry.group.id for entry in groups)
-        is_applied = len(self.reports) + 1 not in self.not_finite_steps
+        is_empty = len(self.reports) + 1 in self.empty_steps
+        is_applied = not is_empty and len(self.reports) + 1 not in self.not_finite_steps
         if is_applied:
             seed = int.from_bytes(blake3.blake3(repr(ids).encode()).digest(4), "little")
             gradient = np.random.default_rng(seed).standard_normal(NUM_ELEMENTS).astype(np.float32)
@@ -161,7 +163,7 @@ class NumpyBackend:
             staleness_max=max(staleness),
             policy_age_p50_s=0.0,
             num_groups=len(groups),
-            num_tokens=1,
+            num_tokens=0 if is_empty else 1,
             step_s=0.0,
             is_applied=is_applied,
         )

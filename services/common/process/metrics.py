@@ -180,7 +180,7 @@ UNREADABLE_PAYLOADS = _counter(
 )
 
 # learner: steps
-STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
+STEPS = _counter("learner_steps_total", "Optimizer steps; empty: no group had rewards that differ.", "applied")
 STEP_SECONDS = _histogram("learner_step_seconds", "Duration of a step.")
 PHASE_SECONDS = _counter("learner_phase_seconds_total", "What the trainer's time went to.", "phase")
 STEP_PROGRESS = _gauge("learner_step_progress_ratio", "Share of the micro-batches of the step under way that are done.")

@@ -21,7 +21,7 @@ from heterorl.common.errors import GroupNotAvailable, OperatorError
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.rollout import GroupId, QueuedGroup
+from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup
 from heterorl.common.types.step import LearnerPhase
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.ranks.versions.weights import Weights, whole_of
@@ -195,13 +195,21 @@ class Session:
         return _Trained(reports=reports, consumed=consumed)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
-        """Give up groups that made a loss or gradient that is not finite; they would do so again."""
+        """Give up the groups of a step that changed nothing; they would do so again."""
         ids = [queued.group.id for queued in groups]
+        # The loss drops groups of equal rewards, and there were no others.
+        is_empty = report.num_tokens == 0
         reason = f"step {report.step} was not finite: loss {report.loss}, gradient norm {report.grad_norm}"
+        if is_empty:
+            reason = f"step {report.step} has nothing to learn from: the rewards of each group are equal"
         _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
         self.journal.note_rejected_step(report)
-        await self.selection.abandon(ids, reason)
+        counted_as = DropReason.UNIFORM if is_empty else DropReason.LEARNER_ABANDONED
+        await self.selection.abandon(ids, reason, counted_as=counted_as)
         self.notes.abandoned(groups)
+        if is_empty:
+            self.signal.note(groups)
+            return
         self.num_rejected += 1
         if self.num_rejected >= self.config.max_rejected_steps:
             raise OperatorError(

@@ -108,6 +108,25 @@ def test_skipped_step_leaves_no_trace_in_later_ones(model_dir):
     assert is_identical(weights(clean.torch_model), weights(disturbed.torch_model))
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_step_on_equal_rewards_is_one_of_gradient_zero_unless_the_loss_drops_them(model_dir, is_dropped):
+    """AdamW takes a gradient of 0 as any other: its momentum, and weight decay, move weights."""
+    backend = _backend(model_dir, loss=GepoConfig(kl_coefficient=0.0, drop_uniform_groups=is_dropped))
+    _train(backend, 1, 2)
+    before = weights(backend.torch_model)
+    groups = []
+    for entry in random_groups(seed=9):
+        rollouts = tuple(dataclasses.replace(rollout, reward=0.5) for rollout in entry.group.rollouts)
+        groups.append(dataclasses.replace(entry, group=dataclasses.replace(entry.group, rollouts=rollouts)))
+
+    report = backend.train_step(groups, head_version=2, step=2)
+
+    assert report.grad_norm == 0.0
+    assert report.is_applied is not is_dropped
+    assert (report.num_tokens == 0) is is_dropped
+    assert is_identical(weights(backend.torch_model), before) is is_dropped
+
+
 def test_step_on_no_groups_changes_nothing(model_dir):
     backend = _backend(model_dir)
     before = weights(backend.torch_model)

@@ -413,6 +413,22 @@ async def test_learner_stops_when_no_step_is_finite(coordinator, tmp_path):
     assert (await coordinator.get_status()).head_version == 0
 
 
+async def test_steps_of_equal_rewards_alone_are_given_up_and_never_end_the_run(coordinator, tmp_path, caplog):
+    """A loss that drops such groups has nothing left of them: no step, no version, and nothing that was not finite."""
+    backend = NumpyBackend()
+    backend.empty_steps = {1, 2}
+    config = learner_config(tmp_path, max_steps=1, max_rejected_steps=1)
+
+    result, _ = await asyncio.gather(learn(config, coordinator, backend), fill(coordinator, 6))
+
+    assert (result.is_finished, result.version) == (True, 1)
+    status = await coordinator.get_status()
+    assert {reason.value: count for reason, count in status.ledger.dropped.items() if count} == {"uniform": 4}
+    assert "the rewards of each group are equal" in caplog.text
+    assert "not finite" not in caplog.text
+    assert sorted(row["is_applied"] for row in rows(config.state_dir / "steps.jsonl")) == [False, False, True]
+
+
 async def test_group_is_abandoned_when_it_is_too_long(coordinator, tmp_path):
     # Prompts have 3 tokens, completions at most 5: a bound of 3 + 0 admits none, so every group is given up.
     stop = asyncio.Event()

@@ -146,7 +146,8 @@ class CoordinatorConfig(Config):
     max_prompt_tokens: int = Field(default=1 << 18, ge=1)
     """Longest prompt of a group, tokens."""
     messages_in_flight_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Bytes of messages from all samplers in memory at once; one sampler has at most four of the largest messages."""
+    """Bytes of messages from all samplers in memory at once, a quarter of them for requests of some KiB; one sampler
+    has at most four of the largest messages in each part, one site three quarters of it."""
     max_concurrent_rpcs: int = Field(default=4096, ge=8)
     """Rpcs under way at once; more are refused for a while. A sampler takes two to four, one of them all the time.
     An eighth of them is kept for the learner and operators."""

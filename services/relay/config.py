@@ -31,7 +31,8 @@ class RelayConfig(Config):
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
     """Largest message, bytes; must not be below the coordinator's."""
     messages_in_flight_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Bytes of samplers' messages in memory at once; one sampler has at most four of the largest messages."""
+    """Bytes of samplers' messages in memory at once, a quarter of them for requests of some KiB; one sampler has at
+    most four of the largest messages in each part."""
     max_concurrent_rpcs: int = Field(default=1024, ge=8)
     """Rpcs under way at once; more are refused for a while."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)

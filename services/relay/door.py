@@ -1,29 +1,33 @@
 """Who comes in at a relay, and how much of it: samplers of its own site, each with a share of calls and of memory.
 
-Guarantees: no call is answered or carried before its caller is admitted, and no message is read before there is room;
-a certificate that expires or is revoked ends also the streams that it opened, at their next message.
+Guarantees: no call is answered or carried before its caller is admitted, and no message is read before there is room
+(common/rpc/budget); a certificate that expires or is revoked ends also the streams that it opened, at their next
+message.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
 
 from heterorl.common.errors import PermissionDenied, QuotaExceeded, RemoteError, Unauthenticated
 from heterorl.common.identity.carried import refuse_node
 from heterorl.common.identity.handshake import certificate_of, identify
 from heterorl.common.identity.identity import Identity, Refusal, RefusalReason
 from heterorl.common.process.metrics import IDENTITY_REFUSALS, RELAY_CALLS
+from heterorl.common.rpc.budget import Budget
+from heterorl.common.rpc.lanes import Holder, Room
 
 EXPIRED_RETRY_S = 5.0
 RETRY_AFTER_S = 1.0
-MESSAGES_OF_NODE = 4
-"""Messages of the largest size that one node may have in memory."""
 _FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE})
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,11 @@ class Node:
     identity: Identity | None = None
     certificate: bytes = b""
 
+    @property
+    def holder(self) -> Holder:
+        """Whose bytes a message's are."""
+        return Holder(self.name, is_privileged=False, is_proven=self.identity is not None)
+
 
 class Door:
     """Admits nodes. Belongs to the event loop.
@@ -43,7 +52,7 @@ class Door:
         revoked: serials that are refused.
         places: calls under way at once.
         places_of_node: those of one certificate.
-        messages: messages of the largest size in memory at once.
+        budget: room for messages.
         wall_time: seconds since the epoch; only for lifetimes of certificates.
     """
 
@@ -54,7 +63,7 @@ class Door:
         revoked: Container[int],
         places: int,
         places_of_node: int,
-        messages: int,
+        budget: Budget,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self._own = own
@@ -63,8 +72,7 @@ class Door:
         self._places_of_node = places_of_node
         self._wall_time = wall_time
         self._calls: Counter[str] = Counter()
-        self._room = asyncio.Semaphore(max(messages, MESSAGES_OF_NODE))
-        self._room_of: dict[str, asyncio.Semaphore] = {}
+        self._budget = budget
         for reason in RefusalReason:
             IDENTITY_REFUSALS.labels(reason.value)
 
@@ -126,14 +134,22 @@ class Door:
             self._calls[node.name] -= 1
             if not self._calls[node.name]:
                 del self._calls[node.name]
-                self._room_of.pop(node.name, None)
 
-    @contextlib.asynccontextmanager
-    async def room(self, node: Node) -> AsyncIterator[None]:
-        """Wait for room for one message, and hold it; within a place."""
-        own = self._room_of.setdefault(node.name, asyncio.Semaphore(MESSAGES_OF_NODE))
-        async with own, self._room:
-            yield
+    async def message(self, node: Node, method: str, context: _Context) -> tuple[Room, Any]:
+        """The next message of a call, or EOF, and its room, which the caller closes.
+
+        Raises:
+            QuotaExceeded: none came in time; worth repeating.
+            InvalidRequest: the method needs no message of this length.
+            Unauthenticated: the certificate was revoked or has expired.
+        """
+        room, message = await self._budget.message(node.holder, method, context.read)
+        try:
+            self.recheck(node)
+        except RemoteError:
+            room.close()
+            raise
+        return room, message
 
 
 def _refused(refusal: Refusal) -> RemoteError:

@@ -13,14 +13,13 @@ from typing import Any
 
 import grpc.aio
 
-from heterorl.common.errors import QuotaExceeded, RemoteError
+from heterorl.common.errors import RemoteError
 from heterorl.common.identity.carried import NODE_KEY
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.lanes import Room
 from heterorl.common.rpc.link import Link
 from heterorl.relay.door import Door, Node
 
-READ_TIMEOUT_S = 900.0
-"""Longest that one message of a node may be on its way, as at the coordinator."""
 _OWN_KEYS = frozenset({"user-agent", "te", "content-type", NODE_KEY})
 """Metadata of one link alone; and what no node may say of itself."""
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,46 +48,46 @@ class Forwarder:
             AioRpcError: the coordinator's status, or the transport's.
             RemoteError: the node's message did not come.
         """
-        async with self._link(node).channel() as channel:
-            call: Any = channel.stream_stream(method)(
-                metadata=_metadata(node, context), timeout=context.time_remaining()
-            )
-            sending = asyncio.ensure_future(self._send(node, context, call))
-            try:
-                async for message in call:
-                    self._door.recheck(node)
-                    yield message
-                context.set_trailing_metadata(_passing(await call.trailing_metadata()))
-            except asyncio.CancelledError:
-                # The call was cancelled here because nothing came to be sent, or by the node.
-                if sending.done() and not sending.cancelled() and isinstance(sending.exception(), RemoteError):
-                    raise sending.exception() from None  # type: ignore[misc]
-                raise
-            finally:
-                call.cancel()
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
-
-    async def _send(self, node: Node, context: _Context, call: Any) -> None:
+        # A call takes nothing at the coordinator before it has something to say.
+        room, first = await self._door.message(node, method, context)
         try:
-            while True:
-                async with self._door.room(node):
-                    async with asyncio.timeout(READ_TIMEOUT_S):
-                        message = await context.read()
-                    if message is grpc.aio.EOF:
-                        break
-                    self._door.recheck(node)
-                    await call.write(message)
+            async with self._link(node).channel() as channel:
+                call: Any = channel.stream_stream(method)(
+                    metadata=_metadata(node, context), timeout=context.time_remaining()
+                )
+                sending = asyncio.ensure_future(self._send(method, node, context, call, room, first))
+                try:
+                    async for message in call:
+                        self._door.recheck(node)
+                        yield message
+                    context.set_trailing_metadata(_passing(await call.trailing_metadata()))
+                except asyncio.CancelledError:
+                    # The call was cancelled here because nothing came to be sent, or by the node.
+                    if sending.done() and not sending.cancelled() and isinstance(sending.exception(), RemoteError):
+                        raise sending.exception() from None  # type: ignore[misc]
+                    raise
+                finally:
+                    call.cancel()
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
+        finally:
+            room.close()
+
+    async def _send(self, method: str, node: Node, context: _Context, call: Any, room: Room, message: Any) -> None:
+        try:
+            while message is not grpc.aio.EOF:
+                await call.write(message)
+                room.close()
+                room, message = await self._door.message(node, method, context)
             await call.done_writing()
-        except TimeoutError as error:
-            call.cancel()
-            raise QuotaExceeded(f"no message in {READ_TIMEOUT_S:g} s", retry_after_s=1.0) from error
         except RemoteError:
             call.cancel()
             raise
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The coordinator has answered before it heard all; its status says why.
             return
+        finally:
+            room.close()
 
     def _link(self, node: Node) -> Link:
         link = self._links.get(node.name)

@@ -1,7 +1,7 @@
 """Every call that reaches a relay: those about weights are answered here, health too, all others are carried.
 
     WatchHead, GetManifest, ListManifests, PlanPull, ReadPayload    heterorl.relay.weights
-    grpc.health.v1.Health                                           the server's own
+    grpc.health.v1.Health/Check                                     whether the relay serves
     everything else of heterorl                                     heterorl.relay.forward
 
 All handlers take and give bytes, and are installed as streams, so that no byte is read before its caller is admitted.
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health_pb2
 
 from heterorl.common.errors import HeterorlError, InvalidRequest, Unreachable
 from heterorl.common.process.metrics import RPC_SECONDS
@@ -39,8 +40,7 @@ from heterorl.v1 import (
 
 POLICY = "/heterorl.v1.PolicyService/"
 CARRIED = "/heterorl.v1."
-MAX_QUESTION_BYTES = 4096
-"""Longest request about weights: digests and numbers."""
+HEALTH = "/grpc.health.v1.Health/Check"
 OTHER = "other"
 """Label of rpcs that this release does not know."""
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -64,24 +64,26 @@ class Router(grpc.GenericRpcHandler):
         self._weights = weights
         self._forwarder = forwarder
         self._door = door
+        self.is_serving = False
         self._here: Mapping[str, _Answer] = {
             f"{POLICY}WatchHead": self._watch_head,
             f"{POLICY}GetManifest": self._get_manifest,
             f"{POLICY}ListManifests": self._list_manifests,
             f"{POLICY}PlanPull": self._plan_pull,
             f"{POLICY}ReadPayload": self._read_payload,
+            HEALTH: self._check_health,
         }
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a method; None where it is not of heterorl."""
         method = str(handler_call_details.method)
-        if not method.startswith(CARRIED):
+        if not method.startswith(CARRIED) and method != HEALTH:
             return None
 
         async def call(_: object, context: _Context) -> AsyncIterator[bytes]:
             started, code = time.perf_counter(), "internal"
             try:
-                node = self._door.admit(context.auth_context())
+                node = self._door.admit(context.auth_context(), is_probe=method == HEALTH)
                 with self._door.place(node):
                     async for message in self._answer(method, node, context):
                         yield message
@@ -115,12 +117,10 @@ class Router(grpc.GenericRpcHandler):
             async for message in self._forwarder.carry(method, node, context):
                 yield message
             return
-        async with self._door.room(node):
-            data = await context.read()
+        room, data = await self._door.message(node, method, context)
+        room.close()
         if data is grpc.aio.EOF:
             raise InvalidRequest("the call has no request")
-        if len(data) > MAX_QUESTION_BYTES:
-            raise InvalidRequest(f"a request of {len(data)} bytes, where {MAX_QUESTION_BYTES} are enough")
         async for message in here(data):
             self._door.recheck(node)
             yield message
@@ -163,6 +163,13 @@ class Router(grpc.GenericRpcHandler):
         )
         async for frame in frames:
             yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame)).SerializeToString()
+
+    async def _check_health(self, data: bytes) -> AsyncIterator[bytes]:
+        """The relay serves what it keeps, whether or not the coordinator answers."""
+        status = health_pb2.HealthCheckResponse
+        serving = status.SERVING if self.is_serving else status.NOT_SERVING
+        is_whole = not _parse(health_pb2.HealthCheckRequest, data).service
+        yield status(status=serving if is_whole else status.SERVICE_UNKNOWN).SerializeToString()
 
 
 def _parse(kind: type[MessageT], data: bytes) -> MessageT:

@@ -1,23 +1,21 @@
-"""A relay's gRPC server: its limits, its certificates, its health, and the one handler of everything else."""
+"""A relay's gRPC server: its limits, its certificates, and the one handler of everything."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from heterorl.common.errors import ConfigError, PortInUse
 from heterorl.common.identity.credentials import MaterialFiles, server_credentials
 from heterorl.common.identity.identity import Identity, Role
 from heterorl.common.identity.revocation import Revocations
 from heterorl.common.identity.tls import check_tls
+from heterorl.common.rpc.budget import Budget
 from heterorl.common.rpc.options import server_options
 from heterorl.relay.config import RelayConfig
 from heterorl.relay.door import Door
 from heterorl.relay.forward import Forwarder
-from heterorl.relay.health_servicer import HealthServicer
 from heterorl.relay.router import Router
 from heterorl.relay.weights import Weights
 
@@ -45,7 +43,7 @@ class RelayServer:
             revoked=Revocations(Path(config.tls.revoked)) if config.tls.revoked else frozenset(),
             places=config.max_concurrent_rpcs,
             places_of_node=config.site_concurrent_rpcs,
-            messages=config.messages_in_flight_bytes // config.max_message_bytes,
+            budget=Budget(total_bytes=config.messages_in_flight_bytes, message_bytes=config.max_message_bytes),
         )
         self._forwarder = Forwarder(
             config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes, door=self.door
@@ -54,10 +52,8 @@ class RelayServer:
             options=server_options(config.max_message_bytes),
             maximum_concurrent_rpcs=UNREFUSED_RPCS * config.max_concurrent_rpcs,
         )
-        self._health = HealthServicer(self.door)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        router = Router(weights=weights, forwarder=self._forwarder, door=self.door)
-        self._grpc.add_generic_rpc_handlers((router,))
+        self._router = Router(weights=weights, forwarder=self._forwarder, door=self.door)
+        self._grpc.add_generic_rpc_handlers((self._router,))
 
     def _identity(self) -> Identity | None:
         return None if self._files is None else self._files.current().identity
@@ -78,11 +74,11 @@ class RelayServer:
         except RuntimeError as error:
             raise PortInUse("listen", self._config.listen) from error
         await self._grpc.start()
-        self._health.is_serving = True
+        self._router.is_serving = True
         return port
 
     async def stop(self) -> None:
         """Report NOT_SERVING, refuse new calls, give running ones their grace, then cut them."""
-        self._health.is_serving = False
+        self._router.is_serving = False
         await self._grpc.stop(self._config.stop_grace_s)
         await self._forwarder.close()

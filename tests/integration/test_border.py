@@ -10,6 +10,7 @@ import pytest
 
 from heterorl.common import errors
 from heterorl.common.identity.identity import Role
+from heterorl.common.rpc import budget
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.rollout import DropReason
@@ -187,6 +188,35 @@ async def test_calls_that_never_send_their_request_are_counted_for_their_own_sit
 
     # Half of what samplers may have, and four messages of the largest size.
     assert held == (28, 4 * (2 << 20))
+    await _settled(secure)
+
+
+async def test_silent_calls_of_many_certificates_stop_nobody(secure, monkeypatch):
+    monkeypatch.setattr(budget, "SHORT_PATIENCE_S", 0.0)
+    monkeypatch.setattr(budget, "LONG_PATIENCE_S", 0.0)
+    secure.server.door.budget = budget.Budget(total_bytes=32 << 20, message_bytes=2 << 20)
+    (work,) = await secure.run.lease(1)
+
+    async def nothing():
+        await asyncio.Event().wait()
+        yield b""
+
+    channels = [_channel(secure, "sampler", f"bad-{number}", own=True) for number in range(4)]
+    calls = [
+        channel.stream_stream(f"/heterorl.v1.{name}")(nothing())
+        for channel in channels
+        for name in ("RunService/Heartbeat", "RolloutService/PushGroups")
+        for _ in range(4)
+    ]
+    # All room of both lanes: of four messages in one, of twelve in the other.
+    await _until(lambda: _places(secure)[1] == (4 + 12) * (2 << 20))
+    work_2 = await secure.sampler.lease_work(site=SITE, incarnation=INCARNATION, max_groups=1, policy_version=0)
+    (outcome,) = await secure.sampler.push_groups([secure.run.group(work)])
+    for channel in channels:
+        await channel.close()
+    await asyncio.gather(*(call.code() for call in calls))
+
+    assert (len(work_2.assignments), outcome.status.name) == (1, "ACCEPTED")
     await _settled(secure)
 
 

@@ -19,6 +19,7 @@ from heterorl.common.errors import (
 from heterorl.common.identity.carried import NODE_KEY
 from heterorl.common.identity.signing import new_key
 from heterorl.common.identity.trust import Trust
+from heterorl.common.rpc import budget
 from heterorl.common.rpc.health import check_health
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.policy import SignedManifest
@@ -73,6 +74,34 @@ async def test_a_samplers_calls_are_its_own_behind_the_relay(run, site):
         await client.lease_work(site="eu.1", incarnation="other", max_groups=1, policy_version=0)
     with pytest.raises(UnknownVersion):
         await client.get_signed_manifest(version=7)
+
+
+async def test_silent_calls_take_nothing_at_the_coordinator_and_stop_nobody_at_the_relay(run, site, monkeypatch):
+    monkeypatch.setattr(budget, "SHORT_PATIENCE_S", 0.0)
+    site.server.door._budget = budget.Budget(total_bytes=256 << 20, message_bytes=16 << 20)
+    client = site.client("eu.1")
+    await client.register(registration(run.run, "eu.1"))
+    before = run.server.door.shares.num_calls
+    pair = run.certificates.pair("sampler", "eu.bad")
+    credentials = grpc.ssl_channel_credentials(run.certificates.ca, pair.key, pair.cert)
+
+    async def nothing():
+        await asyncio.Event().wait()
+        yield b""
+
+    async with grpc.aio.secure_channel(f"127.0.0.1:{site.port}", credentials) as channel:
+        names = ("RolloutService/LeaseWork", "PolicyService/PlanPull", "RolloutService/PushGroups")
+        calls = [channel.stream_stream(f"/heterorl.v1.{name}")(nothing()) for name in names for _ in range(8)]
+        async with asyncio.timeout(20):
+            # All room of short messages, and what one node may have of the others'.
+            while site.server.door._budget.num_bytes < 8 * (16 << 20):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        held = run.server.door.shares.num_calls - before
+        grant = await client.lease_work(site="eu.1", incarnation="inc-1", max_groups=1, policy_version=0)
+        health = await check_health(f"127.0.0.1:{site.port}", tls=run.certificates.tls("operator", "ops"), timeout_s=10)
+    await asyncio.gather(*(call.code() for call in calls))
+
+    assert (held, len(grant.assignments), health.is_serving) == (0, 1, True)
 
 
 async def test_who_is_not_of_the_site_is_refused_by_relay_and_coordinator(run, site):

@@ -1,8 +1,9 @@
 """How many calls may be under way at once: of everybody, of one holder, and of one rpc of one holder.
 
 Guarantees: samplers together never take the last places, which are kept for the learner and the operator; one sampler's
-certificate takes no more than its share, however many connections it opens; a refusal says when to come again and is
-never final. A place is held from the admission of a call until its answer has left.
+certificate takes no more than its share, however many connections it opens, and all of one site no more than three
+quarters of what samplers have; a refusal says when to come again and is never final. A place is held from the admission
+of a call until its answer has left.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from heterorl.common.errors import QuotaExceeded
+from heterorl.common.rpc.lanes import OF_SITE, Holder
 from heterorl.coordinator.rpc.access import RULES
-from heterorl.coordinator.rpc.holders import Holder
 
 RESERVED_PART = 8
 """One place in this many is kept for the learner and the operator, and at least two."""
@@ -29,9 +30,11 @@ class Shares:
         # Half of what is open at most, so that one never takes all; at least one, so that a small server serves.
         self._per_site = max(1, min(per_site, self._open // 2))
         self._per_connection = max(1, self._open // 2)
+        self._of_site_most = max(self._per_site, int(OF_SITE * self._open))
         self._num_all = 0
         self._num_open = 0
         self._of_holder: Counter[Holder] = Counter()
+        self._of_site: Counter[str] = Counter()
         self._of_rpc: Counter[tuple[Holder, str]] = Counter()
 
     @property
@@ -66,6 +69,8 @@ class Shares:
             return f"{self._places} calls are under way (max_concurrent_rpcs)"
         if not holder.is_privileged and self._num_open >= self._open:
             return f"samplers have {self._open} calls under way; the rest of max_concurrent_rpcs is the learner's"
+        if not holder.is_privileged and self._of_site[holder.owner] >= self._of_site_most:
+            return f"{holder.owner} has {self._of_site_most} calls under way, a site's share (max_concurrent_rpcs)"
         return ""
 
     def _share(self, holder: Holder) -> int:
@@ -78,7 +83,9 @@ class Shares:
         self._num_all += number
         if not holder.is_privileged:
             self._num_open += number
-        for counts, key in ((self._of_holder, holder), (self._of_rpc, (holder, method))):
+        for counts, key in (
+            (self._of_holder, holder), (self._of_site, holder.owner), (self._of_rpc, (holder, method)),
+        ):  # fmt: skip
             counts[key] += number  # type: ignore[index]
             if not counts[key]:  # type: ignore[index]
                 # Names of connections are ever new.

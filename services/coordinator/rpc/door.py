@@ -22,13 +22,14 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
-from heterorl.common.errors import InvalidRequest, QuotaExceeded
+from heterorl.common.errors import InvalidRequest
 from heterorl.common.identity.identity import Peer
 from heterorl.common.process.threads import in_thread
-from heterorl.coordinator.rpc.budget import Budget, Room
+from heterorl.common.rpc.budget import Budget
+from heterorl.common.rpc.lanes import Holder, Room
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.gate import Gate
-from heterorl.coordinator.rpc.holders import Holder, holder_of
+from heterorl.coordinator.rpc.holders import holder_of
 from heterorl.coordinator.rpc.plain import read_push
 from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse, parse_soon
 
@@ -39,8 +40,6 @@ PLAIN_BYTES = 1 << 22
 PUSH = "/heterorl.v1.RolloutService/PushGroups"
 PARSED_BYTES = 4
 """Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
-READ_TIMEOUT_S = 900.0
-"""Longest that one message of a sampler may be on its way: 16 MiB at 18 kB/s."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -83,21 +82,12 @@ class Requests:
         """The next message."""
         if not self._is_by_hand:
             self.close()
-        room = await self._door.budget.room(self._holder)
-        self._rooms.append(room)
-        try:
-            # A learner's streams may be silent for as long as a step takes.
-            async with asyncio.timeout(None if self._holder.is_privileged else READ_TIMEOUT_S):
-                data = await self._context.read()
-        except TimeoutError as error:
-            raise QuotaExceeded(f"no message in {READ_TIMEOUT_S:g} s", retry_after_s=1.0) from error
-        if data is grpc.aio.EOF:
-            self._rooms.remove(room)
-            room.close()
-            raise StopAsyncIteration
-        self.num_bytes = len(data)
         # Parsed, a number takes four or eight bytes where its varint may have one.
-        room.shrink(PARSED_BYTES * len(data))
+        room, data = await self._door.budget.message(self._holder, self._method, self._context.read, times=PARSED_BYTES)
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
+        self._rooms.append(room)
+        self.num_bytes = len(data)
         return await self._door.message(self._method, self._peer, data)
 
     async def single(self) -> Any:

@@ -6,25 +6,11 @@ Without certificates every caller is on this machine and only its connection tel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from heterorl.common.identity.identity import Identity, Peer, Role
+from heterorl.common.rpc.lanes import Holder
 from heterorl.coordinator.rpc.access import RULES
 
 _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who is counted; `is_privileged` may also use what is kept from samplers.
-
-    Example:
-        Holder(name="sampler eu-1", is_privileged=False, is_proven=True)
-    """
-
-    name: str
-    is_privileged: bool
-    is_proven: bool
 
 
 def holder_of(peer: Peer, method: str, address: str) -> Holder:
@@ -36,7 +22,8 @@ def holder_of(peer: Peer, method: str, address: str) -> Holder:
         address: of the other end, as gRPC states it.
     """
     if isinstance(peer, Identity):
-        return Holder(f"{peer.role.value} {peer.site}", peer.role in _PRIVILEGED, is_proven=True)
+        name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
+        return Holder(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
     # Anybody may call anything here: what only a learner or an operator calls is taken for theirs.
     is_privileged = Role.SAMPLER not in RULES[method].roles
     kind = "learner or operator" if is_privileged else "node"

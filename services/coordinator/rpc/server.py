@@ -16,8 +16,8 @@ from heterorl.common.identity.credentials import MaterialFiles, server_credentia
 from heterorl.common.identity.identity import Identity, Role
 from heterorl.common.identity.revocation import Revocations
 from heterorl.common.identity.tls import ServerTlsConfig, check_tls
+from heterorl.common.rpc.budget import Budget
 from heterorl.common.rpc.options import server_options
-from heterorl.coordinator.rpc.budget import Budget
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.door import Door
 from heterorl.coordinator.rpc.gate import Gate

@@ -2,23 +2,32 @@
 
 import asyncio
 
-from heterorl.relay.door import MESSAGES_OF_NODE, Door, Node
+from heterorl.common.rpc.budget import OF_HOLDER, Budget
+from heterorl.relay.door import Door, Node
+
+
+class Call:
+    """A call whose messages come when the test says so."""
+
+    def __init__(self):
+        self.message = asyncio.get_running_loop().create_future()
+
+    async def read(self):
+        return await self.message
 
 
 async def test_a_node_has_room_for_its_share_of_messages_where_all_together_are_given_none():
-    door = Door(own=lambda: None, revoked=frozenset(), places=8, places_of_node=8, messages=0)
-    held, release = [], asyncio.Event()
-
-    async def hold():
-        async with door.room(Node(name="local")):
-            held.append(True)
-            await release.wait()
-
-    tasks = [asyncio.create_task(hold()) for _ in range(MESSAGES_OF_NODE + 1)]
-    # Room that is there is taken without waiting: in the first turn of the loop.
+    door = Door(
+        own=lambda: None, revoked=frozenset(), places=8, places_of_node=8,
+        budget=Budget(total_bytes=0, message_bytes=100),
+    )  # fmt: skip
+    calls = [Call() for _ in range(OF_HOLDER + 1)]
+    reads = [asyncio.create_task(door.message(Node(name="local"), "/heterorl.v1.X/Y", call)) for call in calls]
+    for call in calls:
+        call.message.set_result(bytes(100))
+    await asyncio.sleep(0)
     await asyncio.sleep(0)
 
-    assert len(held) == MESSAGES_OF_NODE
-    release.set()
-    await asyncio.gather(*tasks)
-    assert len(held) == MESSAGES_OF_NODE + 1
+    assert [read.done() for read in reads] == [True] * OF_HOLDER + [False]
+    (await reads[0])[0].close()
+    assert (await reads[-1])[1] == bytes(100)

@@ -1,20 +1,22 @@
-"""Places for calls and room for messages: by certificate, with something kept for the learner and the operator."""
+"""Places for calls: by certificate and by site, with something kept for the learner and the operator."""
 
-import asyncio
 import contextlib
 
 from heterorl.common.errors import QuotaExceeded
 from heterorl.common.identity.identity import Identity, LocalPeer, Role
-from heterorl.coordinator.rpc.budget import OF_PRIVILEGED, OF_SITE, Budget
+from heterorl.common.rpc.budget import SHORT, SHORT_BYTES
+from heterorl.common.rpc.lanes import Holder
+from heterorl.coordinator.rpc.access import RULES
+from heterorl.coordinator.rpc.bounds import Text, bound_of
 from heterorl.coordinator.rpc.calls import Shares
-from heterorl.coordinator.rpc.holders import Holder, holder_of
+from heterorl.coordinator.rpc.holders import holder_of
+from tests.support.protos import METHODS, is_repeated
 
 HEARTBEAT = "/heterorl.v1.RunService/Heartbeat"
 DIAGNOSE = "/heterorl.v1.DiagnosisService/Diagnose"
 RENEW = "/heterorl.v1.PolicyService/RenewLease"
 EVIL, HONEST = (Holder(f"sampler {name}", False, is_proven=True) for name in ("evil", "honest"))
 LEARNER, OPERATOR = (Holder(f"{name} main", True, is_proven=True) for name in ("learner", "operator"))
-MESSAGE = 100
 _HELD = []
 """Places that are not given back."""
 
@@ -83,6 +85,14 @@ def test_smallest_server_keeps_a_place_for_both():
     assert _take(shares, OPERATOR, 1, RENEW) == 1
 
 
+def test_certificates_of_one_site_leave_places_to_other_sites():
+    shares = Shares(places=1024, per_site=32)
+    gpus = [holder_of(_peer(Role.SAMPLER, f"eu.gpu{number}"), HEARTBEAT, "") for number in range(100)]
+
+    assert sum(_take(shares, gpu, 32) for gpu in gpus) == 672
+    assert _take(shares, holder_of(_peer(Role.SAMPLER, "us.gpu1"), HEARTBEAT, ""), 5) == 5
+
+
 def test_place_is_given_back_however_a_call_ends():
     shares = Shares(places=8, per_site=1)
     for _ in range(5):
@@ -93,88 +103,24 @@ def test_place_is_given_back_however_a_call_ends():
     assert _take(shares, EVIL, 1, DIAGNOSE) == 1
 
 
-async def _rooms(budget, holder, count):
-    """Up to `count` rooms that need no waiting."""
-    rooms = []
-    for _ in range(count):
-        task = asyncio.create_task(budget.room(holder))
-        await asyncio.sleep(0)
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            break
-        rooms.append(task.result())
-    return rooms
+def _most_bytes(message):
+    """Of a request within its bounds; names, digests and lines are taken to be ASCII."""
+    total = 0
+    for field in message.fields:
+        bound = bound_of(message.name, field.name)
+        if field.message_type is not None:
+            one = _most_bytes(field.message_type)
+        elif field.type in (field.TYPE_STRING, field.TYPE_BYTES):
+            one = bound.length * (4 if bound.text is Text.PROSE else 1)
+        else:
+            one = 10
+        total += (bound.count if is_repeated(field) else 1) * (one + 5)
+    return total
 
 
-async def test_one_site_waits_for_its_own_room_only():
-    budget = Budget(total_bytes=100 * MESSAGE, message_bytes=MESSAGE)
+def test_short_requests_are_those_that_fit_the_room_of_short_ones():
+    nodes = {name for name, rule in RULES.items() if rule.roles & {Role.SAMPLER, Role.RELAY}}
+    sizes = {name: _most_bytes(METHODS[name].input_type) for name in nodes if name in METHODS}
 
-    taken = await _rooms(budget, EVIL, 100)
-    waiting = asyncio.create_task(budget.room(EVIL))
-    await asyncio.sleep(0)
-
-    assert len(taken) == OF_SITE
-    assert len(await _rooms(budget, HONEST, 2)) == 2
-    assert not waiting.done()
-    taken[0].shrink(0)
-    assert (await waiting).num_bytes == MESSAGE
-
-
-async def test_total_holds_for_samplers_and_never_for_the_learner():
-    budget = Budget(total_bytes=10 * MESSAGE, message_bytes=MESSAGE)
-    sites = [Holder(f"sampler {number}", False, is_proven=True) for number in range(10)]
-
-    taken = [room for site in sites for room in await _rooms(budget, site, 100)]
-
-    assert len(taken) == 10
-    assert len(await _rooms(budget, LEARNER, 100)) == OF_PRIVILEGED
-    for room in taken:
-        room.close()
-        room.close()
-    assert len(await _rooms(budget, HONEST, 100)) == OF_SITE
-
-
-async def test_small_messages_leave_room():
-    budget = Budget(total_bytes=4 * MESSAGE, message_bytes=MESSAGE)
-    for _ in range(50):
-        (room,) = await _rooms(budget, EVIL, 1)
-        room.shrink(5)
-
-    # 250 bytes are held: one more of unknown size fits, a second does not.
-    assert len(await _rooms(budget, EVIL, 9)) == 1
-
-
-async def test_wait_that_is_cancelled_leaves_nothing_behind():
-    budget = Budget(total_bytes=4 * MESSAGE, message_bytes=MESSAGE)
-    taken = await _rooms(budget, EVIL, 4)
-    waiting = [asyncio.create_task(budget.room(EVIL)) for _ in range(3)]
-    await asyncio.sleep(0)
-
-    # The first is cancelled in the moment in which its turn comes.
-    taken[0].close()
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    for room in taken:
-        room.close()
-
-    assert len(await _rooms(budget, EVIL, 9)) == OF_SITE
-
-
-async def test_rooms_come_in_the_order_of_their_calls():
-    budget = Budget(total_bytes=4 * MESSAGE, message_bytes=MESSAGE)
-    taken = await _rooms(budget, EVIL, 4)
-    order = []
-
-    async def wait(name):
-        await budget.room(HONEST)
-        order.append(name)
-
-    tasks = [asyncio.create_task(wait(number)) for number in range(3)]
-    await asyncio.sleep(0)
-    for room in taken[:3]:
-        room.close()
-    await asyncio.gather(*tasks)
-
-    assert order == [0, 1, 2]
+    assert nodes >= SHORT
+    assert {name for name, size in sizes.items() if size <= SHORT_BYTES} == SHORT & sizes.keys()

@@ -7,8 +7,10 @@ import threading
 
 import pytest
 
-from heterorl.common.errors import Busy, ConfigError, CorruptData, PayloadMissing, UnknownVersion
+from heterorl.common.direct import reads
+from heterorl.common.errors import Busy, ConfigError, CorruptData, PayloadMissing, UnknownVersion, Unreachable
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull import fetch
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
@@ -170,6 +172,80 @@ async def test_address_that_breaks_off_leaves_the_rest_to_the_coordinator(run, t
     assert 0 < served() - before < 0.7 * len(handler.whole)
     assert "5ec4e7" not in caplog.text
     assert "comes from the coordinator" in caplog.text
+
+
+class _Dripping(http.server.BaseHTTPRequestHandler):
+    """Some bytes of what is asked for, and then none until the test is over."""
+
+    asked: list[str]
+    FIRST = 100_000
+
+    def do_GET(self):
+        self.asked.append(self.headers["Range"])
+        begin, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {begin}-{end}/{end + 1}")
+        self.send_header("Content-Length", str(end + 1 - begin))
+        self.end_headers()
+        self.wfile.write(self.whole[begin : begin + self.FIRST])
+        self.over.wait()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+async def dripping(run, monkeypatch):
+    """A store that all plans lead to, and that brings nearly nothing."""
+    (copy,) = copies(run)
+    handler = type("Handler", (_Dripping,), {"asked": [], "whole": copy.read_bytes(), "over": threading.Event()})
+    stand_in = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    stand_in.daemon_threads = True
+    threading.Thread(target=stand_in.serve_forever, daemon=True).start()
+
+    async def urls(plan):
+        return [f"http://127.0.0.1:{stand_in.server_port}/x"] * len(plan.payloads)
+
+    monkeypatch.setattr(run.core.policy, "payload_urls", urls)
+    yield handler
+    handler.over.set()
+    await asyncio.to_thread(stand_in.shutdown)
+    stand_in.server_close()
+
+
+@pytest.mark.parametrize("who", ["node", "relay"])
+async def test_store_that_drips_leaves_the_rest_to_the_coordinator_and_is_left_alone(
+    run, dripping, tmp_path, monkeypatch, who
+):
+    monkeypatch.setattr(reads, "BRISK_S", 0.2)
+    before = served()
+    async with contextlib.AsyncExitStack() as stack:
+        if who == "node":
+            puller = await stack.enter_async_context(node(run, tmp_path / "spool"))
+        else:
+            # With too little room to keep it: passed on to who asks.
+            site = Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=1 << 20)
+            puller = (await stack.enter_async_context(site)).puller(tmp_path / "spool")
+        pulled = await puller.pull(held=None, want_version=-1)
+        sent = served() - before
+        await run.run.publish()
+        later = await puller.pull(held=pulled, want_version=-1)
+
+    assert later.manifest.state_root == run.run.roots[1]
+    assert len(dripping.asked) == 1
+    # What came is kept, but for less than a frame.
+    assert 0 < len(dripping.whole) - sent <= dripping.FIRST
+
+
+async def test_reader_that_gives_a_store_up_leaves_it_alone(run, dripping, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "STALL_S", 1.0)
+    async with node(run, tmp_path / "spool") as puller:
+        with pytest.raises(Unreachable, match="no bytes of the payload"):
+            await puller.pull(held=None, want_version=-1)
+        pulled = await puller.pull(held=None, want_version=-1)
+
+    assert pulled.manifest.state_root == run.run.roots[0]
+    assert len(dripping.asked) <= 1
 
 
 async def test_wrong_bytes_in_the_bucket_are_refused_by_the_node_and_put_aside(run, bucket, prefix, tmp_path):

@@ -186,6 +186,9 @@ class Fetcher:
         try:
             await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
+                if isinstance(self._api, WeightCalls):
+                    # It is about to be cancelled, and would not know why.
+                    self._api.gave_up(payload.digest)
                 raise Unreachable(f"no bytes of the payload in {stall_s:g} s", retry_after_s=1.0)
             receiving.result()
         finally:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from heterorl.common.direct.connections import Allowed, Connections
-from heterorl.common.direct.reads import DirectReads
+from heterorl.common.direct.reads import DirectReads, Slow
 from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Digest
@@ -96,9 +96,17 @@ class WeightCalls(Calls):
                 return
             except Unreachable as error:
                 self._direct.forget(digest)
+                if isinstance(error, Slow):
+                    self._direct.pause()
                 _LOG.info("payload %s comes from the coordinator: %s", digest[:12], error.args[0])
         async for frame in self.read_from_peer(digest=digest, offset=offset, stop=stop):
             yield frame
+
+    def gave_up(self, digest: Digest) -> None:
+        """Ask no address for a while, where one of this payload kept its reader waiting until that one ended it."""
+        if self._direct.find(digest) is not None:
+            _LOG.info("payload %s did not come from its address: it comes from the coordinator", digest[:12])
+            self._direct.pause()
 
     def distrust_address(self, digest: Digest) -> None:
         """Read a payload from the peer alone from now on: it arrived with other bytes than its name says."""

@@ -71,7 +71,8 @@ def test_a_completion_reaches_no_file_no_environment_no_network_and_no_process(t
     assert says(task, f"os.path.exists({str(Path(__file__).parent)!r})") == 0.0
     assert says(task, "any(map(os.path.exists, ('/etc/passwd', '/proc/1', '/home', '/var')))") == 0.0
     assert says(task, "os.getuid() == 0") == 0.0
-    assert says(task, "len(socket.if_nameindex()) > 1") == 0.0
+    code = "import os, socket\ntry:\n    socket.socket()\n    n = 0.0\nexcept OSError: n = 1.0\nos.write(3, f'value {n}\\n'.encode())"
+    assert value(task, run(code)) == 1.0
     # Of the parent it has the pipe of its answer, and not those by which the service is spoken to.
     code = "import os, stat\nkinds = []\nfor number in range(64):\n    try: kinds.append(stat.S_ISFIFO(os.fstat(number).st_mode))\n    except OSError: pass\n"
     assert value(task, run(code + "os.write(3, f'value {float(kinds == [False] * 3 + [True])}\\n'.encode())")) == 1.0

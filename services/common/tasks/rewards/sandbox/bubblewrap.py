@@ -1,8 +1,9 @@
 """A Python process that sees no network, no file of this machine but its interpreter, and ends at its limits.
 
 Namespaces for files, processes, network, IPC and host name by bubblewrap; limits of memory, processor time, processes,
-files by `inside`, which sets them on itself before it reads foreign code. As root it takes an unused user number there:
-the kernel counts no processes of root. The root is read-only; one tmpfs of a bounded size may be written.
+files by `inside`, which sets them on itself before it reads foreign code, and gives up calls of the kernel (`seccomp`).
+As root it takes an unused user number there: the kernel counts no processes of root. The root is read-only; one tmpfs
+of a bounded size may be written.
 
 What is shown of directories under /tmp or /dev lies there on read-only mounts of its own.
 
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pwd
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from heterorl.common.tasks.rewards.sandbox import seccomp
 from heterorl.common.tasks.rewards.sandbox.outcome import BEGAN, Limits, Outcome, outcome_of
 
 INSIDE = Path(__file__).parent / "inside.py"
@@ -120,7 +124,7 @@ class Sandbox:
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
             # Not -I: it would ignore PYTHONHASHSEED, and code that reads a set in its order would toss a coin.
             "--", self.python, "-s", "-B", "/inside.py", str(orders), str(report), str(user),
-            *map(str, numbers),
+            *map(str, numbers), seccomp.program(os.uname().machine).hex(),
         ]  # fmt: skip
 
 
@@ -138,8 +142,12 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: Limits) -> Sandbo
     program = shutil.which("bwrap") or _packaged()
     if not program:
         raise NoSandbox(f"bubblewrap is not installed: {INSTALL}")
+    if not seccomp.program(os.uname().machine):
+        raise NoSandbox(f"calls of the kernel are not filtered on {os.uname().machine}: x86_64 and aarch64 are known")
     interpreter = os.path.realpath(python or sys.executable)
     prefix = str(Path(interpreter).parents[1])
+    if _is_home(prefix):
+        raise NoSandbox(f"{interpreter} would show all of {prefix} inside: install Python in a directory of its own")
     sandbox = Sandbox(program=program, python=interpreter, shown=(prefix, *shown), limits=limits)
     for place in sandbox.shown:
         if not Path(place).is_dir() or os.path.normpath(place) in ("/", _WORK):
@@ -153,6 +161,16 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: Limits) -> Sandbo
         words = outcome.output.decode(errors="replace").strip()[-300:] or outcome.why or f"status {outcome.status}"
         raise NoSandbox(f"{program} builds no sandbox here: {words}; {ALLOW}")
     return replace(sandbox, version=version.strip())
+
+
+def _is_home(place: str) -> bool:
+    """Whether a directory is a home, or has this user's below it."""
+    if any(Path(place).is_relative_to(system) for system in _SYSTEM):
+        return False
+    homes = [os.environ.get("HOME", ""), "/root", "/home/any"]
+    with suppress(KeyError):
+        homes.append(pwd.getpwuid(os.geteuid()).pw_dir)
+    return str(Path(place).parent) == "/home" or any(Path(home).is_relative_to(place) for home in homes)
 
 
 def _below_work(place: str) -> str:

@@ -1,11 +1,13 @@
-"""What runs inside the sandbox: `python -s -B inside.py ORDERS REPORT USER MEMORY WORK PROCESSES CPU_S`.
+"""What runs inside the sandbox: `python -s -B inside.py ORDERS REPORT USER MEMORY WORK PROCESSES CPU_S CALLS`.
 
-Sets limits on itself, then reads one JSON document a line from ORDERS. Foreign code is run in this process, which is
-why its passing is not taken from its word or its status: after the code was loaded REPORT says so, only then comes the
-test with a token, and the token is written to REPORT when the test has passed.
+Sets limits on itself and gives up what CALLS refuses (seccomp, in hexadecimal digits), then reads one JSON document a
+line from ORDERS. Foreign code is run in this process, which is why its passing is not taken from its word or its
+status: after the code was loaded REPORT says so, only then comes the test with a token, and the token is written to
+REPORT when the test has passed.
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import math
@@ -15,13 +17,15 @@ import signal
 import sys
 import time
 
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
+
 
 def main() -> None:
     """Obey the orders."""
     # The directory of this file, which is no place for modules.
     del sys.path[0]
-    orders_number, report_number, user, memory, work, processes = map(int, sys.argv[1:-1])
-    cpu_s = float(sys.argv[-1])
+    orders_number, report_number, user, memory, work, processes = map(int, sys.argv[1:-2])
+    cpu_s = float(sys.argv[-2])
     if user >= 0:
         # A container may have no such number; then its root is another user outside, whose processes are counted.
         with contextlib.suppress(OSError):
@@ -35,6 +39,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0),
     ):  # fmt: skip
         resource.setrlimit(kind, (most, most))
+    _give_up(bytes.fromhex(sys.argv[-1]))
     orders, report = os.fdopen(orders_number, "rb"), report_number
     order = json.loads(orders.readline())
     if order["kind"] == "check":
@@ -59,6 +64,24 @@ def main() -> None:
     test = json.loads(orders.readline())
     _run(test["code"], "test", names)
     os.write(report, test["token"].encode())
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_void_p))
+
+
+def _give_up(program: bytes) -> None:
+    """Refuse calls of the kernel to this process and all that it starts.
+
+    Raises:
+        OSError: the kernel has no filters.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    lines = ctypes.create_string_buffer(program, len(program))
+    filtered = _Program(len(program) // 8, ctypes.addressof(lines))
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(filtered), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "this kernel filters no calls (CONFIG_SECCOMP_FILTER)")
 
 
 def _run(code: str, name: str, names: "dict[str, object] | None" = None) -> "dict[str, object]":

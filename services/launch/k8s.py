@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -153,6 +154,10 @@ def _container(run: RunFile, node: Node) -> dict[str, Any]:
         tls = ["--ca", "/tls/ca.crt", "--cert", "/tls/node.crt", "--key", "/tls/node.key"]
         command = ["heterorl", "health", f"127.0.0.1:{node.port}", *tls]
         container["readinessProbe"] = {"exec": {"command": command}, "periodSeconds": 15, "timeoutSeconds": 10}
+        # Nobody listens while a start waits for its store, or stands by: that is alive, too.
+        script = f"(: <>/dev/tcp/127.0.0.1/{node.port}) 2>/dev/null || exit 0; exec {shlex.join(command)}"
+        lives = {"exec": {"command": ["bash", "-c", script]}, "timeoutSeconds": 30}
+        container["livenessProbe"] = {**lives, "periodSeconds": 60, "failureThreshold": 3}
     return container
 
 

@@ -151,7 +151,10 @@ def readme(run: RunFile, nodes: Sequence[Node], title: str, *parts: str) -> Tree
         " deploy/prometheus/prometheus.yml. Where it says 127.0.0.1, Prometheus runs on the coordinator's host. All"
         " other nodes push their metrics to the coordinator."
     )
-    last = f"## Look\n\n```\n{watch}\n```\n\n`heterorl top`, `heterorl sites` and `heterorl doctor` take the same."
+    last = (
+        f"## Look\n\n```\n{watch}\n```\n\n`heterorl top`, `heterorl sites` and `heterorl doctor` take the same."
+        "\n\nA process that hangs ends itself after about a minute, by a watchdog of its own, and is started again."
+    )
     return {"README.md": "\n\n".join([head, *(part.strip() for part in parts if part.strip()), scraped, last]) + "\n"}
 
 

@@ -5,7 +5,10 @@
     WATCHDOG=1   sent from the event loop at half the manager's interval: a loop that is stuck sends none and is killed,
                  and so does one whose `Watch` has been silent for as long
 
-Guarantees: without NOTIFY_SOCKET nothing happens; a manager that does not listen never ends or blocks the process.
+Most managers have no watchdog: a thread ends the process, under each of them, whose loop or `Watch` hangs for HUNG_S.
+
+Guarantees: without NOTIFY_SOCKET no manager is told anything; one that does not listen never ends or blocks the
+process. A process that stood still as a whole (SIGSTOP, a machine that sleeps) has not hung when it goes on.
 What it must never do: send WATCHDOG=1 from a thread, which would go on while the loop is stuck.
 """
 
@@ -13,15 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import socket
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from heterorl.common.process.clock import Clock
 
 _LOG = logging.getLogger(__name__)
+TICK_S, HUNG_S = 5.0, 60.0
+"""How often the thread looks, and for how long the loop or what must answer may stand still."""
 
 
 class Notifier:
@@ -98,16 +106,63 @@ async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
         await clock.sleep(interval_s)
 
 
+class HangGuard:
+    """Counts looks at which nothing had moved; `turned` is called by the loop.
+
+    Looks are counted and no seconds: while the whole process stands still, nobody looks.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._has_turned = True
+        self._num_still = 0
+        self._num_silent = 0
+
+    def turned(self) -> None:
+        """The loop turns."""
+        self._has_turned = True
+
+    def look(self) -> str:
+        """What has hung; empty while nothing has."""
+        self._num_still = 0 if self._has_turned else self._num_still + 1
+        self._has_turned = False
+        # Twice: an answer that is due may be on its way when the process goes on.
+        self._num_silent = self._num_silent + 1 if self._watch.silent_s() >= HUNG_S else 0
+        if self._num_still * TICK_S >= HUNG_S:
+            return "the event loop"
+        return "what must answer beside the event loop" if self._num_silent > 1 else ""
+
+
+def _guard(guard: HangGuard, over: threading.Event) -> None:
+    """End the process when something has hung; the thread's body."""
+    while not over.wait(TICK_S):
+        if hung := guard.look():
+            # No logging: the loop may have its lock.
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+            os.write(2, f"the process ends: {hung} has not turned for {HUNG_S:g} s\n".encode())
+            os._exit(1)
+
+
+async def _turn(guard: HangGuard) -> None:
+    while True:
+        guard.turned()
+        await asyncio.sleep(TICK_S / 2)
+
+
 @contextlib.asynccontextmanager
 async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[Watch]:
-    """Feed the watchdog while the body runs, the orderly stop included; the body may name what else must answer."""
-    watch = Watch()
-    feeding = asyncio.create_task(feed_watchdog(notifier, clock, watch))
+    """Feed the watchdogs while the body runs, the orderly stop included; the body may name what else must answer."""
+    watch, over = Watch(), threading.Event()
+    guard = HangGuard(watch)
+    threading.Thread(target=_guard, args=(guard, over), name="hang-guard", daemon=True).start()
+    feeding = [asyncio.create_task(feed_watchdog(notifier, clock, watch)), asyncio.create_task(_turn(guard))]
     try:
         yield watch
     finally:
-        feeding.cancel()
-        await asyncio.gather(feeding, return_exceptions=True)
+        over.set()
+        for task in feeding:
+            task.cancel()
+        await asyncio.gather(*feeding, return_exceptions=True)
 
 
 def on_stop(signals: Iterable[int], *, notifier: Notifier, stop: Callable[[], None]) -> None:

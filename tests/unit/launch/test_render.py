@@ -1,6 +1,8 @@
 """Each launcher's files: every configuration loads as its service would load it, every file passes its own checker."""
 
 import re
+import socket
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -171,6 +173,29 @@ def test_manifests_satisfy_the_api_of_kubernetes():
     wrong = {**documents[0], "datas": {}}
     with pytest.raises(validator.ValidationError):
         validator.validate(wrong, "1.34", strict=True)
+
+
+@pytest.mark.process
+def test_coordinator_that_listens_and_does_not_answer_is_not_alive(tmp_path):
+    tree = k8s.render(run_file())
+    (pod,) = (
+        document["spec"]["template"]["spec"]
+        for document in manifests(tree["01-coordinator.yaml"])
+        if document["kind"] == "StatefulSet"
+    )
+    command = pod["containers"][0]["livenessProbe"]["exec"]["command"]
+    (tmp_path / "heterorl").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "heterorl").chmod(0o755)
+
+    def alive(port):
+        script = command[-1].replace("50051", str(port))
+        return subprocess.run([*command[:-1], script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60).returncode
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert alive(port) == 3
+    # As while a start waits for its store, and in a standby.
+    assert alive(port) == 0
 
 
 @pytest.mark.parametrize("launcher", ["compose", "k8s"])

@@ -89,7 +89,11 @@ def test_the_window_is_that_of_the_first_training(model_dir):
 
     assert window.tokens == WINDOW
     assert window.kind in ("longrope", "dynamic")
-    assert room_at(str(model_dir)) == room_of(load_model(model_dir).config) == Room(vocab_size=VOCAB_SIZE, positions=WINDOW)
+    assert (
+        room_at(str(model_dir))
+        == room_of(load_model(model_dir).config)
+        == Room(vocab_size=VOCAB_SIZE, positions=WINDOW)
+    )
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e4}, {**DYNAMIC, "rope_type": "linear"}])

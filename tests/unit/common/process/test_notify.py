@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -157,3 +159,46 @@ async def test_signal_says_stopping_before_the_stop_takes_effect(manager):
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
 
     assert heard(listener) == ["STOPPING=1\nSTATUS=stopping"]
+
+
+def test_guard_ends_what_has_not_turned_for_a_minute_and_nothing_else():
+    guard = notify.HangGuard(notify.Watch())
+
+    assert [guard.look() for _ in range(12)] == [""] * 12
+    guard.turned()
+    assert [guard.look() for _ in range(13)] == [""] * 12 + ["the event loop"]
+
+
+def test_guard_ends_a_process_whose_store_is_silent_at_two_looks():
+    silences = [0.0, 59.9, 60.0, 0.0, 60.0, 65.0]
+    guard = notify.HangGuard(notify.Watch(silent_s=lambda: silences.pop(0)))
+    found = []
+    for _ in range(6):
+        guard.turned()
+        found.append(guard.look())
+
+    assert found == [""] * 5 + ["what must answer beside the event loop"]
+
+
+HANGS = """
+import asyncio, threading
+from heterorl.common.process import notify
+from heterorl.common.process.clock import SystemClock
+notify.TICK_S, notify.HUNG_S = 0.1, 1.0
+async def main():
+    async with notify.supervised(notify.Notifier(), SystemClock()):
+        # More than a minute of these looks.
+        await asyncio.sleep(2)
+        print("turned", flush=True)
+        threading.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.process
+def test_process_whose_loop_hangs_says_where_and_ends():
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120)
+
+    assert (ended.returncode, ended.stdout) == (1, "turned\n")
+    assert "in main" in ended.stderr
+    assert ended.stderr.endswith("the process ends: the event loop has not turned for 1 s\n")

@@ -6,6 +6,7 @@ from typing import Literal
 
 from heterorl.common.tasks.rewards.math_verify import MathVerifier
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.thoughts import answer_of
 from heterorl.common.types.rollout import RewardPart
 
 _PART = "correct"
@@ -15,7 +16,8 @@ class Matcher:
     """Compares a completion with the answer of its prompt."""
 
     def __init__(self, match: Literal["exact", "math_verify"], *, timeout_s: float, num_workers: int) -> None:
-        self.name = match
+        self.name = f"{match} 2"
+        """What digests of tasks state: a number more where the same completions are worth something else."""
         self._verifier = MathVerifier(timeout_s=timeout_s, num_workers=num_workers) if match == "math_verify" else None
         self.num_workers = num_workers if self._verifier else 1
 
@@ -25,15 +27,17 @@ class Matcher:
         Raises:
             RewardError: the verifier crashed or timed out.
         """
+        given = answer_of(completion)
         if self._verifier is None:
-            is_right = completion.strip() == prompt.answer.strip()
+            is_right = given.strip() == prompt.answer.strip()
         else:
-            is_right = self._verifier.verify(answer=prompt.answer, completion=completion)
+            is_right = self._verifier.verify(answer=prompt.answer, completion=given)
         return (RewardPart(name=_PART, value=float(is_right)),)
 
     def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
         """The part's name where another machine may give this completion another value without fault."""
-        is_so = self._verifier is not None and self._verifier.is_uncertain(answer=prompt.answer, completion=completion)
+        given = answer_of(completion)
+        is_so = self._verifier is not None and self._verifier.is_uncertain(answer=prompt.answer, completion=given)
         return (_PART,) if is_so else ()
 
     def answer_problem(self, prompt: Prompt) -> str:

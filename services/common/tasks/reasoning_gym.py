@@ -15,6 +15,7 @@ from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPo
 from heterorl.common.tasks.rewards.sandbox.entries import Entries, NoEntries
 from heterorl.common.tasks.rewards.sandbox.gym import START_TIMEOUT_S, limit_of
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.thoughts import answer_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -65,7 +66,7 @@ class ReasoningGymTask:
         self.num_prompts = size
         self.num_evaluation_prompts = evaluation_size
         stated = f"{version} {name} {size} {evaluation_size} {seed} {self._limit_s:g}"
-        self.digest: Digest = bytes_digest(f"reasoning_gym 4 {stated}".encode())
+        self.digest: Digest = bytes_digest(f"reasoning_gym 5 {stated}".encode())
         job = {
             "kind": "gym", "name": name, "size": max(size, evaluation_size), "seed": seed, "version": version,
             "timeout_s": timeout_s, "sandbox": sandbox,
@@ -98,7 +99,7 @@ class ReasoningGymTask:
             RewardError: the prompt is not of this data set, or what scores does not start again; that is not a score.
         """
         try:
-            reply = self.pool.ask({"index": prompt.index, "prompt": prompt.text, "completion": completion})
+            reply = self.pool.ask({"index": prompt.index, "prompt": prompt.text, "completion": answer_of(completion)})
         except LoadFailed as error:
             if self._has_scored:
                 raise RewardError(f"the process that scores does not start again: {error}") from error

@@ -80,7 +80,7 @@ def _write(out: Any, reply: dict[str, Any]) -> None:
 
 def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     try:
-        library: Any = importlib.import_module("math_verify")
+        expressions: Any = importlib.import_module("heterorl.common.tasks.rewards.expressions")
     except ImportError as error:
         raise LoadError("missing", str(error)) from error
     resource.setrlimit(resource.RLIMIT_AS, (job["max_memory_bytes"],) * 2)
@@ -89,10 +89,9 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     logging.disable(logging.WARNING)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        # The library's own time limits use signals and swallow errors as "wrong"; the parent's limits count.
-        right = library.parse(request["answer"], parsing_timeout=None)
-        if "completion" not in request or not right:
-            return {"readable": bool(right)}
+        right = expressions.answer_of_row(request["answer"])
+        if "completion" not in request or right is None:
+            return {"readable": right is not None}
         correct = judged(right, request["completion"])
         # What takes too much memory is as wrong as what takes too long, and as uncertain.
         spent = {"used_s": request["cpu_s"]} if correct is None else {}
@@ -100,19 +99,21 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
     def judged(right: Any, completion: str) -> bool | None:
         try:
-            given = library.parse(completion, parsing_timeout=None)
-            return bool(given) and bool(library.verify(right, given, timeout_seconds=None))
+            return bool(expressions.is_right(right, completion))
         except (MemoryError, RecursionError):
             return None
 
     # The library makes its parser at its first use, which is no answer's time.
-    judged(library.parse("$\\frac{1}{2}$", parsing_timeout=None), "$0.5$")
+    judged(expressions.answer_of_row("\\frac{1}{2}"), "$0.5$")
     return answer, {}
 
 
 def _exact(_job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    thoughts: Any = importlib.import_module("heterorl.common.tasks.thoughts")
+
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        return {"parts": {"correct": float(request["completion"].strip() == request["answer"].strip())}}
+        given = thoughts.answer_of(request["completion"])
+        return {"parts": {"correct": float(given.strip() == request["answer"].strip())}}
 
     return answer, {}
 

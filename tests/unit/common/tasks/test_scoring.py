@@ -99,11 +99,11 @@ def mathematical(tmp_path, answers):
 @pytest.mark.process
 @pytest.mark.timeout(120)
 def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_numbers(tmp_path, caplog):
-    task = mathematical(tmp_path, ["Tuesday", "1", "(A)", "2", "3", "Yes", "4", "", "5"])
+    task = mathematical(tmp_path, ["x is 5", "1", "3 +* 4", "2", "3", "5 6", "4", "$", "5"])
     try:
         try_answers(task)
         (words,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert words.startswith("4 of 9 answers that were tried cannot be read: prompt 0 ('Tuesday': the right answer")
+        assert words.startswith("4 of 9 answers that were tried cannot be read: prompt 0 ('x is 5': the right answer")
         assert words.count("prompt ") == 3
         assert task.num_prompts == 9
         assert try_reward(task, None) == 1.0, "the first answer that can be read"
@@ -114,9 +114,9 @@ def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_number
 @pytest.mark.process
 @pytest.mark.timeout(120)
 def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):
-    task = mathematical(tmp_path, ["Tuesday", "1", "(A)", "Yes"])
+    task = mathematical(tmp_path, ["x is 5", "1", "3 +* 4", "5 6"])
     try:
-        with pytest.raises(ConfigError, match=r"task.match: 3 of 4 answers.*prompt 0 \('Tuesday'.*match = \"exact\""):
+        with pytest.raises(ConfigError, match=r"task.match: 3 of 4 answers.*prompt 0 \('x is 5'.*match = \"exact\""):
             try_answers(task)
     finally:
         close_task(task)

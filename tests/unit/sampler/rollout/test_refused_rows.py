@@ -178,7 +178,7 @@ class Speaking:
 
 def math_rows(path, *, unreadable):
     numbers = range(CONTRACT.num_prompts)
-    answers = ["Tuesday" if number in unreadable else "7" for number in numbers]
+    answers = ["x is 5" if number in unreadable else "7" for number in numbers]
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": answers[n]}) + "\n" for n in numbers))
     held_out = path.with_name("held-out.jsonl")
     held_out.write_text(json.dumps({"prompt": "held out", "answer": "1"}) + "\n")

@@ -14,6 +14,9 @@ from heterorl.cli.service_config import Service, load_service
 from heterorl.common.errors import DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
 
+NUM_COUNTED = 5_000
+"""Prompts whose tokens are counted, evenly spread over the task."""
+
 
 def check_config(
     service: Service,
@@ -33,7 +36,8 @@ def check_config(
     Exit code 0: it is valid. 2: it is not; each problem is one line.
     """
     loaded = load_service(service, config, set_ or ())
-    found = list(problems(service, loaded, is_loading=not keys_only))
+    counted: list[str] = []
+    found = list(problems(service, loaded, is_loading=not keys_only, say=counted.append))
     if len(found) == 1:
         raise found[0]
     if found:
@@ -42,7 +46,8 @@ def check_config(
     if missing := left_to_the_run(service, loaded):
         console.print(f"asked of the run at the start: {', '.join(missing)}", soft_wrap=True)
         console.print(f"accepted beside built-in tasks: {', '.join(loaded.join.accept) or 'nothing'}", soft_wrap=True)
-    console.print(f"{service} configuration is valid")
+    for line in [f"{service} configuration is valid", *counted]:
+        console.print(line, soft_wrap=True)
 
 
 def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:
@@ -65,8 +70,17 @@ def check_link(service: Service, config: Any) -> None:
         check_tls(config.tls, key=key, address=getattr(config, key))
 
 
-def problems(service: Service, config: Any, *, is_loading: bool = True) -> Iterator[HeterorlError]:
-    """What would keep a service with this configuration from starting, one after another."""
+def problems(
+    service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
+) -> Iterator[HeterorlError]:
+    """What would keep a service with this configuration from starting, one after another.
+
+    Args:
+        service: which.
+        config: its configuration.
+        is_loading: whether what it would load is loaded.
+        say: told how many prompts there are, and how long.
+    """
     yield from _problem(check_link, service, config)
     if not is_loading:
         return
@@ -86,6 +100,8 @@ def problems(service: Service, config: Any, *, is_loading: bool = True) -> Itera
     task: list[Any] = []
     yield from _problem(lambda: task.append(_build_task(config, prompter[0] if prompter else None)))
     if task:
+        if prompter:
+            say(_counted(task[0], prompter[0]))
         yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
 
 
@@ -116,6 +132,20 @@ def _build_task(config: Any, prompter: Any) -> Any:
 
     # Nothing is written: a branch of the hub is where it is today.
     return build_task(config.task, measure=None if prompter is None else prompter.num_tokens)
+
+
+def _counted(task: Any, prompter: Any) -> str:
+    """How many prompts a task has, and the longest of some that are spread over it."""
+    from heterorl.common.tasks.sources.length import lengths_of
+
+    indices = sorted({number * task.num_prompts // NUM_COUNTED for number in range(NUM_COUNTED)})
+    lengths = lengths_of([task.prompt(index) for index in indices], prompter.num_tokens)
+    longest = int(lengths.argmax())
+    of = f"the longest of {len(indices)}" if len(indices) < task.num_prompts else "the longest"
+    return (
+        f"{task.num_prompts} prompts to train on, {task.num_evaluation_prompts} held out; {of} has "
+        f"{lengths[longest]} tokens with its template (prompt {indices[longest]})"
+    )
 
 
 def _load_tokenizer(config: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heterorl.common.errors import PromptRefused, RewardError
 from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, check_answer
 from heterorl.common.types.common import Int32Array, SiteId
 from heterorl.common.types.rollout import RewardPart, total_reward
 from heterorl.common.types.sample import EvaluationSample, SampleRollout, shown_answer
@@ -110,12 +110,13 @@ class Evaluator:
         )
 
     def _written(self) -> tuple[list[Prompt], list[Int32Array]]:
-        """The prompts that the template writes, and their tokens."""
+        """The prompts that the template writes and the reward can score, and their tokens."""
         prompts: list[Prompt] = []
         encoded: list[Int32Array] = []
         for index in range(self._num_prompts):
             prompt = self._task.evaluation_prompt(index)
             try:
+                check_answer(self._task, prompt)
                 encoded.append(self._prompter.encode_prompt(prompt))
             except PromptRefused as error:
                 if index not in self._refused:

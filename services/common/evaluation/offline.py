@@ -18,7 +18,7 @@ from heterorl.common.evaluation.draws import Block, blocks_of, request_of
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.requests import Completion, Finished, Request
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, check_answer
 from heterorl.common.types.evaluation import EvaluationDraws, PromptResult
 from heterorl.common.types.rollout import total_reward
 
@@ -97,6 +97,7 @@ def _requests(
         prompt = task.evaluation_prompt(index)
         draft = PromptDraft(prompt_index=index, prompt=prompt, num_samples=draws.num_samples)
         try:
+            check_answer(task, prompt)
             ids = prompter.encode_prompt(prompt)
         except PromptRefused as error:
             yield draft, error

@@ -1,4 +1,4 @@
-"""A file of one JSON object a line with the fields `prompt` and `answer`, or `messages` and `answer`.
+"""A file of one JSON object a line with the fields `prompt` or `messages`, and `answer` where the reward needs one.
 
 Held out are the lines of a second file, or else the prompts whose text has the smallest digests: a prompt that occurs
 twice is on one side of the split, and adding lines moves few of the others.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.matching import Matcher
 from heterorl.common.tasks.messages import question_of, read_messages
-from heterorl.common.tasks.sources.config import DataConfig
-from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.tasks.sources.config import ANSWER, MESSAGES, PROMPT, DataConfig
+from heterorl.common.tasks.sources.length import short_ones
+from heterorl.common.tasks.sources.values import ABSENT, cell_of, written
+from heterorl.common.tasks.task import Measure, Message, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -32,6 +35,8 @@ class Row:
     text: str
     answer: str
     messages: tuple[Message, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All fields but for the prompt."""
 
     @property
     def asked(self) -> str:
@@ -43,11 +48,11 @@ class Row:
     def words(self) -> list[object]:
         """What the digest counts."""
         turns = [[message.role, message.content] for message in self.messages]
-        return [self.text, self.answer, *([turns] if turns else [])]
+        return [self.text, self.answer, turns, self.columns]
 
     def prompt(self, index: int) -> Prompt:
         """The prompt under a position."""
-        return Prompt(index=index, text=self.text, answer=self.answer, messages=self.messages)
+        return Prompt(index=index, text=self.text, answer=self.answer, messages=self.messages, columns=self.columns)
 
 
 class JsonlTask:
@@ -61,12 +66,32 @@ class JsonlTask:
         evaluation_size: int,
         matcher: Matcher,
         data: DataConfig,
+        measure: Measure | None = None,
+        needs_answers: bool = True,
     ) -> None:
+        """Read it.
+
+        Args:
+            path: of the file.
+            evaluation_path: of held-out prompts; None holds out some of the others.
+            evaluation_size: how many different prompts are held out of `path`.
+            matcher: compares answers.
+            data: which fields, and how long a prompt may be.
+            measure: counts tokens, where the configuration bounds them.
+            needs_answers: whether a row without an answer gets no reward.
+
+        Raises:
+            ConfigError: a line is not what it should be, or too few are left.
+        """
+
+        def read(key: str, path: Path) -> list[Row]:
+            return _short(key, path, _read(key, path, data, needs_answers), data.max_prompt_tokens, measure)
+
         if evaluation_path is None:
-            self._training, self._held_out = _split(path, _read("task.name", path, data), evaluation_size)
+            self._training, self._held_out = _split(path, read("task.name", path), evaluation_size)
         else:
-            self._training = _read("task.name", path, data)
-            self._held_out = _read("task.evaluation_path", evaluation_path, data)
+            self._training = read("task.name", path)
+            self._held_out = read("task.evaluation_path", evaluation_path)
             _refuse_overlap(path, self._training, evaluation_path, self._held_out)
         self._matcher = matcher
         self.num_workers = matcher.num_workers
@@ -143,47 +168,89 @@ def _refuse_overlap(path: Path, training: list[Row], evaluation_path: Path, held
         raise ConfigError("task.evaluation_path", problem, action="remove them from one of the files")
 
 
-def _read(key: str, path: Path, data: DataConfig) -> list[Row]:
-    rows = []
+def _short(key: str, path: Path, rows: list[Row], most: int, measure: Measure | None) -> list[Row]:
+    """The rows whose prompts have at most so many tokens; 0 is no bound."""
+    if not (most and rows):
+        return rows
+    keep = short_ones(len(rows), lambda position: rows[position].prompt(0), most=most, measure=measure)
+    if not keep.any():
+        raise ConfigError(key, f"no prompt of {path} is left", action="raise task.data.max_prompt_tokens")
+    return [row for row, stays in zip(rows, keep, strict=True) if stays]
+
+
+def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[Row]:
+    if needs_answers and not data.answer:
+        raise ConfigError("task.data.answer", "is empty, and the reward compares with an answer")
+    # A reward that needs none may have rows without it; some alone are a slip, and so is a name that was chosen.
+    has_answers = needs_answers or data.answer != ANSWER
+    rows: list[Row] = []
+    lacking = ""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise ConfigError(key, f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes")
                 if line.strip():
-                    rows.append(_row(key, f"{path}, line {number}", line, data))
+                    place = f"{path}, line {number}"
+                    row = _row(key, place, line, data)
+                    lacking = lacking or ("" if row.answer else place)
+                    has_answers = has_answers or bool(row.answer)
+                    if lacking and has_answers and data.answer:
+                        problem = f"{lacking}: there is no {data.answer}"
+                        action = f"write {_example(data)}, or name the columns in [task.data]"
+                        raise ConfigError(key, problem, action=action)
+                    rows.append(row)
     except OSError as error:
         raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
     return rows
 
 
 def _row(key: str, place: str, line: bytes, data: DataConfig) -> Row:
-    name = data.messages or data.prompt
+    action = f"write {_example(data)}, or name the columns in [task.data]"
     try:
         entry = json.loads(line)
-        prompt, answer = entry[name], entry[data.answer]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        example = f'{{"{name}": ..., "{data.answer}": ...}}'
-        raise ConfigError(
-            key, f"{place}: {error!r}", action=f"write {example}, or name the columns in [task.data]"
-        ) from error
-    if isinstance(answer, list | dict):
-        # Tests of code, or rows of a table: written as columns of data sets are.
-        answer = json.dumps(answer, ensure_ascii=False, sort_keys=True)
-    # A bool is an int to Python, and no answer in a file.
-    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-        raise ConfigError(key, f"{place}: {data.answer} must be text, a number, a list or an object")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(key, f"{place} is not JSON: {error}"[:300], action=action) from error
+    if not isinstance(entry, dict):
+        raise ConfigError(key, f"{place} is JSON, but no object", action=action)
+    name = data.messages or data.prompt
+    if name == PROMPT not in entry and MESSAGES in entry:
+        name = MESSAGES
+    prompt = cell_of(entry, name)
+    if prompt is ABSENT:
+        problem = f"{place}: there is no {name}; there are {', '.join(map(str, entry)) or 'no fields'}"
+        raise ConfigError(key, problem[:500], action=action)
+    entry.pop(name, None)
     messages: tuple[Message, ...] = ()
-    if data.messages:
+    if data.messages or isinstance(prompt, list):
         messages = read_messages(key, place, prompt)
         prompt = messages[-1].content
     elif not isinstance(prompt, str):
-        raise ConfigError(key, f"{place}: {name} must be text", action="name a list of messages in task.data.messages")
-    if not prompt:
+        raise ConfigError(key, f"{place}: {name} is neither text nor a list of messages")
+    if not prompt.strip():
         raise ConfigError(key, f"{place}: {name} is empty")
-    row = Row(prompt, str(answer), messages)
+    row = Row(prompt, _answer(key, place, entry, data), messages, entry)
     try:
-        f"{row.asked}{row.answer}".encode()
+        json.dumps([row.asked, row.answer, row.columns], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(key, f"{place}: half a surrogate pair is no text") from error
     return row
+
+
+def _answer(key: str, place: str, entry: Mapping[str, Any], data: DataConfig) -> str:
+    """The answer of a line; empty where the line does not speak of one."""
+    value = cell_of(entry, data.answer) if data.answer else ABSENT
+    if value is ABSENT:
+        return ""
+    # A bool is an int to Python, and no answer in a file.
+    if isinstance(value, bool):
+        raise ConfigError(key, f"{place}: {data.answer} must be text, a number, a list or an object")
+    if not (text := written(value)):
+        problem = f"{place}: {data.answer} is {json.dumps(value)[:40]}, and no answer"
+        raise ConfigError(key, problem, action='take the line out; task.data.answer = "" reads no answers at all')
+    return text
+
+
+def _example(data: DataConfig) -> str:
+    answer = f', "{data.answer}": ...' if data.answer else ""
+    return f'{{"{data.messages or data.prompt}": ...{answer}}}'

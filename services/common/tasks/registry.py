@@ -52,11 +52,13 @@ class SourceConfig(Config):
     seed: int = Field(default=0, ge=0)
     """reasoning_gym: seed of the data set; the others: which pairs come first and which are held out."""
     match: Literal["exact", "math_verify"] = "exact"
-    """jsonl, parquet and hf: how an answer is compared. Rows whose answer math_verify cannot read give no group."""
+    """jsonl, parquet and hf: how an answer is compared. Rows whose answer math_verify cannot read to its end give no
+    group."""
     reward: str = ""
-    """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts. It runs in
-    processes of its own; all files of its package, and those it imports of the same directory, must be equal on every
-    node, byte for byte. Or the url of a reward service (http, https): short for one of task.rewards."""
+    """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts, with columns
+    of the row as further parameters; or f(prompts, completions, **columns) -> list of floats, as TRL calls one. It runs
+    in processes of its own; all files of its package, and those it imports of the same directory, must be equal on
+    every node, byte for byte. Or the url of a reward service (http, https): short for one of task.rewards."""
     rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
     """Named rewards, each with its weight; their weighted sum is the reward. Empty: task.reward, or else the task's own
     score. Equal on every node."""
@@ -173,6 +175,8 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
             evaluation_size=config.evaluation_size,
             matcher=_matcher(config),
             data=config.data,
+            measure=measure,
+            needs_answers=_needs_answers(config),
         )
     elif kind in ("parquet", "hf") and argument:
         from heterorl.common.tasks.sources.opening import open_parquet, open_repository
@@ -189,6 +193,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
             evaluation_size=config.evaluation_size,
             matcher=_matcher(config),
             measure=measure,
+            needs_answers=_needs_answers(config),
         )
     else:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
@@ -211,8 +216,9 @@ def _rewarded(task: Task, config: SourceConfig) -> Task:
     if rewards:
         return weighted_task(task, rewards, timeout_s=timeout_s, num_workers=num_workers)
     reward = own_reward(
-        config.reward, directory=config.reward_path, key="task.reward", timeout_s=timeout_s, num_workers=num_workers
-    )
+        config.reward, task=task, directory=config.reward_path, key="task.reward", timeout_s=timeout_s,
+        num_workers=num_workers,
+    )  # fmt: skip
     return RewardedTask(task, reward)
 
 
@@ -238,6 +244,13 @@ def _of_source(label: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"task.sources, {label}", str(error)) from error
+
+
+def _needs_answers(config: SourceConfig) -> bool:
+    """Whether a row without an answer can have no reward; of functions and services nobody knows, so they need none."""
+    if config.reward:
+        return False
+    return not config.rewards or any(each.needs_answers for each in config.rewards)
 
 
 def _matcher(config: SourceConfig) -> Matcher:

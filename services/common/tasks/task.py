@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from heterorl.common.errors import AnswerUnreadable, RewardError
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 
@@ -33,6 +34,8 @@ class Prompt:
     answer: str
     messages: tuple[Message, ...] = ()
     """What the model is asked, where it is more than one user's message; the last one is `text`."""
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The columns of its row but for the prompt itself, which a reward of one's own may ask for."""
 
 
 Measure = Callable[[Sequence[Prompt]], list[int | None]]
@@ -100,3 +103,17 @@ def answer_problem_of(task: object, prompt: Prompt) -> str:
     """
     find = getattr(task, "answer_problem", None)
     return str(find(prompt)) if find is not None else ""
+
+
+def check_answer(task: object, prompt: Prompt) -> None:
+    """Refuse a prompt of which no completion can be scored; where nothing is known, its completions will show it.
+
+    Raises:
+        AnswerUnreadable: its answer cannot be read.
+    """
+    try:
+        problem = answer_problem_of(task, prompt)
+    except RewardError:
+        return
+    if problem:
+        raise AnswerUnreadable("task.match", f"{prompt.answer[:40]!r}: {problem}", action="correct the data")

@@ -19,7 +19,7 @@ from heterorl.common.evaluation.draws import Block, blocks_of, request_of
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.requests import Completion, Finished, Request
 from heterorl.common.process.clock import Bell
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, check_answer
 from heterorl.common.types.evaluation import EvaluationPart, PromptResult
 from heterorl.common.types.rollout import total_reward
 from heterorl.sampler.evaluation.sets import SiteSet
@@ -95,6 +95,7 @@ class Drawing:
             prompt = task.evaluation_prompt(index)
             drafts[index] = PromptDraft(prompt_index=index, prompt=prompt, num_samples=part.draws.num_samples)
             try:
+                check_answer(task, prompt)
                 with self._maker.lock:
                     ids = self._maker.prompter.encode_prompt(prompt)
             except PromptRefused as error:

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from heterorl.common.errors import AnswerUnreadable, PromptRefused, RewardError
+from heterorl.common.errors import PromptRefused
 from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.tasks.task import Prompt, Task, answer_problem_of
+from heterorl.common.tasks.task import Prompt, Task, check_answer
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.sampler.rollout.drafts import Draft
@@ -61,7 +61,7 @@ class RolloutMaker:
         for assignment in work:
             prompt = self.task.prompt(assignment.prompt_index)
             try:
-                self._check_answer(prompt)
+                check_answer(self.task, prompt)
                 with self.lock:
                     ids = self.prompter.encode_prompt(prompt)
             except PromptRefused as error:
@@ -79,15 +79,6 @@ class RolloutMaker:
                 )
             )
         return drafts, refused
-
-    def _check_answer(self, prompt: Prompt) -> None:
-        try:
-            problem = answer_problem_of(self.task, prompt)
-        except RewardError:
-            # Nothing is known: its completions will show it.
-            return
-        if problem:
-            raise AnswerUnreadable("task.match", f"{prompt.answer[:40]!r}: {problem}", action="correct the data")
 
     def score(self, prompt: Prompt, completion: Completion) -> tuple[RewardPart, ...]:
         """The parts of a completion's reward.

@@ -55,6 +55,7 @@ def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: flo
         elif isinstance(reward, FunctionRewardConfig):
             source = own_reward(
                 reward.function,
+                task=task,
                 directory=reward.directory,
                 key=f"{key}.function",
                 timeout_s=timeout_s,
@@ -68,13 +69,18 @@ def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: flo
     return WeightedTask(task, named)
 
 
-def own_reward(path: str, *, directory: str, key: str, timeout_s: float, num_workers: int) -> OwnReward:
-    """A user's function, loaded.
+def own_reward(path: str, *, task: Task, directory: str, key: str, timeout_s: float, num_workers: int) -> OwnReward:
+    """A user's function, loaded, for the rows of a task.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: it cannot be, or it asks for columns that the rows lack.
     """
     reward = OwnReward(path, directory=Path(directory), key=key, timeout_s=timeout_s, num_workers=num_workers)
+    try:
+        reward.check(task.prompt(0))
+    except ConfigError:
+        reward.close()
+        raise
     _LOG.info("reward %s: %d files of %s", path, reward.num_files, reward.place)
     return reward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,12 +25,22 @@ class RewardBase(Config):
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """What its value is multiplied by in the reward; 0 measures without rewarding, a negative weight punishes."""
 
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a row without an answer can have no value."""
+        return False
+
 
 class MatchRewardConfig(RewardBase):
     """The task's own score: of jsonl as task.match says, of every other task its verifier."""
 
     kind: Literal["match"] = "match"
     """The task's own score."""
+
+    @property
+    def needs_answers(self) -> bool:
+        """A score compares with the answer."""
+        return True
 
 
 class FunctionRewardConfig(RewardBase):
@@ -39,7 +50,7 @@ class FunctionRewardConfig(RewardBase):
     """A Python function."""
     function: str
     """`package.module:function`: f(prompt, completion, answer) -> float or named parts, which are shown as
-    NAME/PART."""
+    NAME/PART; or another form of task.reward."""
     directory: str = ""
     """Directory of its package or module, taken from the configuration file's directory on; empty is that directory
     itself."""
@@ -136,6 +147,16 @@ class JudgeRewardConfig(RemoteRewardBase):
     requests_per_minute: float = Field(default=0.0, ge=0)
     """Most questions a minute to this url of all processes with this cache_file; 0 is no bound."""
 
+    @property
+    def needs_answers(self) -> bool:
+        """Whether the rubric shows the answer."""
+        text = self.rubric
+        if self.rubric_file:
+            # A file that cannot be read is refused where the judge is made.
+            with suppress(OSError, UnicodeDecodeError):
+                text = Path(self.rubric_file).read_text(encoding="utf-8")
+        return "{answer}" in text
+
     @field_validator("rubric_file")
     @classmethod
     def _make_rubric_absolute(cls, value: str, info: ValidationInfo) -> str:
@@ -159,8 +180,8 @@ class CodeRewardConfig(RewardBase):
     credit: Literal["all", "share"] = "all"
     """1 where all tests pass and else 0, or the share of tests that pass."""
     needs_block: bool = True
-    """Whether code counts only inside a block of three back-ticks, of which the last one is taken; false takes the
-    whole completion where there is none."""
+    """Whether code counts only inside a block of three back-ticks or tildes, of which the last one is taken; false
+    takes the whole completion where there is none."""
     test_timeout_s: float = Field(default=2.0, gt=0, le=600)
     """Processor time of one test, seconds, from when its sandbox is built; one that takes more, or four times as long
     by the clock, has failed. All tests of a completion have task.reward_timeout_s together."""
@@ -177,6 +198,11 @@ class CodeRewardConfig(RewardBase):
     shown: tuple[str, ...] = Field(default=(), max_length=16)
     """Further directories that tests may read, such as those of an environment with numpy. They are not part of the
     contract."""
+
+    @property
+    def needs_answers(self) -> bool:
+        """The answer holds the tests."""
+        return True
 
 
 RewardConfig = Annotated[

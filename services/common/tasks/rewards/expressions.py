@@ -51,8 +51,8 @@ _ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d
 
 _CLOSED = r"(?<!\\)\$\$?(?P<dollars>(?:[^$\\]|\\.)+)\$\$?|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]"
 _MATHS = re.compile(_CLOSED, re.DOTALL)
-_PRICE = re.compile(r"^\s*(-?)\s*(?:\\?\$|[£€¥₹])\s*(?=[\d.])")
-_CURRENCY_BEHIND = re.compile(r"(?<=\d)\s*(?:\\?\$|[£€¥₹])\s*$")
+_PRICE = re.compile(r"^\s*(-?)\s*(?:\\?\$|[\u00a3\u20ac\u00a5\u20b9])\s*(?=[\d.])")
+_CURRENCY_BEHIND = re.compile(r"(?<=\d)\s*(?:\\?\$|[\u00a3\u20ac\u00a5\u20b9])\s*$")
 _GROUPED = re.compile(r"(?<![\d.,])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)\s*\d{3})+)(?!\d)")
 _COMMAS = re.compile(r"(?<![\d.,(\[{])(\d{1,3}(?:,\d{3})+)(?![\d,])")
 _BRACKETED = re.compile(r"[(\[{|]")

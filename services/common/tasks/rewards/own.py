@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool
 from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.thoughts import answer_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
 from heterorl.common.types.words import peer_words
@@ -46,7 +49,10 @@ class OwnReward:
             raise ConfigError(key, f"{path}: {error}", action="correct the module and start again") from error
         except RewardError as error:
             raise ConfigError(key, f"{path}: {error}", action="see what it printed above") from error
-        self.digest: Digest = bytes_digest(f"reward 2\n{path}\n{facts['digest']}".encode())
+        self.digest: Digest = bytes_digest(f"reward 3\n{path}\n{facts['digest']}".encode())
+        self._key, self._path = key, path
+        self._asks = None if facts["takes_all"] else tuple(facts["asks"])
+        self._needs = tuple(facts["needs"])
         self.num_files = int(facts["num_files"])
         self.place = str(facts["place"])
         self.num_workers = num_workers
@@ -55,6 +61,21 @@ class OwnReward:
         """Kill the processes."""
         self.pool.close()
 
+    def check(self, prompt: Prompt) -> None:
+        """See that a row has the columns that the function's parameters name.
+
+        Raises:
+            ConfigError: it lacks one that has no default.
+        """
+        if missing := [name for name in self._needs if name not in prompt.columns]:
+            there = ", ".join(map(str, prompt.columns)) or "no columns"
+            problem = f"{self._path} asks for {', '.join(missing)}; the rows have {there}"[:500]
+            raise ConfigError(self._key, problem, action="name a parameter as a column is named, or give it a default")
+
+    def _columns(self, prompt: Prompt) -> dict[str, Any]:
+        wanted = prompt.columns if self._asks is None else self._asks
+        return {name: prompt.columns[name] for name in wanted if name in prompt.columns}
+
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The function's value, as named parts.
 
@@ -62,7 +83,17 @@ class OwnReward:
             RewardError: the function raised, crashed, took too long, or returned what is no number or too large a one.
         """
         try:
-            reply = self.pool.ask({"prompt": prompt.text, "completion": completion, "answer": prompt.answer})
+            reply = self.pool.ask(
+                {
+                    "prompt": prompt.text,
+                    "messages": [{"role": turn.role, "content": turn.content} for turn in messages_of(prompt)],
+                    "is_conversation": bool(prompt.messages),
+                    "completion": answer_of(completion),
+                    "whole": completion,
+                    "answer": prompt.answer,
+                    "columns": self._columns(prompt),
+                }
+            )
         except RewardError as error:
             raise RewardError(f"the reward function failed on prompt {prompt.index}: {error}") from error
         parts = tuple(RewardPart(name=str(name), value=float(part)) for name, part in reply["parts"].items())

@@ -172,13 +172,17 @@ def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     if not callable(function):
         raise LoadError("name", f"{loaded.__file__} has no function {name}{_near(name, loaded)}")
 
+    ways = _beside("calling")
+    try:
+        calling = ways.Calling(function)
+    except ways.Unanswerable as error:
+        raise LoadError("error", f"{loaded.__file__}, {name}: {error}") from error
+
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        value = function(request["prompt"], request["completion"], request["answer"])
-        parts = value if isinstance(value, dict) else {"reward": value}
-        return {"parts": {str(part): float(number) for part, number in parts.items()}}
+        return {"parts": calling.parts(request)}
 
     files = _beside("files").reward_files(top)
-    return answer, {"digest": files.digest, "num_files": files.count, "place": files.place}
+    return answer, {"digest": files.digest, "num_files": files.count, "place": files.place, **calling.facts}
 
 
 def _refuse_two(top: str, directory: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.messages import BETWEEN, ROLES, SYSTEM_ROLES
-from heterorl.common.tasks.sources.config import DataConfig
+from heterorl.common.tasks.sources.config import ANSWER, MESSAGES, PROMPT, DataConfig
+from heterorl.common.tasks.sources.values import plain, written
 from heterorl.common.tasks.task import Message, Prompt
 
 Mask = npt.NDArray[np.bool_]
@@ -19,8 +20,13 @@ Mask = npt.NDArray[np.bool_]
 class Columns:
     """The prompt and the answer of each row of a table."""
 
-    def __init__(self, table: Any, config: DataConfig) -> None:
+    def __init__(self, table: Any, config: DataConfig, needs_answers: bool) -> None:
         """Check the types.
+
+        Args:
+            table: pyarrow.Table.
+            config: which columns.
+            needs_answers: whether a row without an answer gets no reward.
 
         Raises:
             ConfigError: a column is not there, or holds something else.
@@ -29,28 +35,44 @@ class Columns:
 
         self._pa: Any = pa
         self.num_rows: int = table.num_rows
-        self._has_messages = bool(config.messages)
-        key = "task.data.messages" if config.messages else "task.data.prompt"
-        self._prompts = _column(table, key, config.messages or config.prompt)
-        self._answers = _column(table, "task.data.answer", config.answer)
         self._table = table
+        key = "task.data.messages" if config.messages else "task.data.prompt"
+        self.asked_in = config.messages or config.prompt
+        if self.asked_in == PROMPT not in table.column_names and MESSAGES in table.column_names:
+            self.asked_in = MESSAGES
+        self._prompts = _column(table, key, self.asked_in)
         kind = self._prompts.type
-        if self._has_messages and not _is_messages(pa, kind):
+        self._has_messages = _is_messages(pa, kind)
+        if not self._has_messages and config.messages:
             raise ConfigError(key, f"column {config.messages} is {kind}, not a list of tables with role and content")
         if not self._has_messages and not _is_text(pa, kind):
-            raise ConfigError(key, f"column {config.prompt} is {kind}, not text", action=_OTHER)
-        if pa.types.is_boolean(self._answers.type) or pa.types.is_binary(self._answers.type):
-            raise ConfigError("task.data.answer", f"column {config.answer} is {self._answers.type}, no answer")
+            raise ConfigError(key, f"column {self.asked_in} is {kind}, neither text nor messages", action=_OTHER)
+        self.answered_in = config.answer
+        if not needs_answers and config.answer == ANSWER not in table.column_names:
+            self.answered_in = ""
+        if needs_answers and not config.answer:
+            raise ConfigError("task.data.answer", "is empty, and the reward compares with an answer")
+        self._answers = _column(table, "task.data.answer", self.answered_in) if self.answered_in else None
+        kind = None if self._answers is None else self._answers.type
+        if kind is not None and (pa.types.is_boolean(kind) or pa.types.is_binary(kind)):
+            problem = f"column {config.answer} is {kind}, no answer"
+            raise ConfigError("task.data.answer", problem, action="make it a column of text, or of numbers")
 
     def sound(self) -> Mask:
-        """Rows with a prompt that is not empty and an answer; of messages, known roles and the user's last."""
+        """Rows with a prompt and an answer that are not blank; of messages, known roles and the user's last."""
+        mask = self._sound_messages() if self._has_messages else self._written(self._prompts)
+        return mask if self._answers is None else mask & self._written(self._answers)
+
+    def _written(self, column: Any) -> Mask:
+        """Cells that hold something: no null, no NaN and no blanks."""
         import pyarrow.compute as pc
 
-        is_sound = pc.is_valid(self._answers)
-        texts = self.texts()
-        is_sound = pc.and_(is_sound, pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
-        mask = _mask(is_sound)
-        return mask & self._sound_messages() if self._has_messages else mask
+        if _is_text(self._pa, column.type):
+            length = pc.binary_length(pc.utf8_trim_whitespace(column.cast(self._pa.large_string())))
+            return _mask(pc.fill_null(pc.greater(length, 0), False))
+        if self._pa.types.is_floating(column.type):
+            return _mask(pc.fill_null(pc.is_finite(column.cast(self._pa.float64())), False))
+        return _mask(pc.is_valid(column))
 
     def texts(self) -> Any:
         """What tells prompts apart: the text, or roles and contents of all messages."""
@@ -89,11 +111,21 @@ class Columns:
     def prompt(self, row: int, *, index: int) -> Prompt:
         """The prompt of a row, under the position that a run knows it by."""
         value = self._prompts[row].as_py()
-        answer = _answer(self._answers[row].as_py())
+        columns = _Row(self._table, row, without=self.asked_in)
         if not self._has_messages:
-            return Prompt(index=index, text=value, answer=answer)
+            return Prompt(index=index, text=value, answer=self._answer(row), columns=columns)
         messages = tuple(Message(role=entry["role"], content=entry["content"]) for entry in value)
-        return Prompt(index=index, text=messages[-1].content, answer=answer, messages=messages)
+        text = messages[-1].content
+        return Prompt(index=index, text=text, answer=self._answer(row), messages=messages, columns=columns)
+
+    def _answer(self, row: int) -> str:
+        if self._answers is None:
+            return ""
+        value = self._answers[row].as_py()
+        if self._pa.types.is_float32(self._answers.type):
+            # Of so many digits as its own type has.
+            value = float(str(np.float32(value)))
+        return written(value)
 
     def kept(self, config: DataConfig) -> Mask:
         """Rows that `where`, `at_least` and `at_most` keep.
@@ -142,7 +174,7 @@ class Columns:
             roles = values.field("role").cast(self._pa.string())
             known = _mask(pc.is_in(roles, value_set=self._pa.array(ROLES)))
             known &= _mask(pc.is_valid(values.field("content")))
-            is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False))
+            is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & self._written(values.field("content"))
             # Counts of bad messages before each one: a difference says how many a row has.
             bad = np.concatenate(([0], np.cumsum(~known)))
             lengths = np.diff(offsets)
@@ -152,13 +184,40 @@ class Columns:
         return np.concatenate(masks)
 
 
+class _Row(Mapping[str, Any]):
+    """The columns of a row but for the prompt, each read when it is asked for."""
+
+    def __init__(self, table: Any, row: int, *, without: str) -> None:
+        self._table, self._row, self._without = table, row, without
+
+    def __getitem__(self, name: str) -> Any:
+        if name == self._without:
+            raise KeyError(name)
+        return plain(self._table.column(name)[self._row].as_py())
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._table.column_names if name != self._without)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 _OTHER = "name the column of the prompt's text, or task.data.messages"
 
 
 def _column(table: Any, key: str, name: str) -> Any:
-    if name not in table.column_names:
+    """A column by its name, or by a path such as `reward_model.ground_truth` into a column of tables."""
+    import pyarrow.compute as pc
+
+    first, *rest = [name] if name in table.column_names else name.split(".")
+    if first not in table.column_names:
         raise ConfigError(key, f"there is no column {name}; there are {', '.join(table.column_names)}"[:500])
-    column = table.column(name)
+    column = table.column(first)
+    for part in rest:
+        fields = [field.name for field in column.type] if str(column.type).startswith("struct") else []
+        if part not in fields:
+            raise ConfigError(key, f"there is no {part} of {name}; there are {', '.join(fields) or 'no fields'}"[:500])
+        column = pc.struct_field(column, part)
     return column.cast(column.type.value_type) if str(column.type).startswith("dictionary") else column
 
 
@@ -178,9 +237,3 @@ def _mask(values: Any) -> Mask:
         values = values.combine_chunks()
     mask: Mask = np.asarray(values.to_numpy(zero_copy_only=False), np.bool_)
     return mask
-
-
-def _answer(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
-    return str(value)

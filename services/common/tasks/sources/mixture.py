@@ -153,8 +153,9 @@ class MixtureTask:
 
     def _mixed(self, index: int, number: int, inner: Prompt) -> MixedPrompt:
         return MixedPrompt(
-            index=index, text=inner.text, answer=inner.answer, messages=inner.messages, number=number, inner=inner
-        )
+            index=index, text=inner.text, answer=inner.answer, messages=inner.messages, columns=inner.columns,
+            number=number, inner=inner,
+        )  # fmt: skip
 
 
 def _interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -22,6 +22,7 @@ from heterorl.common.tasks.matching import Matcher
 from heterorl.common.tasks.sources.columns import Columns
 from heterorl.common.tasks.sources.config import DataConfig
 from heterorl.common.tasks.sources.files import Loaded
+from heterorl.common.tasks.sources.length import short_ones
 from heterorl.common.tasks.task import Measure, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
@@ -44,6 +45,7 @@ class TableTask:
         evaluation_size: int,
         matcher: Matcher,
         measure: Measure | None,
+        needs_answers: bool = True,
     ) -> None:
         """Choose the rows.
 
@@ -54,25 +56,26 @@ class TableTask:
             evaluation_size: how many different prompts are held out of `loaded`.
             matcher: compares answers.
             measure: counts tokens, where the configuration bounds them.
+            needs_answers: whether a row without an answer gets no reward.
 
         Raises:
             ConfigError: too few rows are left, or a column is not what it should be.
         """
-        self._columns = columns = Columns(loaded.table, config)
+        self._columns = columns = Columns(loaded.table, config, needs_answers)
         self._held_columns = columns
         rows = _chosen("task.name", columns, config, measure)
         if held_out is None:
             self._rows, self._held_rows = _split(columns, rows, evaluation_size)
         else:
-            self._held_columns = Columns(held_out.table, config)
+            self._held_columns = Columns(held_out.table, config, needs_answers)
             self._held_rows = _chosen("task.data.evaluation_split", self._held_columns, config, measure)
             self._rows = _without(columns, rows, self._held_columns, self._held_rows)
         _release()
         self._matcher = matcher
         self.num_workers = matcher.num_workers
         self._words = [
-            "table 1", loaded.digest, held_out.digest if held_out else "", matcher.name,
-            config.messages or config.prompt, bool(config.messages), config.answer,
+            "table 2", loaded.digest, held_out.digest if held_out else "", matcher.name,
+            columns.asked_in, columns.answered_in,
         ]  # fmt: skip
         self._count()
 
@@ -138,28 +141,14 @@ def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | N
         _LOG.warning("%s: %d rows without a prompt or an answer are left out, the first is row %d", key, bad, first)
     rows: Rows = np.flatnonzero(sound & kept)
     if config.max_prompt_tokens:
-        rows = _short(columns, rows, config.max_prompt_tokens, measure)
+
+        def prompt_at(position: int) -> Prompt:
+            return columns.prompt(int(rows[position]), index=0)
+
+        rows = rows[short_ones(rows.size, prompt_at, most=config.max_prompt_tokens, measure=measure)]
     if not rows.size:
         raise ConfigError(key, f"no prompt is left of {columns.num_rows} rows", action="look at [task.data]")
     return rows
-
-
-def _short(columns: Columns, rows: Rows, most: int, measure: Measure | None) -> Rows:
-    """Rows whose prompts have at most so many tokens."""
-    if measure is None:
-        raise ConfigError("task.data.max_prompt_tokens", "counts tokens, and no tokenizer is here", action="remove it")
-    lengths: list[int | None] = []
-    for first in range(0, rows.size, _AT_ONCE):
-        lengths += measure([columns.prompt(int(row), index=0) for row in rows[first : first + _AT_ONCE]])
-    refused = [int(row) for row, length in zip(rows, lengths, strict=True) if length is None]
-    if refused:
-        problem = "%d of %d prompts are refused by the model's template and left out, the first is row %d"
-        _LOG.warning(problem, len(refused), rows.size, refused[0])
-    keep = np.array([length is not None and length <= most for length in lengths], np.bool_)
-    num_long = int((~keep).sum()) - len(refused)
-    if num_long:
-        _LOG.info("task.data.max_prompt_tokens: %d of %d prompts are longer and left out", num_long, rows.size)
-    return rows[keep]
 
 
 def _split(columns: Columns, rows: Rows, size: int) -> tuple[Rows, Rows]:

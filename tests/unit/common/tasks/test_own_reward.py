@@ -327,7 +327,7 @@ def test_worker_ends_by_itself_when_nobody_is_left_to_kill_it(place):
         process.stdin.write(json.dumps(job).encode() + b"\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["ready"] is True
-        request = {"prompt": "p", "completion": "hang", "answer": "a", "cpu_s": 60.0, "limit_s": 0.5}
+        request = {"prompt": "p", "completion": "hang", "answer": "a", "columns": {}, "cpu_s": 60.0, "limit_s": 0.5}
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
 
@@ -353,3 +353,107 @@ def test_several_workers_score_a_group_at_once(place):
     scores = score_group(task, task.prompt(0), [str(here)] * 6)
 
     assert [parts[0].value for parts in scores] == [3.0] * 6
+
+
+FORMS = """
+def by_name(completion, level, answer=None, tags=(), **more):
+    return {"level": float(level), "tags": float(len(tags)), "more": float(sorted(more) == ["messages", "note", "prompt", "whole"]),
+            "answer": float(answer)}
+
+def in_order(a, b, c, *, level):
+    return float(level) + float((a, b, c) == ("q1", "seven", "1"))
+
+def two(prompt, completion):
+    return float((prompt, completion) == ("q1", "seven"))
+
+def thinking(completion, whole, messages):
+    return {"rest": float(completion == "seven"), "whole": float(whole == "<think>six</think>seven"),
+            "asked": float(messages[-1]["content"] == "q1")}
+
+def trl(prompts, completions, answer, **columns):
+    assert sorted(columns) == ["level", "note", "tags"], columns
+    assert prompts == ["q1"] and completions == ["<think>six</think>seven"], (prompts, completions)
+    return [level + one for level, one in zip(columns["level"], answer)]
+
+def trl_short(completions, level, **kwargs):
+    return [float(len(one)) for one in completions]
+
+def trl_chat(prompts, completions, **kwargs):
+    return [float(len(one)) + (each[-1]["content"] == "seven") + (each[0]["role"] == "assistant")
+            for one, each in zip(prompts, completions)]
+
+def trl_ids(completions, completion_ids, **kwargs):
+    return [0.0]
+
+def trl_none(completions, **kwargs):
+    return [None]
+
+def trl_number(completions, **kwargs):
+    return 1.0
+
+def missing(completion, difficulty):
+    return 1.0
+"""
+
+
+def formed(directory, reward, rows=None, **options):
+    write(directory, "forms.py", FORMS)
+    rows = rows or [{"prompt": f"q{n}", "answer": n, "level": n, "tags": ["a", "b"], "note": None} for n in (1, 1, 2)]
+    path = write(directory, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return build_task(
+        TaskConfig(
+            name=f"jsonl:{path}", evaluation_size=1, reward=f"forms:{reward}", reward_path=str(directory), **options
+        )
+    )
+
+
+def q1(task):
+    every = [task.prompt(index) for index in range(task.num_prompts)] + [task.evaluation_prompt(0)]
+    return next(prompt for prompt in every if prompt.messages or prompt.text == "q1")
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts"),
+    [
+        ("by_name", {"level": 1.0, "tags": 2.0, "more": 1.0, "answer": 1.0}),
+        ("in_order", {"reward": 2.0}),
+        ("two", {"reward": 1.0}),
+        ("thinking", {"rest": 1.0, "whole": 1.0, "asked": 1.0}),
+        ("trl", {"reward": 2.0}),
+        ("trl_short", {"reward": 23.0}),
+    ],
+)
+def test_a_reward_is_given_what_its_signature_asks_for(tmp_path, reward, parts):
+    task = formed(tmp_path, reward)
+    try:
+        found = task.score(q1(task), "<think>six</think>seven")
+        assert {part.name: part.value for part in found} == parts
+    finally:
+        task.close()
+
+
+def test_messages_reach_a_reward_of_trl_as_messages(tmp_path):
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q1"}]
+    rows = [{"prompt": [*said[:1], {"role": "user", "content": f"q{n}"}]} for n in range(3)]
+
+    task = formed(tmp_path, "trl_chat", rows)
+    try:
+        assert task.score(task.prompt(0), "seven")[0].value == 4.0
+    finally:
+        task.close()
+
+
+def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_path):
+    with pytest.raises(ConfigError, match="task.reward: forms:trl_ids.*asks for completion_ids, which no reward"):
+        formed(tmp_path, "trl_ids")
+    with pytest.raises(
+        ConfigError, match="task.reward: forms:missing asks for difficulty; the rows have answer, level"
+    ):
+        formed(tmp_path, "missing")
+    for reward, words in (("trl_none", "returned None"), ("trl_number", "a list of one number, and returned 1.0")):
+        task = formed(tmp_path, reward)
+        try:
+            with pytest.raises(RewardError, match=words):
+                task.score(q1(task), "seven")
+        finally:
+            task.close()

@@ -236,7 +236,7 @@ def test_digest_is_of_content_and_not_of_places(place):
     ("hf:{set}", {"evaluation_split": "nope"}, "task.data.evaluation_split"),
     ("hf:{set}", {"subset": "nope"}, "task.name"),
     ("hf:{set}", {"prompt": "question"}, "task.data.prompt: there is no column question; there are prompt, answer"),
-    ("hf:{set}", {"prompt": "level"}, "task.data.prompt: column level is int64, not text"),
+    ("hf:{set}", {"prompt": "level"}, "task.data.prompt: column level is int64, neither text nor messages"),
     ("hf:{set}", {"messages": "prompt"}, "task.data.messages: column prompt is string"),
     ("hf:{set}", {"where": {"kind": 1}}, "task.data.where.kind"),
     ("hf:{set}", {"where": {"level": "easy"}}, "task.data.where.level"),

@@ -1,0 +1,197 @@
+"""Cells of data sets as prompts and answers: how numbers are written, what is absent, and which columns are taken."""
+
+import decimal
+import json
+import logging
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.sources.values import written
+
+ASKED = [f"q{number}" for number in range(6)]
+
+
+def parquet(path, columns):
+    pq.write_table(pa.table(columns), path / "rows.parquet")
+    return f"parquet:{path / 'rows.parquet'}"
+
+
+def jsonl(path, rows):
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path / 'rows.jsonl'}"
+
+
+def built(name, *, data=None, measure=None, **changes):
+    return build_task(TaskConfig(name=name, data=data or {}, evaluation_size=1, **changes), measure=measure)
+
+
+def prompts(task):
+    every = [task.prompt(index) for index in range(task.num_prompts)]
+    return sorted(
+        [*every, *(task.evaluation_prompt(index) for index in range(task.num_evaluation_prompts))],
+        key=lambda prompt: prompt.text,
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (72.0, "72"), (1e5, "100000"), (0.1, "0.1"), (-2.50, "-2.5"), (-0.0, "0"), (1e-7, "0.0000001"), (1e300, "1e+300"),
+        (3, "3"), (" 7 ", " 7 "), (decimal.Decimal("72.00"), "72"), ([1, "a"], '[1, "a"]'), ({"b": 1}, '{"b": 1}'),
+        (None, ""), (math.nan, ""), (math.inf, ""), ("", ""), (" \n", ""), (decimal.Decimal("NaN"), ""),
+    ],
+)  # fmt: skip
+def test_a_number_is_written_as_a_person_writes_it_and_absence_is_no_answer(cell, text):
+    assert written(cell) == text
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16(), pa.decimal128(9, 3)])
+def test_a_column_of_numbers_is_read_alike_whatever_its_type(tmp_path, kind):
+    cells = [72, 0.5, None, 100, 2.25, -3]
+    values = [cell if cell is None or pa.types.is_floating(kind) else decimal.Decimal(str(cell)) for cell in cells]
+    if pa.types.is_float16(kind):
+        values = pa.array(values, pa.float32()).cast(kind)
+    task = built(parquet(tmp_path, {"prompt": ASKED, "answer": pa.array(values, kind)}))
+
+    assert [prompt.answer for prompt in prompts(task)] == ["72", "0.5", "100", "2.25", "-3"]
+
+
+def test_a_short_float_has_no_digits_of_a_long_one(tmp_path):
+    task = built(parquet(tmp_path, {"prompt": ASKED, "answer": pa.array([0.1, 0.7, 1.3, 2, 3, 4], pa.float32())}))
+
+    assert [prompt.answer for prompt in prompts(task)] == ["0.1", "0.7", "1.3", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [["1", "", "3", " \n", None, "6"], [1.0, math.nan, 3.0, math.inf, None, 6.0], [1, None, 3, None, None, 6]],
+)
+def test_rows_of_a_table_without_an_answer_are_left_out_and_counted(tmp_path, caplog, answers):
+    with caplog.at_level(logging.WARNING):
+        task = built(parquet(tmp_path, {"prompt": ASKED, "answer": answers}))
+
+    assert [prompt.answer for prompt in prompts(task)] == ["1", "3", "6"]
+    assert "3 rows without a prompt or an answer are left out, the first is row 1" in caplog.text
+
+
+@pytest.mark.parametrize("absent", [None, "", " \t", math.nan, math.inf])
+def test_a_line_without_an_answer_is_refused(tmp_path, absent):
+    rows = [{"prompt": asked, "answer": absent if asked == "q3" else "1"} for asked in ASKED]
+
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 4: answer is .*, and no answer"):
+        built(jsonl(tmp_path, rows))
+
+
+def test_a_prompt_of_blanks_is_none(tmp_path):
+    asked = ["a", " \n", "b", "", "c"]
+    task = built(parquet(tmp_path, {"prompt": asked, "answer": ["1"] * 5}))
+    assert [prompt.text for prompt in prompts(task)] == ["a", "b", "c"]
+
+    with pytest.raises(ConfigError, match="line 2: prompt is empty"):
+        built(jsonl(tmp_path, [{"prompt": text, "answer": "1"} for text in asked]))
+
+    said = [[{"role": "user", "content": text}] for text in asked]
+    task = built(parquet(tmp_path, {"messages": said, "answer": ["1"] * 5}))
+    assert [prompt.text for prompt in prompts(task)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_a_list_of_messages_is_a_prompt_by_itself(tmp_path, name):
+    rows = [{name: [{"role": "user", "content": asked}], "answer": "1"} for asked in ASKED]
+
+    for task in (built(jsonl(tmp_path, rows)), built(parquet(tmp_path, pa.Table.from_pylist(rows).to_pydict()))):
+        assert [prompt.text for prompt in prompts(task)] == ASKED
+        assert all(prompt.messages[0].role == "user" for prompt in prompts(task))
+
+
+def test_a_column_prompt_comes_before_a_column_messages(tmp_path):
+    rows = [{"prompt": asked, "messages": [{"role": "user", "content": "x"}], "answer": "1"} for asked in ASKED]
+
+    task = built(jsonl(tmp_path, rows))
+    assert [prompt.text for prompt in prompts(task)] == ASKED
+    assert prompts(task)[0].columns["messages"] == [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a", "answer": "1"}], "line 1: there is no prompt; there are question, answer"),
+        ([["prompt", "answer"]], "line 1 is JSON, but no object"),
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "line 2: there is no answer"),
+        ([{"prompt": {"a": 1}, "answer": "1"}], "line 1: prompt is neither text nor a list of messages"),
+    ],
+)
+def test_what_is_missing_is_named_without_words_of_python(tmp_path, rows, message):
+    with pytest.raises(ConfigError, match=message):
+        built(jsonl(tmp_path, rows))
+
+
+LENGTH = {"rewards": [{"kind": "http", "name": "length", "url": "http://127.0.0.1:9/"}]}
+
+
+def test_rows_need_an_answer_only_where_the_reward_does(tmp_path):
+    name = jsonl(tmp_path, [{"prompt": asked} for asked in ASKED])
+    table = parquet(tmp_path, {"prompt": ASKED})
+
+    for each in (name, table):
+        assert [prompt.answer for prompt in prompts(built(each, **LENGTH))] == [""] * 6
+        with pytest.raises(ConfigError, match="no (column )?answer"):
+            built(each)
+        with pytest.raises(ConfigError, match="no (column )?solution"):
+            built(each, data={"answer": "solution"}, **LENGTH)
+        with pytest.raises(ConfigError, match="task.data.answer: is empty, and the reward compares"):
+            built(each, data={"answer": ""})
+    judge = {"kind": "judge", "name": "j", "url": "http://127.0.0.1:9/", "model": "m"}
+    assert built(name, rewards=[{**judge, "rubric": "{completion}"}]).num_prompts == 5
+    with pytest.raises(ConfigError, match="line 1: there is no answer"):
+        built(name, rewards=[{**judge, "rubric": "{completion} {answer}"}])
+
+
+def test_a_set_with_gaps_among_its_answers_can_be_read_without_them(tmp_path):
+    rows = [{"prompt": asked, "answer": None if asked == "q2" else 1} for asked in ASKED]
+    name = jsonl(tmp_path, rows)
+
+    with pytest.raises(ConfigError, match=r'line 3: answer is null.*task.data.answer = "" reads no answers at all'):
+        built(name, **LENGTH)
+    assert {prompt.answer for prompt in prompts(built(name, data={"answer": ""}, **LENGTH))} == {""}
+
+
+def test_the_other_columns_of_a_row_go_with_its_prompt_and_into_the_digest(tmp_path):
+    rows = [{"prompt": asked, "answer": 1.0, "level": number, "tags": ["a"]} for number, asked in enumerate(ASKED)]
+
+    task = built(jsonl(tmp_path, rows))
+    table = built(parquet(tmp_path, pa.Table.from_pylist(rows).to_pydict()))
+    for each in (task, table):
+        assert dict(prompts(each)[2].columns) == {"answer": 1.0, "level": 2, "tags": ["a"]}
+        assert "prompt" not in prompts(each)[2].columns
+    rows[0]["level"] = 7
+    assert built(jsonl(tmp_path, rows)).digest != task.digest
+
+
+def refusing(some):
+    """Counts letters, and refuses prompts with a question mark, as a template may."""
+    if any("?" in prompt.text for prompt in some):
+        raise PromptRefused("use_chat_template", "no questions")
+    return [len(prompt.text) for prompt in some]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_long_prompts_of_every_source_are_left_out_and_counted(tmp_path, caplog, kind):
+    asked = ["a", "bb", "ccc", "d?", "eeeeee", "fffffff"]
+    rows = [{"prompt": text, "answer": "1"} for text in asked]
+    name = jsonl(tmp_path, rows) if kind == "jsonl" else parquet(tmp_path, {"prompt": asked, "answer": ["1"] * 6})
+
+    with caplog.at_level(logging.WARNING):
+        task = built(name, data={"max_prompt_tokens": 3}, measure=refusing)
+    assert [prompt.text for prompt in prompts(task)] == ["a", "bb", "ccc"]
+    assert "2 of 6 prompts have more than 3 tokens and are left out" in caplog.text
+    assert "the template refuses 1 of 6 prompts" in caplog.text
+    with pytest.raises(ConfigError, match="task.data.max_prompt_tokens: counts tokens, and no tokenizer is here"):
+        built(name, data={"max_prompt_tokens": 3})
+    with pytest.raises(ConfigError, match="no prompt .*is left"):
+        built(name, data={"max_prompt_tokens": 1}, measure=lambda some: [9 for _ in some])

@@ -156,8 +156,8 @@ class WeightedTask:
         Raises:
             RewardError: nothing is known.
         """
-        own = (each.source for each in self.rewards if each.is_own_score)
-        return next((problem for source in own if (problem := answer_problem_of(source, prompt))), "")
+        every = (answer_problem_of(each.source, prompt) for each in self.rewards)
+        return next((problem for problem in every if problem), "")
 
     def without_remote(self) -> WeightedTask:
         """The same where nobody else is asked: their values are ABSENT. They stay this task's, to be closed."""

@@ -1,5 +1,7 @@
 """Which block of a completion is its code, in the forms that models write."""
 
+import textwrap
+
 import pytest
 
 from heterorl.common.tasks.rewards.sandbox.blocks import Block, blocks_of, python_of
@@ -29,14 +31,18 @@ def test_blocks_around_it_do_not_hide_the_code(text):
     assert python_of(text) == CODE
 
 
-@pytest.mark.parametrize("fence", ["```", "```py", "```Python3", "``` python ", "   ```python", "```python title=x.py"])
+@pytest.mark.parametrize(
+    "fence",
+    ["```", "```py", "```Python3", "``` python ", "   ```python", "```python title=x.py", "```{.python}",
+     "```python:x.py", "```{python}"],
+)  # fmt: skip
 def test_a_fence_may_have_a_name_of_python_or_none(fence):
     assert python_of(f"{fence}\n{CODE}```") == CODE
     assert python_of(f"{fence}\r\n{CODE}```\r\n") == CODE
 
 
 @pytest.mark.parametrize(
-    "fence", ["```text", "```pythonic", "```c++", "~~~python", "``python", "```python, says he", "```."]
+    "fence", ["```text", "```pythonic", "```c++", "~~python", "``python", "```python, says he", "```.", "so ~~~python"]
 )
 def test_another_fence_opens_no_python(fence):
     assert python_of(f"{fence}\n{CODE}```") is None
@@ -65,8 +71,33 @@ def test_back_ticks_inside_the_code_are_part_of_it(code):
     assert python_of(f"So:\n````python\n```\n{code}````\nDone.") == f"```\n{code}"
 
 
-def test_what_nothing_closes_is_no_block():
-    assert python_of(f"```python\n{CODE}") is None
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"~~~python\n{CODE}~~~",
+        f"~~~~~ py\n{CODE}~~~~~\nDone.",
+        f"1. First:\n\n   ~~~python\n{textwrap.indent(CODE, '   ')}   ~~~\n",
+        f"1. First:\n\n   ```python\n{textwrap.indent(CODE, '   ')}   ```\n",
+        f"- ```python\n{textwrap.indent(CODE, '  ')}  ```\n",
+        f"* a\n    * b\n\n        ```python\n{textwrap.indent(CODE, '        ')}        ```\n",
+        f"> Quoted:\n> ```python\n{textwrap.indent(CODE, '> ')}> ```\n",
+        f"\t```python\n{textwrap.indent(CODE, chr(9))}\t```\n",
+    ],
+)
+def test_a_block_of_tildes_in_a_list_or_in_a_quote_is_read_as_markdown_says(text):
+    assert python_of(text) == CODE
+
+
+def test_back_ticks_between_tildes_and_tildes_between_back_ticks_are_code():
+    assert python_of('~~~python\nA = """\n```\n"""\n~~~\n') == 'A = """\n```\n"""\n'
+    assert python_of('```python\nA = """\n~~~\n"""\n```\n') == 'A = """\n~~~\n"""\n'
+    assert python_of('```python\n    """a\n  b"""\n    x = 1\n```') == '"""a\nb"""\nx = 1\n'
+
+
+def test_what_nothing_closes_goes_to_the_end_where_no_block_is_closed():
+    assert python_of(f"```python\n{CODE}") == CODE
+    assert python_of(f"As said:\n```\nf(2) is 4\n```\nSo:\n```python\n{CODE}") == CODE
+    assert python_of("```python\n") is None
     assert python_of(f"{RIGHT}\nor\n```python\ndef g(") == CODE
     assert list(blocks_of("a ```py\none\n``` b ```\ntwo\n``` c")) == [
         Block(word="py", text="one\n"), Block(word="", text="two\n"),

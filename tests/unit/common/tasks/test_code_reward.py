@@ -20,10 +20,10 @@ from heterorl.common.tasks.rewards.process import PATIENCE
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, outcome, seccomp
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import Sandbox as RealSandbox
-from heterorl.common.tasks.rewards.sandbox.code import Test as UnitTest
 from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, tried
-from heterorl.common.tasks.rewards.sandbox.code import tests_of as unit_tests_of
 from heterorl.common.tasks.rewards.sandbox.outcome import START_TIMEOUT_S, Limits, Outcome
+from heterorl.common.tasks.rewards.sandbox.unit_tests import Test as UnitTest
+from heterorl.common.tasks.rewards.sandbox.unit_tests import tests_of as unit_tests_of
 from heterorl.common.types.rollout import RewardPart
 
 pytestmark = pytest.mark.process
@@ -541,14 +541,14 @@ def test_limits_and_python_are_part_of_the_contract_and_directories_are_not(tmp_
 
 
 def test_tests_are_read_in_the_forms_that_data_sets_have():
-    assert unit_tests_of("assert f(1)") == [UnitTest(code="assert f(1)")]
-    assert unit_tests_of('["assert f(1)"]') == [UnitTest(code="assert f(1)")]
+    assert unit_tests_of("assert f(1)", {}) == [UnitTest(code="assert f(1)")]
+    assert unit_tests_of('["assert f(1)"]', {}) == [UnitTest(code="assert f(1)")]
     program = UnitTest(standard_input="1", standard_output="2")
-    assert unit_tests_of('{"tests": [{"stdin": "1", "stdout": "2"}]}') == [program]
-    assert unit_tests_of('{"inputs": ["1"], "outputs": ["2"]}') == [program]
+    assert unit_tests_of('{"tests": [{"stdin": "1", "stdout": "2"}]}', {}) == [program]
+    assert unit_tests_of('{"inputs": ["1"], "outputs": ["2"]}', {}) == [program]
     for wrong in ("", "[1]", "{}", '[{"stdin": "1"}]', json.dumps(["x"] * 129)):
         with pytest.raises(ValueError, match="test"):
-            unit_tests_of(wrong)
+            unit_tests_of(wrong, {})
 
 
 def test_the_last_block_of_python_is_the_code():

@@ -1,9 +1,5 @@
 """Unit tests of the code in a completion. Runs in a worker process, the foreign code in a sandbox of it.
 
-An answer is its tests: JSON, a list (or an object with the list `tests`) of entries, each a text of Python that runs
-after the completion's code and passes by ending, or {"stdin": ..., "stdout": ...}; an object with the lists `inputs`
-and `outputs`; or, where it is no JSON, one text of Python.
-
 Guarantees: code that fails, hangs, takes too much or says too much fails its test, which is a value; a sandbox that
 cannot be built is an error and no value.
 """
@@ -13,26 +9,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from heterorl.common.tasks.rewards.process import PATIENCE
 from heterorl.common.tasks.rewards.sandbox.blocks import python_of
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, Sandbox, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.outcome import Limits, Outcome
+from heterorl.common.tasks.rewards.sandbox.unit_tests import Test, tests_of
 
-MAX_TESTS = 128
 MAX_CODE_CHARS = 1 << 18
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Test:
-    """One test: Python code after the completion's, or what a program reads and is to write."""
-
-    code: str = ""
-    standard_input: str = ""
-    standard_output: str | None = None
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
@@ -51,7 +38,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         raise ValueError(str(error)) from error
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        tests = tests_of(request["answer"])
+        tests = tests_of(request["answer"], request["columns"])
         code = code_of(request["completion"], needs_block=job["needs_block"])
         if code is None:
             return {"value": 0.0, "share": 0.0}
@@ -108,14 +95,14 @@ def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, Outcome]:
     else:
         token = secrets.token_hex(16)
         second = json.dumps({"code": test.code, "token": token}).encode() + b"\n"
-        outcome = sandbox.run(_order("function", code), second, standard_input=b"")
+        outcome = sandbox.run(_order("function", code, before=test.before), second, standard_input=b"")
         is_right = outcome.report.endswith(f"loaded\n{token}".encode())
     # Processor time of all its processes: a process alone is ended by its own limit.
     return outcome.status == 0 and is_right and outcome.used_s <= sandbox.limits.cpu_s, outcome
 
 
-def _order(kind: str, code: str) -> bytes:
-    return json.dumps({"kind": kind, "code": code}).encode() + b"\n"
+def _order(kind: str, code: str, *, before: str = "") -> bytes:
+    return json.dumps({"kind": kind, "code": code, "before": before}).encode() + b"\n"
 
 
 def _lines(text: str) -> list[str]:
@@ -131,33 +118,3 @@ def code_of(completion: str, *, needs_block: bool) -> str | None:
     block = python_of(completion)
     code = block if block is not None else "" if needs_block else completion
     return code if code.strip() and len(code) <= MAX_CODE_CHARS else None
-
-
-def tests_of(answer: str) -> list[Test]:
-    """The tests that an answer holds.
-
-    Raises:
-        ValueError: none, too many, or what is no test.
-    """
-    try:
-        entries: Any = json.loads(answer)
-    except (ValueError, RecursionError):
-        entries = [answer]
-    if isinstance(entries, dict) and "inputs" in entries and "outputs" in entries:
-        entries = [
-            {"stdin": given, "stdout": wanted}
-            for given, wanted in zip(entries["inputs"], entries["outputs"], strict=True)
-        ]
-    if isinstance(entries, dict):
-        entries = entries.get("tests")
-    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_TESTS:
-        raise ValueError(f"the answer of the prompt holds no list of 1 to {MAX_TESTS} tests")
-    return [_test(entry) for entry in entries]
-
-
-def _test(entry: Any) -> Test:
-    if isinstance(entry, str) and entry.strip():
-        return Test(code=entry)
-    if isinstance(entry, dict) and isinstance(entry.get("stdout"), str) and isinstance(entry.get("stdin", ""), str):
-        return Test(standard_input=entry.get("stdin", ""), standard_output=entry["stdout"])
-    raise ValueError(f"no test: {entry!r:.80}; write a text of Python, or stdin and stdout")

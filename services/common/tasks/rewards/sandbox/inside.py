@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import time
+import types
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 
@@ -57,12 +58,14 @@ def main() -> None:
         # Its output is judged outside; nothing of ours is left open.
         orders.close()
         os.close(report)
-        _run(order["code"], "__main__")
+        _run(order["code"], _module("__main__"))
         return
-    names = _run(order["code"], "solution")
+    module = _module("solution")
+    _run(order["before"], module)
+    _run(order["code"], module)
     os.write(report, b"loaded\n")
     test = json.loads(orders.readline())
-    _run(test["code"], "test", names)
+    _run(test["code"], module, "test.py")
     os.write(report, test["token"].encode())
 
 
@@ -84,11 +87,16 @@ def _give_up(program: bytes) -> None:
         raise OSError(ctypes.get_errno(), "this kernel filters no calls (CONFIG_SECCOMP_FILTER)")
 
 
-def _run(code: str, name: str, names: "dict[str, object] | None" = None) -> "dict[str, object]":
-    names = {} if names is None else names
-    names["__name__"] = name
-    exec(compile(code, f"{name}.py", "exec"), names)  # noqa: S102 - inside the sandbox, which runs what a model wrote
-    return names
+def _module(name: str) -> types.ModuleType:
+    """A module that the code is to be of, found by its name as classes and pickle look for it."""
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = "solution.py"
+    sys.argv = [module.__file__]
+    return module
+
+
+def _run(code: str, module: types.ModuleType, file: str = "solution.py") -> None:
+    exec(compile(code, file, "exec"), module.__dict__)  # noqa: S102 - inside the sandbox, which runs what a model wrote
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.config import CodeRewardConfig
 from heterorl.common.tasks.rewards.near import NEAR, NearLimit
 from heterorl.common.tasks.rewards.process import PATIENCE, START_TIMEOUT_S, LoadFailed, RewardPool
 from heterorl.common.tasks.rewards.remote.reward import WHOLE
+from heterorl.common.tasks.rewards.sandbox.unit_tests import COLUMNS, tests_of
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.thoughts import answer_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -43,7 +46,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 3", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 4", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """1 or 0, or the share of tests that pass.
@@ -52,7 +55,9 @@ class CodeReward:
             RewardError: the prompt has no tests, or the sandbox could not be built; that is not a score.
         """
         try:
-            reply = self.pool.ask({"answer": prompt.answer, "completion": completion})
+            reply = self.pool.ask(
+                {"answer": prompt.answer, "columns": _beside(prompt), "completion": answer_of(completion)}
+            )
         except LoadFailed as error:
             raise RewardError(f"the sandbox does not start again: {error}") from error
         except RewardError as error:
@@ -65,6 +70,18 @@ class CodeReward:
         """Whether the score that was given took so long that another machine's may differ without fault."""
         return self._near.has(prompt.index, completion)
 
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why a prompt's answer holds no tests; empty where it does."""
+        try:
+            tests_of(prompt.answer, _beside(prompt))
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def close(self) -> None:
         """Kill the processes, with what runs inside."""
         self.pool.close()
+
+
+def _beside(prompt: Prompt) -> dict[str, Any]:
+    return {name: prompt.columns[name] for name in COLUMNS if name in prompt.columns}

@@ -1,0 +1,157 @@
+"""The unit tests of public data sets: run as they are meant, in the real bubblewrap, and refused where they are unknown."""
+
+import json
+
+import pytest
+
+from heterorl.common.tasks.rewards.config import CodeRewardConfig
+from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
+from heterorl.common.tasks.rewards.sandbox.unit_tests import tests_of as unit_tests_of
+from heterorl.common.tasks.task import Prompt
+
+
+@pytest.fixture(scope="module")
+def reward():
+    config = CodeRewardConfig(name="t", kind="code", credit="share", test_timeout_s=20.0)
+    reward = CodeReward(config, key="k", timeout_s=60.0, num_workers=1)
+    yield reward
+    reward.close()
+
+
+def worth(reward, answer, code, columns=None):
+    """What a completion with this code is worth by the tests of one row."""
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    prompt = Prompt(index=0, text="", answer=text, columns=columns or {})
+    assert reward.answer_problem(prompt) == ""
+    draft = "<think>```python\nraise SystemExit\n```</think>"
+    return reward.score(prompt, f"{draft}So:\n```python\n{code}\n```")[0].value
+
+
+MODULE = """from __future__ import annotations
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple, get_type_hints
+
+@dataclass
+class Node:
+    value: int
+    after: 'Node' = None
+
+class Pair(NamedTuple):
+    a: int
+
+def f(x):
+    node = pickle.loads(pickle.dumps(Node(x, Node(1))))
+    assert get_type_hints(Node)['after'] is Node
+    assert sys.modules[Node.__module__].Node is Node and pickle.loads(pickle.dumps(Pair(x))) == Pair(x)
+    return node.value * 2
+"""
+
+
+@pytest.mark.process
+def test_code_runs_in_a_module_as_python_runs_it(reward):
+    assert worth(reward, ["assert f(4) == 8", "import solution\nassert solution.f(1) == 2"], MODULE) == 1.0
+    program = f"{MODULE}\nif __name__ == '__main__':\n    print(f(int(input())))\n    print(Node.__module__)"
+    assert worth(reward, [{"stdin": "4", "stdout": "8\n__main__"}], program) == 1.0
+    assert worth(reward, ["assert f(4) == 8"], "def f(x): return 8\nif __name__ == '__main__': raise SystemExit") == 1.0
+
+
+TWO_SUM = "class Solution:\n    def twoSum(self, nums: List[int], target: int) -> List[int]:\n"
+RIGHT_SUM = (
+    TWO_SUM + "        return next([i, j] for i, a in enumerate(nums) for j in range(i) if a + nums[j] == target)[::-1]"
+)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("answer", "columns", "right", "wrong"),
+    [
+        (
+            {"fn_name": "add", "inputs": [[3, 4], [1, 1]], "outputs": [7, 2]},
+            {},
+            "def add(a, b): return a + b",
+            "def add(a, b): return 7",
+        ),
+        (
+            {"fn_name": "add", "inputs": [[3, 4]], "outputs": [[7]]},
+            {},
+            "def add(a, b): return a + b",
+            "def add(a, b): return a",
+        ),
+        ({"fn_name": "add", "inputs": ["3\n4"], "outputs": ["7"]}, {}, "def add(a, b): return a + b", "print(7)"),
+        (
+            {"fn_name": "pair", "inputs": [["a"]], "outputs": [["a", 1]]},
+            {},
+            "def pair(s): return (s, 1)",
+            "def pair(s): return s",
+        ),
+        (
+            {"fn_name": "is_odd", "inputs": ["3"], "outputs": ["true"]},
+            {},
+            "def is_odd(n): return n % 2 == 1",
+            "def is_odd(n): return 'true'",
+        ),
+        (
+            {"fn_name": "twoSum", "inputs": [[[2, 7, 9], 9]], "outputs": [[0, 1]]},
+            {},
+            RIGHT_SUM,
+            TWO_SUM + "        return [1, 0]",
+        ),
+        (
+            [{"input": "[2, 7, 9]\n9", "output": "[0, 1]", "testtype": "functional"}],
+            {"metadata": '{"func_name": "twoSum"}'},
+            RIGHT_SUM,
+            TWO_SUM + "        return []",
+        ),
+        (
+            [{"input": "3 4\n", "output": "7\n", "testtype": "stdin"}],
+            {},
+            "print(sum(map(int, input().split())))",
+            "print(8)",
+        ),
+        ({"inputs": [["3", "4"]], "outputs": [["7"]]}, {}, "print(int(input()) + int(input()))", "print(3)"),
+        (
+            "def check(candidate):\n    assert candidate([1, 3]) == 2\n",
+            {"entry_point": "mean"},
+            "def mean(xs: List[int]) -> float: return sum(xs) / len(xs)",
+            "def mean(xs): return 0",
+        ),
+        (
+            ["assert area(1) == 3"],
+            {"test_setup_code": "PI = 3", "test_imports": ["import math"]},
+            "def area(r): return PI * r * r",
+            "def area(r): return r",
+        ),
+    ],
+)
+def test_tests_of_public_data_sets_are_run_as_they_are_meant(reward, answer, columns, right, wrong):
+    assert worth(reward, answer, right, columns) == 1.0
+    assert worth(reward, answer, wrong, columns) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            {"fn_nam": "f", "inputs": ["1"], "outputs": ["1"]},
+            "the key 'fn_nam' of a test is not known; known are fn_name",
+        ),
+        ([{"stdin": "1", "stdout": "1", "timeout": 3}], "the key 'timeout'"),
+        ([{"input": "1", "output": "1", "testtype": "interactive"}], "type 'interactive'"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "names none.*write fn_name"),
+        ({"inputs": [[1, 2]], "outputs": [3]}, "name a function in fn_name"),
+        ({"inputs": ["1", "2"], "outputs": ["3"]}, "not two lists of one length"),
+        ({"fn_name": "f", "inputs": ["what?"], "outputs": ["1"]}, "'what.' is no argument"),
+        ("{'inputs': [1], 'outputs': [2]}", "checks nothing"),
+        ("def check(candidate):\n    assert candidate(1)", "checks nothing"),
+        ('{"inputs": ["1"', "is no Python"),
+        ([], "no list of 1 to"),
+        (["assert f()"] * 129, "no list of 1 to"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_refused_with_their_key(answer, message):
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    with pytest.raises(ValueError, match=message):
+        unit_tests_of(text, {})

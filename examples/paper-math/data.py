@@ -81,7 +81,7 @@ def write(
         prompt, answer = str(row[source.question]).strip(), str(row[source.answer]).strip()
         if prompt and answer and prompt not in without:
             written.setdefault(prompt, answer)
-    lines = (json.dumps({"prompt": prompt, "answer": f"${answer}$"}) + "\n" for prompt, answer in written.items())
+    lines = (json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in written.items())
     path.write_text("".join(lines), encoding="utf-8")
     Console().print(f"{path}: {len(written)} problems, {num_read - len(written)} rows left out", soft_wrap=True)
     return frozenset(written)

@@ -36,8 +36,8 @@ def check_config(
     Exit code 0: it is valid. 2: it is not; each problem is one line.
     """
     loaded = load_service(service, config, set_ or ())
-    counted: list[str] = []
-    found = list(problems(service, loaded, is_loading=not keys_only, say=counted.append))
+    said: list[str] = []
+    found = list(problems(service, loaded, is_loading=not keys_only, say=said.append))
     if len(found) == 1:
         raise found[0]
     if found:
@@ -46,7 +46,7 @@ def check_config(
     if missing := left_to_the_run(service, loaded):
         console.print(f"asked of the run at the start: {', '.join(missing)}", soft_wrap=True)
         console.print(f"accepted beside built-in tasks: {', '.join(loaded.join.accept) or 'nothing'}", soft_wrap=True)
-    for line in [f"{service} configuration is valid", *counted]:
+    for line in [f"{service} configuration is valid", *said]:
         console.print(line, soft_wrap=True)
 
 
@@ -101,7 +101,7 @@ def problems(
     yield from _problem(lambda: task.append(_build_task(config, prompter[0] if prompter else None)))
     if task:
         if prompter:
-            say(_counted(task[0], prompter[0]))
+            say(counted(task[0], prompter[0]))
         yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
 
 
@@ -134,7 +134,7 @@ def _build_task(config: Any, prompter: Any) -> Any:
     return build_task(config.task, measure=None if prompter is None else prompter.num_tokens)
 
 
-def _counted(task: Any, prompter: Any) -> str:
+def counted(task: Any, prompter: Any) -> str:
     """How many prompts a task has, and the longest of some that are spread over it."""
     from heterorl.common.tasks.sources.length import lengths_of
 

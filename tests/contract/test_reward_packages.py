@@ -37,7 +37,9 @@ def test_shipped_configuration_is_valid_and_scores_an_answer_in_its_own_packages
     assert result.returncode == 0, result.stdout + result.stderr
     said = result.stdout.splitlines()
     assert said[0] == f"{role} configuration is valid"
-    assert said[1:] == ([] if role == "coordinator" else ["1.0"])
+    assert [line for line in said[1:] if "prompts to train on" not in line] == (
+        [] if role == "coordinator" else ["1.0"]
+    )
 
 
 @pytest.mark.slow

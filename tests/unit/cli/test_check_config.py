@@ -1,15 +1,19 @@
 """A wrong configuration is told in words: every key, by the path that was written, with what was meant."""
 
+import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
+from heterorl.cli.check_config import counted
 from heterorl.cli.main import app
 from heterorl.common.process.config import InvalidConfig, load
 from heterorl.common.process.config_words import PATTERNS, all_keys
+from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.lab.config import ExperimentConfig
 from heterorl.learner.config import LearnerConfig
@@ -182,3 +186,20 @@ def test_short_file_of_a_sampler_says_what_will_be_asked(tmp_path):
     asked = "asked of the run at the start: task, lora, chat_template_arguments, group_size, use_chat_template"
     assert asked in result.output
     assert "accepted beside built-in tasks: jsonl:/data" in result.output
+
+
+def test_the_longest_prompt_is_counted(tmp_path):
+    rows = [{"prompt": "a" * length, "answer": "1"} for length in (3, 1, 40, 7)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = build_task(TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out(tmp_path))))
+
+    words = counted(task, SimpleNamespace(num_tokens=lambda prompts: [len(prompt.text) for prompt in prompts]))
+
+    assert words == "4 prompts to train on, 1 held out; the longest has 40 tokens with its template (prompt 2)"
+
+
+def held_out(directory):
+    path = directory / "held_out.jsonl"
+    path.write_text('{"prompt": "held out", "answer": "1"}\n')
+    return path

@@ -132,6 +132,25 @@ def test_held_out_prompt_that_the_template_refuses_is_left_out(caplog):
     assert caplog.text.count("held-out prompt 1 is left out") == 1
 
 
+def test_held_out_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
+    class Unread(ArithmeticTask):
+        def answer_problem(self, prompt):
+            if prompt.index == 2:
+                raise RewardError("nothing is known")
+            return "cannot be read" if prompt.index == 1 else ""
+
+    task = Unread(digits=2)
+    evaluator = Evaluator(
+        task=task, engine=Answering(task, 3), prompter=Bytes(), num_prompts=4, num_per_prompt=1, seed=0
+    )
+    for version in range(2):
+        evaluation = evaluator.evaluate(Arena(LAYOUT), version)
+
+    assert (evaluation.num_prompts, evaluation.num_completions, evaluation.num_errors) == (3, 3, 0)
+    assert [sample.prompt_index for sample in evaluator.last_samples] == [0, 2, 3]
+    assert caplog.text.count("held-out prompt 1 is left out") == 1
+
+
 def test_what_was_generated_is_there_to_be_read():
     class Failing(ArithmeticTask):
         def score(self, prompt, completion):

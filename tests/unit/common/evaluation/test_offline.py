@@ -184,3 +184,18 @@ def test_prompts_that_are_refused_have_no_reward_and_the_others_have_theirs(capl
 def test_a_set_that_is_refused_altogether_says_why(index):
     with pytest.raises(PromptRefused, match="too long" if index == 2 else "roles must alternate"):
         evaluate_set(Machine(), task=Long(), prompter=Refusing(), draws=draws(), indices=[index])
+
+
+def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
+    class Unread(Echo):
+        def answer_problem(self, prompt):
+            return "cannot be read" if prompt.answer == "3" else ""
+
+    engine = Machine()
+    results = evaluate_set(engine, task=Unread(), prompter=Bytes(), draws=draws(), indices=range(5))
+
+    assert {sample.reward for sample in results[3].samples} == {None}
+    assert {request.prompt.tobytes() for request in engine.requests} == {
+        Bytes().encode_prompt(Prompt(index=0, text=f"p{n}", answer="")).tobytes() for n in (0, 1, 2, 4)
+    }
+    assert "held-out prompt 3 is left out: '3': cannot be read" in caplog.text

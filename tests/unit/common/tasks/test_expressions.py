@@ -2,7 +2,8 @@
 
 import pytest
 
-from heterorl.common.tasks.rewards.expressions import Text, answer_of_row, is_right
+from heterorl.common.tasks.rewards.expressions import answer_of_row, is_right
+from heterorl.common.tasks.rewards.notation import Text
 
 # An answer column, what a box may hold that is right, and what is wrong.
 PAIRS = [
@@ -41,6 +42,7 @@ PAIRS = [
     ("10\u202f080", ["10080"], ["10"]),
     ("1,234", ["1234"], ["1", "234"]),
     ("100,200,300", ["100200300"], ["300"]),
+    ("1,000, 2,000", ["1000, 2000"], ["1000"]),
     ("1.2e5", ["120000", r"1.2 \times 10^5"], ["1.2", "5"]),
     (r"2.5 \times 10^{6}", ["2500000", "2.5e6"], ["2.5"]),
     (r"18\%", ["0.18", "18%", r"\frac{18}{100}"], ["0.17", "1.8"]),
@@ -54,7 +56,7 @@ PAIRS = [
     ("0.00000012", ["1.2e-7"], ["0.0000003"]),
     (r"\frac{1}{3}", ["0.333333"], ["0.3"]),
     (r"\text{(B)}", ["B", "(B)", r"\textbf{B}"], ["C", r"\text{(C)}"]),
-    ("(A)", ["A", "A."], ["B"]),
+    ("(A)", ["A", "A.", "a"], ["B", "b"]),
     ("Tuesday", [r"\text{Tuesday}", "tuesday"], ["Monday", "5"]),
     ("no", ["No"], ["on", "yes"]),
     ("xy", ["yx", r"x \cdot y"], ["x"]),

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.config import CodeRewardConfig
 from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
 from heterorl.common.tasks.rewards.sandbox.unit_tests import tests_of as unit_tests_of
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Prompt, answer_problem_of
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +24,8 @@ def worth(reward, answer, code, columns=None):
     text = answer if isinstance(answer, str) else json.dumps(answer)
     prompt = Prompt(index=0, text="", answer=text, columns=columns or {})
     assert reward.answer_problem(prompt) == ""
-    draft = "<think>```python\nraise SystemExit\n```</think>"
-    return reward.score(prompt, f"{draft}So:\n```python\n{code}\n```")[0].value
+    thoughts = "<think>\n```python\nraise SystemExit\n```"
+    return reward.score(prompt, f"So:\n```python\n{code}\n```\n{thoughts}")[0].value
 
 
 MODULE = """from __future__ import annotations
@@ -155,3 +156,20 @@ def test_tests_that_cannot_be_read_are_refused_with_their_key(answer, message):
     text = answer if isinstance(answer, str) else json.dumps(answer)
     with pytest.raises(ValueError, match=message):
         unit_tests_of(text, {})
+
+
+@pytest.mark.process
+def test_rows_whose_tests_cannot_be_read_are_known_before_they_are_drawn(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    answers = [{"inputs": [[1]], "outputs": [2]}, ["assert f()"], ["assert f()"]]
+    path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": each}) + "\n" for n, each in enumerate(answers)))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "held out", "answer": ["assert f()"]}\n')
+    task = build_task(
+        TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out), rewards=[{"kind": "code", "name": "tests"}])
+    )
+    try:
+        assert [bool(answer_problem_of(task, task.prompt(index))) for index in range(3)] == [True, False, False]
+        assert "fn_name" in answer_problem_of(task, task.prompt(0))
+    finally:
+        close_task(task)

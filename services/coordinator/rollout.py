@@ -53,6 +53,7 @@ class RolloutColumn:
         self._parts = parts
         self._stream: object = None
         """The learner's newest stream of groups; read and written by store operations only."""
+        self._has_stale = False
 
     async def lease_work(
         self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
@@ -107,13 +108,9 @@ class RolloutColumn:
         config = self._parts.config
         limit = config.outstanding_limit
         share = shares.allowance(
-            connection,
-            holder[0],
-            limit=limit,
-            at_least=config.groups_per_version,
-            works_ahead=declared(connection, holder).ahead_s > 0,
-            now=now,
-        )
+            connection, holder[0], limit=limit, at_least=config.groups_per_version,
+            works_ahead=declared(connection, holder).ahead_s > 0, now=now,
+        )  # fmt: skip
         return Pace(
             groups_per_version=config.groups_per_version,
             max_staleness_versions=config.max_staleness_versions,
@@ -206,13 +203,14 @@ class RolloutColumn:
                     _LOG.info("a stream of epoch %d ends: the learner opened another one", epoch)
                     break
                 balance -= len(undelivered)
-                is_idle = not undelivered
+                # What a lease leaves of groups that are too stale, the next one gives up.
+                is_idle = not undelivered and not self._has_stale
                 while undelivered:
                     yield undelivered.popleft()
-                if is_idle and asked == balance:
-                    if not is_open:
-                        break
+                if is_idle and asked == balance and is_open:
                     await ticket.wait()
+                elif is_idle and asked == balance:
+                    break
         finally:
             counter.cancel()
             await self._undo_leases(stream, undelivered)
@@ -234,9 +232,11 @@ class RolloutColumn:
                 return False
             # An operation that is undone is run again.
             leased.clear()
+            self._has_stale = False
             if count > 0:
                 head = stated_version(lineage.head_version(connection))
                 leased.extend(groups.lease(connection, count=count, head=head, now=now))
+                self._has_stale = groups.has_stale(connection, head=head, now=now)
             return True
 
         return operation

@@ -7,6 +7,7 @@ handed out again.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,16 @@ from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.dialect import OLDEST_OF_EACH_SITE
+from heterorl.coordinator.store.dialect import NUMBERS, OLDEST_OF_EACH_SITE
 from heterorl.coordinator.versions import flavours
 
 LEASE_BYTES = 4 << 20
 """Leased by one operation, about: it ends with the step that reaches them."""
 LEASE_STEP = 16
 """Groups that are read at once: this bounds what is in memory above LEASE_BYTES."""
+DROPPED_AT_ONCE = 1000
+"""Groups that one statement gives up, and one lease: a transaction costs more the longer it is."""
+_STALE = "SELECT arrival FROM groups WHERE state = 'pending' AND oldest_version < ?"
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 _LOG = logging.getLogger(__name__)
 
@@ -70,12 +74,16 @@ class Queue:
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
         """Lease up to `count` groups to the learner, in the run's order, or fewer where they are large; drops what is
-        too stale on the way."""
-        self._drop_stale(connection, head=head, now=now)
+        too stale on the way, some of it at once: `has_stale` says whether there is more."""
+        oldest = self._oldest_usable(connection, head=head, now=now)
+        rows = connection.execute(f"{_STALE} LIMIT {DROPPED_AT_ONCE}", (oldest,)).fetchall()
+        self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.STALE_AT_LEASE)
         leased: list[LeasedGroup] = []
         num_bytes = 0
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
-        while num_bytes < LEASE_BYTES and (rows := self._next(connection, min(LEASE_STEP, count - len(leased)), head)):
+        while num_bytes < LEASE_BYTES and (
+            rows := self._next(connection, min(LEASE_STEP, count - len(leased)), head, oldest)
+        ):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None or len(data) > self.config.max_group_bytes:
@@ -105,10 +113,16 @@ class Queue:
                 )
         return leased
 
-    def _next(self, connection: Connection, count: int, head: int) -> list[tuple[Any, ...]]:
+    def has_stale(self, connection: Connection, *, head: int, now: float) -> bool:
+        """Whether a lease left groups that are too stale."""
+        oldest = self._oldest_usable(connection, head=head, now=now)
+        return connection.execute(f"{_STALE} LIMIT 1", (oldest,)).fetchone() is not None
+
+    def _next(self, connection: Connection, count: int, head: int, oldest: int) -> list[tuple[Any, ...]]:
         bound = self.config.max_staleness_versions
         # What would be too old when it is trained on waits: it may come sooner if groups before it are given up.
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
+        first_version = max(first_version, oldest)
         if self.turns.is_plain or count < 1:
             return horizon.oldest_pending(connection, count, first_version=first_version)
         if self.turns.order == "newest":
@@ -139,16 +153,10 @@ class Queue:
         chosen = late if self.turns.is_late_next(has_late=bool(late), has_others=bool(first)) else first
         return horizon.pending_at(connection, chosen[self.turns.next(chosen)][-1]) if chosen else []
 
-    def _drop_stale(self, connection: Connection, *, head: int, now: float) -> None:
+    def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config
-        oldest = ages.oldest_usable(
+        return ages.oldest_usable(
             connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
-        )
-        rows = connection.execute(
-            "SELECT site, incarnation, sequence FROM groups WHERE state = 'pending' AND oldest_version < ?", (oldest,)
-        ).fetchall()
-        self.drop(
-            connection, [GroupId(site=a, incarnation=b, sequence=c) for a, b, c in rows], DropReason.STALE_AT_LEASE
         )
 
     def consume(
@@ -174,8 +182,8 @@ class Queue:
             self.drop(connection, stale, DropReason.STALE_AT_COMMIT)
             return missing + stale, f"{len(missing)} groups are not available, {len(stale)} became too stale"
         difficulty.note_groups(connection, self._contents(connection, arrivals), self.config.difficulty)
-        for group_id in ids:
-            kept = self._content(connection, group_id, SampleKind.CONSUMED)
+        for arrival in arrivals:
+            kept = self._content(connection, arrival, SampleKind.CONSUMED)
             if kept is not None:
                 self.ring.keep_consumed(connection, kept, version=version)
         connection.executemany(
@@ -197,25 +205,31 @@ class Queue:
         Returns:
             How many of them were pending or leased.
         """
-        num_dropped = 0
+        arrivals = []
         for group_id in ids:
-            kept = self._content(connection, group_id, kind_of(reason))
+            row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
+            arrivals += row or ()
+        return self._drop_at(connection, arrivals, reason, detail=detail)
+
+    def _drop_at(self, connection: Connection, arrivals: Sequence[int], reason: DropReason, *, detail: str = "") -> int:
+        """The same, by numbers of arrival: a few statements for each thousand, however many there are."""
+        num_dropped = 0
+        for first in range(0, len(arrivals), DROPPED_AT_ONCE):
+            some = list(dict.fromkeys(arrivals[first : first + DROPPED_AT_ONCE]))
+            kept = [self._content(connection, arrival, kind_of(reason)) for arrival in some]
             if reason is DropReason.UNIFORM and self.config.difficulty.is_on:
-                content = connection.execute(f"SELECT payload FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
-                difficulty.note_groups(connection, content or (), self.config.difficulty)
-            row = connection.execute(
+                difficulty.note_groups(connection, self._contents(connection, some), self.config.difficulty)
+            rows = connection.execute(
                 "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
-                f" AND {_WHERE_ID} RETURNING assignment",
-                (reason.value, *_key(group_id)),
-            ).fetchone()
-            if row is None:
-                continue
-            num_dropped += 1
-            ledger.add(connection, ledger.account_of(reason), 1)
-            if kept is not None:
-                self.ring.keep_dropped(connection, kept, reason, detail=detail)
+                f" AND arrival IN {NUMBERS} RETURNING assignment",
+                (reason.value, json.dumps(some)),
+            ).fetchall()
+            num_dropped += len(rows)
+            ledger.add(connection, ledger.account_of(reason), len(rows))
+            for group in filter(None, kept):
+                self.ring.keep_dropped(connection, group, reason, detail=detail)
             if reason in work.REOPENED:
-                work.reopen(connection, row[0])
+                work.reopen(connection, [assignment for (assignment,) in rows])
         return num_dropped
 
     @staticmethod
@@ -223,27 +237,23 @@ class Queue:
         for arrival in arrivals:
             yield connection.execute("SELECT payload FROM groups WHERE arrival = ?", (arrival,)).fetchone()[0]
 
-    def _content(self, connection: Connection, group_id: GroupId, kind: SampleKind) -> SealedGroup | None:
+    def _content(self, connection: Connection, arrival: int, kind: SampleKind) -> SealedGroup | None:
         """A group that is to be kept as a sample; None where it is not, or cannot be read."""
-        row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
-        if row is None or not self.ring.wants(kind, row[0]):
+        if not self.ring.wants(kind, arrival):
             return None
-        data, digest = connection.execute("SELECT payload, digest FROM groups WHERE arrival = ?", row).fetchone()
+        data, digest = connection.execute("SELECT payload, digest FROM groups WHERE arrival = ?", (arrival,)).fetchone()
         return None if data is None else _verified(data, digest)
 
     def drop_abandoned(self, connection: Connection, versions: Sequence[int]) -> int:
         """Give up what waits of abandoned versions, with the learner or without it: nobody can have their weights."""
-        rows = [
-            row
+        arrivals = [
+            arrival
             for version in versions
-            for row in connection.execute(
-                "SELECT site, incarnation, sequence FROM groups"
-                " WHERE state IN ('pending', 'leased') AND oldest_version = ?",
-                (version,),
+            for (arrival,) in connection.execute(
+                "SELECT arrival FROM groups WHERE state IN ('pending', 'leased') AND oldest_version = ?", (version,)
             )
         ]
-        ids = [GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence in rows]
-        return self.drop(connection, ids, DropReason.UNKNOWN_VERSION)
+        return self._drop_at(connection, arrivals, DropReason.UNKNOWN_VERSION)
 
     def return_leased(self, connection: Connection, *, held: Iterable[GroupId] = ()) -> int:
         """Put the learner's groups back into the queue, except those it still holds and those of quarantined sites."""
@@ -266,8 +276,7 @@ def abandon_consumed(connection: Connection, versions: Sequence[int]) -> None:
         ).fetchall()
         ledger.add(connection, ledger.CONSUMED, -len(rows))
         ledger.add(connection, ledger.account_of(DropReason.LINEAGE_ABANDONED), len(rows))
-        for (assignment,) in rows:
-            work.reopen(connection, assignment)
+        work.reopen(connection, [assignment for (assignment,) in rows])
 
 
 def undo_lease(connection: Connection, ids: Iterable[GroupId]) -> None:

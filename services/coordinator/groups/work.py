@@ -160,17 +160,13 @@ def answer_all(connection: Connection, assignments: Sequence[int]) -> None:
     assert cursor.rowcount == len(assignments), "admission checked that the assignments are open"
 
 
-def reopen(connection: Connection, assignment: int) -> None:
-    """Hand the assignment of a dropped group out again; its prompt and seed follow from the run's seed."""
+def reopen(connection: Connection, assignments: Sequence[int]) -> None:
+    """Hand the assignments of dropped groups out again; prompts and seeds follow from the run's seed."""
     (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))
-    connection.execute(
+    connection.executemany(
         "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
         " VALUES (?, ?, ?, '', '', 0, '[]') ON CONFLICT DO NOTHING",
-        (
-            assignment,
-            prompt_of(assignment, num_prompts=num_prompts, seed=seed),
-            seed_of(assignment, seed=seed),
-        ),
+        [(each, prompt_of(each, num_prompts=num_prompts, seed=seed), seed_of(each, seed=seed)) for each in assignments],
     )
 
 

@@ -9,7 +9,7 @@ from heterorl.common.types.rollout import DropReason, PushStatus
 from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups import ages, ledger
+from heterorl.coordinator.groups import ages, ledger, queue
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.policy.delay import max_delay_s
 from tests.support.run import INCARNATION, SITE, Run, credits_of
@@ -56,7 +56,10 @@ async def test_run_goes_on_after_any_pause(tmp_path, clock, away_s):
     await core.close()
 
 
-async def test_age_counts_from_the_next_version_that_is_not_abandoned(tmp_path, clock):
+@pytest.mark.parametrize("at_once", [1000, 1])
+async def test_age_counts_from_the_next_version_that_is_not_abandoned(tmp_path, clock, monkeypatch, at_once):
+    # However many one lease gives up, the next ones give up the rest.
+    monkeypatch.setattr(queue, "DROPPED_AT_ONCE", at_once)
     core, run = await begin(tmp_path, clock, max_policy_age_s=100, max_outstanding_groups=100)
     work = await run.lease(8)
     old = [run.group(entry, version=0) for entry in work]

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+import heterorl
 from heterorl.cli.service_config import Service, load_service
 from heterorl.common.errors import DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
+from heterorl.common.types.facts import facts_of
 
 NUM_COUNTED = 5_000
 """Prompts whose tokens are counted, evenly spread over the task."""
@@ -48,6 +50,10 @@ def check_config(
         console.print(f"accepted beside built-in tasks: {', '.join(loaded.join.accept) or 'nothing'}", soft_wrap=True)
     for line in [f"{service} configuration is valid", *said]:
         console.print(line, soft_wrap=True)
+    if service == "learner":
+        run = {"heterorl_version": heterorl.__version__, "config": loaded.model_dump(mode="json")}
+        for name, value in facts_of(run).items():
+            console.print(f"  {name}: {value}", soft_wrap=True)
 
 
 def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:

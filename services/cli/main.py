@@ -99,6 +99,8 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
 def _serve(
     service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: Any
 ) -> NoReturn:
+    # Lines of gRPC's core below errors are of links that heterorl names itself; read once, before its import.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from heterorl.common.process import logs
     from heterorl.common.rpc.allocator import keep_freed_frames
 

@@ -137,7 +137,7 @@ def _numbers(run: PastRun, applied: Sequence[StepReport]) -> list[tuple[str, str
     ]
     if scored:
         numbers.append(
-            (f"held-out accuracy, first and last; best {max(scored):.3f}", f"{scored[0]:.3f} and {scored[-1]:.3f}")
+            (f"held-out reward, first and last; best {max(scored):.3f}", f"{scored[0]:.3f} and {scored[-1]:.3f}")
         )
     sizes = [int(row["bytes"]) for row in run.versions[1:]]
     if sizes:

@@ -118,7 +118,7 @@ def _prompts(status: RunStatus) -> list[tuple[str, str]]:
 
 
 def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
-    scored = "" if accuracy is None else f", held-out accuracy {accuracy:.3f}"
+    scored = "" if accuracy is None else f", held-out reward {accuracy:.3f}"
     number = f"{report.step} of {wanted}" if wanted else str(report.step)
     return f"{number}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 

@@ -229,5 +229,5 @@ class Session:
         self.journal.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
-            _LOG.info("version %d: held-out accuracy %.3f", version, evaluation.accuracy)
+            _LOG.info("version %d: held-out reward %.3f", version, evaluation.accuracy)
         return evaluation.accuracy

@@ -375,7 +375,7 @@ def test_run_without_a_version_says_what_is_waited_for():
     assert "none yet: a learner publishes version 0" in console.export_text()
     known = dataclasses.replace(status, head_version=3, last_report=REPORT)
     console.print(*status_tables(known, width=120, accuracy=0.25))
-    assert "held-out accuracy 0.250" in console.export_text()
+    assert "held-out reward 0.250" in console.export_text()
     console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"}), width=120))
     assert f"{REPORT.step} of 77: reward" in console.export_text()
 

@@ -95,7 +95,7 @@ async def test_learners_journal_adds_what_only_it_knows(tmp_path):
 
     assert len(run.reports) == 5
     assert "1 steps had a loss or gradient that was not finite" in page
-    assert "<b>0.200 and 0.600</b><span>held-out accuracy, first and last; best 0.600" in page
+    assert "<b>0.200 and 0.600</b><span>held-out reward, first and last; best 0.600" in page
     assert "every group accounted for" in page
     assert "<h2>Reward and held-out accuracy</h2>" in page
 

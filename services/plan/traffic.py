@@ -36,7 +36,7 @@ def changed_by(lr: float) -> float:
     first = min(max(above - 1, 0), len(MEASURED) - 2)
     (low, least), (high, most) = MEASURED[first : first + 2]
     power = math.log(most / least) / math.log(high / low)
-    return min(1.0, least * (lr / low) ** power)
+    return min(1.0, least * math.pow(lr / low, power))
 
 
 def snapshot_bytes(parameters: float, *, ratio: float) -> float:

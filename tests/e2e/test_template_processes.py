@@ -24,6 +24,7 @@ ZONES = {"site-east": "Pacific/Kiritimati", "site-west": "Etc/GMT+12"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_sites_in_other_time_zones_write_the_same_prompts(tmp_path, monkeypatch, shape):
     rows = [{"prompt": f"{number} plus one is , x", "answer": f"{number + 1}"} for number in range(24)]
@@ -47,7 +48,7 @@ async def test_sites_in_other_time_zones_write_the_same_prompts(tmp_path, monkey
             cluster.start(name)
     try:
         async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
-            status = await cluster.until(client, are_both_trained_on, timeout_s=240)
+            status = await cluster.until(client, are_both_trained_on, timeout_s=600)
     finally:
         cluster.stop()
 

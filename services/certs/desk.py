@@ -2,9 +2,11 @@
 
     loop        waits for                               unblocked by
     accept      a connection                            the kernel; the end of the process
-    answer      two frames of a node, the directory     the node; ANSWER_S; the lock's holder
+    answer      two frames of a node, the directory     the node; SPEAK_S, ANSWER_S; the lock's holder
 
-Guarantees: nothing is issued but for a token; a connection lasts ANSWER_S at most, MAX_CONNECTIONS are open at once.
+Guarantees: nothing is issued but for a token; a connection lasts ANSWER_S at most, SPEAK_S before the node has said its
+token; OF_ADDRESS of one address are open at once, MAX_CONNECTIONS of all. When these are open, the oldest one that has
+said nothing ends, of the address that has most.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import logging
 import ssl
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -27,14 +30,24 @@ from heterorl.certs.directory import Authority
 from heterorl.certs.enrolment import Enrolment, read_request
 from heterorl.certs.files import SECRET, write_file
 from heterorl.certs.frames import BrokenFrame, frame, read_frame
-from heterorl.certs.guesses import GuessLimit
+from heterorl.certs.guesses import GuessLimit, network_of
 from heterorl.certs.tokens import ID_BYTES, SECRET_BYTES, JoinRefused, Refused
 from heterorl.common.errors import HeterorlError, PortInUse
 
 _LOG = logging.getLogger(__name__)
 ANSWER_S = 10.0
-HANDSHAKE_S = 5.0
-MAX_CONNECTIONS = 64
+SPEAK_S = 3.0
+"""For the handshake, the token and the signing request."""
+MAX_CONNECTIONS, OF_ADDRESS = 64, 8
+
+
+class _Unread(asyncio.StreamReaderProtocol):
+    """A connection of which nothing is read before its handshake begins: its first bytes are the handshake's."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
 
 
 class Desk:
@@ -67,7 +80,8 @@ class Desk:
             self._tls.load_cert_chain(path)
         self._wall_time = wall_time
         self._limit = limit or GuessLimit()
-        self._num_open = 0
+        self._open: Counter[str] = Counter()
+        self._silent: dict[asyncio.Timeout, str] = {}
         # One request at a time: whoever guesses over many connections at once is counted all the same.
         self._turn = asyncio.Lock()
 
@@ -80,8 +94,8 @@ class Desk:
         """
         host, _, port = address.rpartition(":")
         try:
-            server = await asyncio.start_server(
-                self._accept, host.strip("[]"), int(port), ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+            server = await asyncio.get_running_loop().create_server(
+                lambda: _Unread(asyncio.StreamReader(), self._accept), host.strip("[]"), int(port)
             )
         except OSError as error:
             raise PortInUse("--listen", address) from error
@@ -90,23 +104,51 @@ class Desk:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str(writer.get_extra_info("peername")[0])
-        self._num_open += 1
+        address = network_of(peer)
+        self._open[address] += 1
         try:
-            if self._num_open <= MAX_CONNECTIONS:
+            if self._has_room(address):
                 async with asyncio.timeout(ANSWER_S):
                     await self._converse(reader, writer, peer)
         except (TimeoutError, BrokenFrame, OSError) as error:
             _LOG.debug("%s was not answered: %s", peer, error)
         finally:
-            self._num_open -= 1
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
+    def _has_room(self, address: str) -> bool:
+        """Whether one more connection of an address, which is counted, may stay; makes room where none is left."""
+        if self._open[address] > OF_ADDRESS:
+            return False
+        if self._open.total() <= MAX_CONNECTIONS:
+            return True
+        # Of equals the first, which is the oldest.
+        oldest = max(self._silent, key=lambda silent: self._open[self._silent[silent]], default=None)
+        if oldest is None:
+            return False
+        del self._silent[oldest]
+        oldest.reschedule(asyncio.get_running_loop().time())
+        return True
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> list[bytes]:
+        """What a node says: its token and its signing request."""
+        async with asyncio.timeout(SPEAK_S) as silent:
+            self._silent[silent] = network_of(peer)
+            try:
+                # Counted before the handshake: a connection that never begins one is a connection.
+                await writer.start_tls(self._tls, ssl_handshake_timeout=SPEAK_S)
+                writer.write(frame(self._greeting))
+                await writer.drain()
+                return [await read_frame(reader), await read_frame(reader)]
+            finally:
+                self._silent.pop(silent, None)
+
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
-        writer.write(frame(self._greeting))
-        await writer.drain()
-        token, csr = await read_frame(reader), await read_frame(reader)
+        token, csr = await self._listen(reader, writer, peer)
         try:
             async with self._turn:
                 certificate = await self._answer(token, csr, peer)
@@ -122,7 +164,8 @@ class Desk:
         await writer.drain()
 
     async def _answer(self, token: bytes, csr: bytes, peer: str) -> x509.Certificate:
-        wait_s = self._limit.wait_s(peer, now=self._wall_time())
+        number = token[:ID_BYTES]
+        wait_s = self._limit.wait_s(peer, number, now=self._wall_time())
         if wait_s > 0:
             raise JoinRefused(Refused.TOO_MANY, f"too many wrong tokens from {peer}, wait {wait_s:.0f} s")
         try:
@@ -131,13 +174,13 @@ class Desk:
             request = read_request(csr)
             certificate = await asyncio.to_thread(
                 self._enrolment.redeem,
-                number=token[:ID_BYTES],
+                number=number,
                 secret=token[ID_BYTES:],
                 request=request,
                 wall_time=self._wall_time,
             )
         except JoinRefused:
-            self._limit.note(peer, now=self._wall_time())
+            self._limit.note(peer, number, now=self._wall_time())
             raise
         _LOG.info("%s is %s, certificate %x", peer, request.uri, certificate.serial_number)
         return certificate

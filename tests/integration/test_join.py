@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
+from heterorl.certs import desk as desk_module
 from heterorl.certs import enrolment
 from heterorl.certs.authority import issue_desk
 from heterorl.certs.desk import Desk
@@ -192,9 +193,45 @@ async def test_guesses_are_slowed_down_and_the_right_token_waits_with_them(offic
 
     assert sorted(reasons) == [Refused.TOKEN] * 5 + [Refused.TOO_MANY] * 3
     assert await refusal(office, token) is Refused.TOO_MANY
+    # A neighbour behind the same address has another token.
+    await ask(office.token(site="eu-2"), address=office.address, key=new_key(), now=time.time())
     office.ahead_s = 301.0
     fresh = office.token()
     await ask(fresh, address=office.address, key=new_key(), now=time.time())
+
+
+async def _silent(office, source, count):
+    """Connections that begin no handshake."""
+    host, port = office.address.split(":")
+    return [await asyncio.open_connection(host, port, local_addr=(source, 0)) for _ in range(count)]
+
+
+async def _ended(connections):
+    """Wait until the desk has closed them."""
+    for reader, writer in connections:
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_silent_connections_keep_nobody_from_joining(office, monkeypatch):
+    monkeypatch.setattr(desk_module, "SPEAK_S", 3600.0)
+    monkeypatch.setattr(desk_module, "ANSWER_S", 3600.0)
+    first = await _silent(office, "127.0.1.1", 8)
+    # Beyond its share an address is closed at once.
+    await _ended(await _silent(office, "127.0.1.1", 2))
+    others = [each for number in range(2, 9) for each in await _silent(office, f"127.0.1.{number}", 8)]
+
+    await ask(office.token(), address=office.address, key=new_key(), now=time.time())
+    await _ended(first[:1])
+    for _, writer in first[1:] + others:
+        writer.close()
+
+
+async def test_connection_that_says_nothing_ends(office, monkeypatch):
+    monkeypatch.setattr(desk_module, "SPEAK_S", 0.05)
+    monkeypatch.setattr(desk_module, "ANSWER_S", 3600.0)
+
+    await _ended(await _silent(office, "127.0.1.1", 1))
 
 
 async def test_lost_answer_is_given_again_to_the_same_key_only(office, tmp_path):

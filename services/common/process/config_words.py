@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ _TYPES = {
     "finite_number": "a finite number",
 }  # fmt: skip
 _SHOWN = 60
+_SECRET_NAMES = re.compile(r"(^|_)(url|endpoint|key|token|password|secret)$")
+_USER_IN_ADDRESS = re.compile(r"://[^\s/]*@")
 _ALIKE = 0.68
 """Below it, what is alike is so by chance: `lr` and `lora`."""
 
@@ -78,7 +81,7 @@ def _problem(schema: type[BaseModel], entry: Any) -> Problem:
         return Problem(key=key, text=f"unknown key{_meant(schema, path, models)}", is_unknown_key=True)
     if entry["type"] == "union_tag_invalid" and isinstance(entry["input"], dict):
         key += ".kind"
-    return Problem(key=key, text=_words(entry))
+    return Problem(key=key, text=_words(entry, key))
 
 
 def _walk(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -117,9 +120,19 @@ def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel
     return f"; did you mean {' or '.join(same[:3])}?"
 
 
-def _words(entry: Any) -> str:
+def _is_secret(key: str, value: Any) -> bool:
+    """Whether a value may hold a password or a key: by the key's name, or as an address with a user in it."""
+    name = key.rpartition(".")[2].partition("[")[0].lower()
+    return bool(_SECRET_NAMES.search(name) or _USER_IN_ADDRESS.search(repr(value)))
+
+
+def _words(entry: Any, key: str) -> str:
     kind, context, value = entry["type"], entry.get("ctx", {}), entry["input"]
     given = f"{value!r}" if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
+    if _is_secret(key, value):
+        value = "***"
+        context = {**context, "tag": value} if "tag" in context else context
+        given = f"a {type(entry['input']).__name__} that is not shown"
     if kind == "missing":
         return "is not set"
     if kind == "string_pattern_mismatch":

@@ -8,6 +8,7 @@ recurrent state would have to be moved, they wait until all rows have ended.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -73,6 +74,9 @@ class HfEngine:
         from transformers import __version__
 
         model = load_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
+        if "past_key_values" not in inspect.signature(model.forward).parameters:
+            problem = f"{type(model).__name__} keeps something else of a text than a cache of keys and values"
+            raise ConfigError("engine.kind", problem, action='set it to "vllm", or train another model')
         try:
             self.model: Any = model.to(device).eval()
         except (AssertionError, RuntimeError) as error:

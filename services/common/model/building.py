@@ -21,25 +21,24 @@ BUILDING = threading.RLock()
 """Held by a thread while it builds a model or gives modules to one."""
 
 
-def load_pretrained(model_dir: str, *, dtype: torch.dtype, attention: str = "") -> Any:
+def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
     """A causal language model with its weights, all of them from the files.
 
     Args:
         model_dir: Hugging Face directory or hub id.
         dtype: of the parameters.
-        attention: name of the implementation; empty takes the one that transformers chooses.
 
     Raises:
         ConfigError: it is not a causal language model, cannot be read, or has not all tensors.
     """
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     # Shapes that differ are among what was found, by name; otherwise the error names none.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with BUILDING:
-            model, found = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **options)
+            loader: Any = AutoModelForCausalLM
+            model, found = loader.from_pretrained(model_dir, dtype=dtype, **options)
     except Exception as error:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     _check_found(model_dir, found)

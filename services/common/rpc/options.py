@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass
 
 from heterorl.common.process.address import is_loopback
 
@@ -53,7 +53,7 @@ def channel_options(
         # Plaintext does not leave this machine, and a proxy has another one for loopback: itself.
         return [*options, ("grpc.enable_http_proxy", 0)]
     variable = next((name for name in _PROXIES if os.environ.get(name)), "")
-    if variable and not proxy_bypass_environment(address.rpartition(":")[0]):
+    if variable and not proxy_bypass(address.rpartition(":")[0]):
         # Not its value: a password may be in it.
         _LOG.info("calls to %s go through the proxy of %s; no_proxy names exceptions", address, variable)
     return options

@@ -45,7 +45,7 @@ def apply_liger(model: nn.Module, config: BackendConfig) -> None:
 
 
 def choose_attention(model: nn.Module, config: BackendConfig) -> None:
-    """Let a model compute attention as the configuration says; it was opened with sdpa.
+    """Let a model compute attention as the configuration says; it was opened with sdpa, or eager where it has no other.
 
     Raises:
         ConfigError: the model has no such attention, or its package is not installed.
@@ -60,7 +60,7 @@ def choose_attention(model: nn.Module, config: BackendConfig) -> None:
         raise ConfigError(
             "backend.attn_implementation",
             f"{wanted} cannot be had: {first_line(error)}",
-            action="install its package (flash-attn for flash_attention_2), or set it to sdpa",
+            action='set it to "eager"' if wanted == "sdpa" else "install its package (flash-attn), or set it to sdpa",
         ) from error
     if network.config._attn_implementation != wanted:
         kind = str(getattr(network.config, "model_type", ""))

@@ -30,7 +30,7 @@ def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -
     Raises:
         ConfigError: it is not a causal language model, or cannot be read.
     """
-    model: nn.Module = load_pretrained(str(model_dir), dtype=torch.float32, attention="sdpa")
+    model: nn.Module = load_pretrained(str(model_dir), dtype=torch.float32)
     prepare(model, gradient_checkpointing=gradient_checkpointing)
     return model
 

@@ -26,7 +26,7 @@ def empty_model(model_dir: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(model_dir)
         with BUILDING, _parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     hold_positions(model)

@@ -1,52 +1,41 @@
-"""Model families beyond the demo's: each is read from files, trained, published and drawn from, and stays one policy."""
+"""Architectures: each is read from files, trained, published and drawn from, and stays one policy, or is refused.
+
+`docs/recipes.md` shows the table; the divided backends take the same models in `fsdp2/test_fsdp2_families.py` and in
+`tests/engines/test_deepspeed_families.py`.
+"""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import TorchBackendConfig
-from tests.support.training import SAMPLING, VOCAB_SIZE, group, queued, rollout
+from tests.support.families import FAMILIES, TRAINED, write_family
+from tests.support.training import SAMPLING, group, queued, rollout
 
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-FAMILIES = {
-    "qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
-    "qwen3-untied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": False}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "qwen3-moe": ("Qwen3Moe", {"head_dim": 8, **MOE}),
-}
-TOLERANCE = {"fp32": 1e-6, "bf16": 2e-2}
-"""Of KL(learner || sampler), nats per token: the masters are fp32, the sampler has what was published of them."""
+DOCUMENT = Path(__file__).parents[4] / "docs" / "recipes.md"
+QUICK = ("qwen3", "llama", "gemma3-vision", "phi3", "glm4-moe", "falcon-h1")
+"""What a change must pass, of everything; all of them take a minute."""
+TOLERANCE = 1e-6
+"""Of KL(learner || sampler), nats per token: the passes see the weights that the sampler has."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model_dir(request, tmp_path_factory):
-    family, changes = FAMILIES[request.param]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
-    directory = tmp_path_factory.mktemp(request.param)
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
-    return directory
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directories = {}
+
+    def write(name):
+        if name not in directories:
+            directories[name] = write_family(name, tmp_path_factory.mktemp(name))
+        return directories[name]
+
+    return write
 
 
 def _engine(model_dir, published_dtype):
@@ -54,6 +43,14 @@ def _engine(model_dir, published_dtype):
         model_dir=str(model_dir), published_dtype=published_dtype, compute_dtype="fp32", device="cpu",
         sampling=SAMPLING, batch_rows=32, end_token_ids=(1,),
     )  # fmt: skip
+
+
+def _backend(name, model_dir, *, published_dtype="bf16", batching="padded"):
+    config = TorchBackendConfig(
+        lr=3e-3, published_dtype=published_dtype, batching=batching, micro_batch_tokens=96,
+        attn_implementation=FAMILIES[name].attention,
+    )  # fmt: skip
+    return TorchBackend(model_dir=model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
 
 
 def _groups(engine, *, version):
@@ -70,24 +67,77 @@ def _groups(engine, *, version):
 
 
 @pytest.mark.parametrize(("published_dtype", "batching"), [("fp32", "packed"), ("bf16", "padded")])
-def test_family_is_trained_published_and_drawn_from_as_one_policy(model_dir, published_dtype, batching):
-    backend = TorchBackend(
-        model_dir=model_dir,
-        config=TorchBackendConfig(lr=3e-3, published_dtype=published_dtype, batching=batching, micro_batch_tokens=96),
-        loss=GepoConfig(),
-        sampling=SAMPLING,
-    )
-    engine = _engine(model_dir, published_dtype)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in TRAINED
+        if not FAMILIES[name].engine
+    ],
+)
+def test_family_is_trained_published_pulled_and_drawn_from_as_one_policy(
+    written, tmp_path, name, published_dtype, batching
+):
+    if batching not in FAMILIES[name].batching:
+        with pytest.raises(ConfigError, match="does not keep texts apart") as caught:
+            _backend(name, written(name), published_dtype=published_dtype, batching=batching)
+        assert caught.value.key == "backend.batching"
+        batching = "padded"
+    backend = _backend(name, written(name), published_dtype=published_dtype, batching=batching)
+    engine = _engine(written(name), published_dtype)
     assert engine.layout.layout_id == backend.layout.layout_id
 
-    arenas, reports = [], []
-    for version in range(4):
+    arenas, reports, pulled = [], [], Arena(engine.layout)
+    for version in range(3):
+        path = tmp_path / str(version)
         arenas.append(Arena(backend.layout))
         backend.store(arenas[-1])
-        engine.load(arenas[-1], version)
+        if version:
+            write_delta(path, arenas[-2], arenas[-1])
+        else:
+            write_snapshot(path, arenas[-1])
+        apply_payload(path, pulled, expected_from_root=arenas[-2].state_root() if version else None)
+        assert pulled.state_root() == arenas[-1].state_root()
+        engine.load(pulled, version)
         reports.append(backend.train_step(_groups(engine, version=version), head_version=version, step=version))
 
     assert all(report.is_applied for report in reports)
-    assert len({arena.state_root() for arena in arenas}) == 4
+    assert len({arena.state_root() for arena in arenas}) == 3
     # The learner finds the sampler's tokens as probable as the sampler did, so every weight is in its place.
-    assert [report.kl for report in reports] == pytest.approx([0.0] * 4, abs=TOLERANCE[published_dtype])
+    assert [report.kl for report in reports] == pytest.approx([0.0] * 3, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.refused])
+def test_family_that_cannot_be_trained_is_refused_at_the_start(written, name):
+    key, words = FAMILIES[name].refused
+
+    with pytest.raises(ConfigError, match=words) as caught:
+        _backend(name, written(name))
+    assert caught.value.key == key
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.engine])
+def test_family_that_an_engine_cannot_draw_from_is_refused_by_it(written, name):
+    key, words = FAMILIES[name].engine
+    _backend(name, written(name))
+
+    with pytest.raises(ConfigError, match=words) as caught:
+        _engine(written(name), "bf16")
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "mamba"])
+def test_model_without_sdpa_is_refused_by_the_key_that_it_needs(written, name):
+    config = TorchBackendConfig(micro_batch_tokens=96)
+
+    with pytest.raises(ConfigError, match='set it to "eager"') as caught:
+        TorchBackend(model_dir=written(name), config=config, loss=GepoConfig(), sampling=SAMPLING)
+    assert caught.value.key == "backend.attn_implementation"
+
+
+def test_table_of_the_documents_has_these_rows():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    table = text[text.index("| model | trains |") :].split("\n\n", 1)[0]
+
+    assert table.splitlines()[2:] == [family.row for family in FAMILIES.values()]

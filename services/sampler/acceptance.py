@@ -28,9 +28,10 @@ class JoinConfig(Config):
 
     accept: tuple[Annotated[str, AfterValidator(_entry)], ...] = Field(default=(), max_length=64)
     """What the run's task may name here beside built-in tasks: `jsonl:DIRECTORY` and `parquet:DIRECTORY` for files
-    below it, relative to where the process is started as in task.name; `hf:NAME` for a data set of the hub
-    (`hf:/DIRECTORY` for one below it), `reward:MODULE:FUNCTION` for your own code. Rewards of other kinds are never
-    adopted: state task.rewards in this file."""
+    below it, relative to where the process is started as in task.name; `hf:NAME` for branches and tags of a data set of
+    the hub, `hf:NAME@REVISION` for a commit or a pull request of it, `hf:/DIRECTORY` for one on this machine,
+    `reward:MODULE:FUNCTION` for your own code. Rewards of other kinds are never adopted: state task.rewards in this
+    file."""
     reward_path: str = ""
     """Directory of accepted rewards, taken from the configuration file's directory on; empty is that directory."""
     max_group_size: int = Field(default=64, ge=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,6 +12,9 @@ from heterorl.common.tasks.sources.name import parse
 from heterorl.sampler.acceptance import JoinConfig
 
 _BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "mixture")
+_OWN_REVISION = re.compile(r"[A-Za-z0-9._/-]*")
+_FOREIGN_REVISION = re.compile(r"(/*refs(/|$)|[0-9a-f]{7,64}$)", re.IGNORECASE)
+"""Of a hub's data set: what its owner did not name, such as a pull request, or a commit that may be one's."""
 _INSTEAD = "state task in this file"
 _STATE = f"or {_INSTEAD}"
 
@@ -81,8 +85,14 @@ def _check_hub(argument: str, join: JoinConfig) -> None:
     place = parse("task.name", argument)
     if place.is_local:
         _check_path("hf", place.place, join)
+    elif f"hf:{place.place}@{place.revision}" in join.accept:
+        return
     elif f"hf:{place.place}" not in join.accept:
         _refuse(f"the run's task reads the data set {place.place}", f"hf:{place.place}")
+    elif not _OWN_REVISION.fullmatch(place.revision) or _FOREIGN_REVISION.match(place.revision):
+        # Anybody may open a pull request at the hub, and its commits are found by their numbers.
+        what = f"the run's task reads revision {place.revision!r} of the data set {place.place}, no branch or tag of it"
+        _refuse(what, f"hf:{place.place}@{place.revision}")
 
 
 def _check_path(kind: str, path: str, join: JoinConfig) -> None:

@@ -60,14 +60,14 @@ class Calling:
         """The values of one completion, by name.
 
         Args:
-            request: prompt, completion, answer, messages, whole (the completion with its thoughts) and columns.
+            request: prompt, completion, answer, messages, whole (the completion with its thoughts), and columns if any.
 
         Raises:
             ValueError: it returned no list of one number, where it is called with lists.
         """
         if self._is_batch:
             return {"reward": float(self._of_batch(request))}
-        columns = {name: value for name, value in request["columns"].items() if name not in _NAMES}
+        columns = {name: value for name, value in request.get("columns", {}).items() if name not in _NAMES}
         named = {name: request[name] for name in self._own} | columns
         value = self._function(*[request[name] for name in _NAMES[: self._num_in_order]], **named)
         parts = value if isinstance(value, dict) else {"reward": value}
@@ -77,7 +77,7 @@ class Calling:
         prompt, completion = request["prompt"], request["whole"]
         if request["is_conversation"]:
             prompt, completion = request["messages"], [{"role": "assistant", "content": completion}]
-        columns = {name: [value] for name, value in request["columns"].items() if name not in _OF_TRL}
+        columns = {name: [value] for name, value in request.get("columns", {}).items() if name not in _OF_TRL}
         if "answer" in self.asks:
             columns.setdefault("answer", [request["answer"]])
         own = {"prompts": [prompt], "completions": [completion]}

@@ -19,7 +19,7 @@ class Rule:
     """Who may call one rpc, where its requests state a site that must be the caller's own, and how often at once.
 
     `more` is the field of the request with further entries like the first one, whose site stands at the same place.
-    `at_once` is how many calls of it one certificate may have under way; 0 is no bound but that on all its calls.
+    `of_learner` is the field that a learner has to state. `at_once` is how many calls of it one certificate may have under way; 0 is no bound but that on all its calls.
 
     Example:
         Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4)
@@ -29,6 +29,7 @@ class Rule:
     site: tuple[str, ...] = ()
     more: str = ""
     at_once: int = 0
+    of_learner: str = ""
 
 
 def _pushes_metrics(role: Role) -> Rule:
@@ -77,7 +78,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RunService/GetStatus": _OPERATOR,
         "/heterorl.v1.RunService/ListSteps": _OPERATOR,
         # A learner that reached its last step drains the run.
-        "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
+        "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER}), of_learner="epoch"),
         "/heterorl.v1.RunService/Rollback": _OPERATOR,
         "/heterorl.v1.RunService/ListRestorable": _OPERATOR,
         "/heterorl.v1.RunService/ReleaseSite": _OPERATOR,
@@ -117,6 +118,10 @@ def refuse_call(method: str, peer: Peer, *, run: str) -> Refusal | None:
 def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
     """Decide whether a request speaks for the caller's own site; None is yes. `refuse_call` comes first."""
     rule = RULES[method]
+    is_learner = isinstance(peer, Identity) and peer.role is Role.LEARNER
+    # Without it an earlier learner would speak for the one that has the lease now.
+    if rule.of_learner and is_learner and not request.HasField(rule.of_learner):  # type: ignore[attr-defined]
+        return Refusal(reason=RefusalReason.ROLE, message=f"a learner states {rule.of_learner} with {method}")
     if not rule.site or not isinstance(peer, Identity):
         return None
     stated = [_at(request, rule.site)]

@@ -146,6 +146,19 @@ def test_site_of_every_group_in_a_request_must_be_the_certificates():
     assert refuse_request(method, identity(Role.SAMPLER), request).reason is RefusalReason.SITE
 
 
+def test_learner_drains_under_its_epoch_alone():
+    drain = "/heterorl.v1.RunService/Drain"
+
+    def refused(role, **fields):
+        peer = Identity(run="run", site="x", role=role, serial=1, not_before=0.0, not_after=1.0)
+        return refuse_request(drain, peer, run_pb2.DrainRequest(**fields))
+
+    assert refused(Role.LEARNER).reason is RefusalReason.ROLE
+    assert refused(Role.LEARNER, epoch=0) is None
+    assert refused(Role.OPERATOR) is None
+    assert refuse_request(drain, LocalPeer(), run_pb2.DrainRequest()) is None
+
+
 def test_lifetime_has_both_ends():
     one = identity(Role.SAMPLER)
 

@@ -37,7 +37,7 @@ class RunTable(Config):
     """Tag of the images."""
     model_dir: str = Field(min_length=1, max_length=4096)
     """Hugging Face directory or hub id of the model to start from; a directory is the same path on every host."""
-    data_dirs: tuple[Annotated[str, Field(pattern=r"^/")], ...] = ()
+    data_dirs: tuple[Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/@+-]*$")], ...] = ()
     """Other directories that learner and samplers read, such as those of data sets: containers get them read-only."""
     group_size: int = Field(default=8, ge=2, le=4096)
     """Rollouts of one prompt."""
@@ -82,7 +82,7 @@ class CoordinatorTable(Config):
     """Name or address that every other node dials; 127.0.0.1 for a run on one host."""
     port: Port = 50051
     """Port of the link."""
-    data_dir: str = Field(default="", pattern=r"^(/.*)?$")
+    data_dir: str = Field(default="", pattern=r"^(/[A-Za-z0-9._/@+-]*)?$")
     """Directory of database and payloads; empty is the launcher's own place."""
     postgres: PostgresTable | None = None
     """Another store than a file in data_dir."""

@@ -199,3 +199,13 @@ def test_parts_share_one_authority(tmp_path, directory, code):
     assert (tmp_path / "out").exists() == (code == 0)
     if code:
         assert "tls.directory: certs would be another authority" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "path", ["/srv/run data", "/srv/x --set tls.insecure=true", "/srv/%i", '/srv/"', "/srv/a;b", "/a\nb"]
+)
+def test_directory_that_a_unit_would_read_otherwise_is_refused(path):
+    with pytest.raises(ValueError, match="data_dir"):
+        run_file(coordinator={"host": "a.example", "data_dir": path})
+    with pytest.raises(ValueError, match="data_dirs"):
+        run_file(run={"id": "r", "model_dir": "/srv/model", "data_dirs": [path]})

@@ -1,13 +1,14 @@
 """What is said of a wrong configuration holds no secret of it."""
 
 import pytest
+from pydantic import ValidationError
 
 from heterorl.common.process.config_words import problems_of
 from heterorl.coordinator.config import CoordinatorConfig
 
 
 def problem(table):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValidationError) as refused:
         CoordinatorConfig.model_validate(table)
     return "; ".join(map(str, problems_of(CoordinatorConfig, refused.value)))
 

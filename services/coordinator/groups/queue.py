@@ -127,13 +127,13 @@ class Queue:
             return horizon.oldest_pending(connection, count, first_version=first_version)
         if self.turns.order == "newest":
             return self._newest(connection, first_version)
-        oldest = {
+        heads = {
             site: (version, arrival)
             for site, version, arrival in connection.execute(OLDEST_OF_EACH_SITE, (first_version,))
         }
         return (
-            horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(oldest))
-            if oldest
+            horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(heads))
+            if heads
             else []
         )
 
@@ -205,7 +205,7 @@ class Queue:
         Returns:
             How many of them were pending or leased.
         """
-        arrivals = []
+        arrivals: list[int] = []
         for group_id in ids:
             row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
             arrivals += row or ()

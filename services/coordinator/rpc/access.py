@@ -19,7 +19,8 @@ class Rule:
     """Who may call one rpc, where its requests state a site that must be the caller's own, and how often at once.
 
     `more` is the field of the request with further entries like the first one, whose site stands at the same place.
-    `of_learner` is the field that a learner has to state. `at_once` is how many calls of it one certificate may have under way; 0 is no bound but that on all its calls.
+    `of_learner` is the field that a learner has to state. `at_once` is how many calls of it one certificate may have
+    under way; 0 is no bound but that on all its calls.
 
     Example:
         Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -54,7 +55,10 @@ class Connections:
             for name in ("httpx2", "httpcore2"):
                 logging.getLogger(name).setLevel(logging.WARNING)
             timeout = httpx2.Timeout(SILENCE_S, connect=CONNECT_S)
-            self._client = httpx2.AsyncClient(timeout=timeout, follow_redirects=False)
+            # An address is the coordinator's choice: no proxy and no password of this machine go with it.
+            self._client = httpx2.AsyncClient(timeout=timeout, follow_redirects=False, trust_env=False)
+            # What a store sets it would be told again, with whatever payload.
+            self._client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=()))
         return self._client
 
     async def close(self) -> None:

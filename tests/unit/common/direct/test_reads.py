@@ -1,10 +1,13 @@
-"""A store that brings some bytes all the time, and too few, is slow."""
+"""What is taken of a store, and what it is told: enough bytes, of the range that was asked for, and nothing of a node."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from heterorl.common.direct import reads
+from heterorl.common.direct.connections import Connections
+from heterorl.common.errors import Unreachable
 
 
 async def _drops():
@@ -19,3 +22,50 @@ async def test_drops_are_too_little_however_regular_they_are(monkeypatch):
     with pytest.raises(reads.Slow, match="less than 1048576 bytes in 0.05 s"):
         async for _ in reads._brisk(_drops()):
             pass
+
+
+@contextlib.asynccontextmanager
+async def store(begin):
+    """An HTTP server whose answers begin at a byte and set a cookie; yields its address and the heads it was sent."""
+    heads = []
+
+    async def serve(reader, writer):
+        heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+        writer.write(
+            b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes %d-%d/*\r\nContent-Length: 5\r\n"
+            b"Set-Cookie: a=b\r\nConnection: close\r\n\r\nbytes" % (begin, begin + 4)
+        )
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/p", heads
+
+
+async def read(direct, url):
+    address = reads.Address(url=url, num_bytes=20)
+    return b"".join([frame async for frame in direct.read(address, offset=10, stop=15)])
+
+
+async def test_range_that_begins_elsewhere_is_refused():
+    connections = Connections("any")
+    async with store(10) as (right, _), store(9) as (wrong, _):
+        direct = reads.DirectReads(connections)
+        assert await read(direct, right) == b"bytes"
+        with pytest.raises(Unreachable, match="answers 206"):
+            await read(direct, wrong)
+    await connections.close()
+
+
+async def test_requests_carry_no_cookie_and_go_by_no_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+    connections = Connections("any")
+    async with store(10) as (url, heads):
+        direct = reads.DirectReads(connections)
+        assert [await read(direct, url) for _ in range(2)] == [b"bytes"] * 2
+    await connections.close()
+
+    assert len(heads) == 2
+    assert not any(b"cookie" in head for head in heads)

@@ -19,6 +19,7 @@ from heterorl.common.errors import ConfigError, PermissionDenied, Unauthenticate
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.link import Stubs
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -163,6 +164,23 @@ async def test_groups_before_one_of_another_site_are_kept_and_the_stream_ends_ty
 
     assert type(error) is PermissionDenied
     assert (await secure.operator.get_status()).ledger.acked == len(answers) == 1
+
+
+async def test_group_that_comes_after_the_revocation_is_not_taken(secure):
+    messages = [
+        rollout_pb2.PushGroupsRequest(group=group_to_pb(secure.run.group(work))) for work in await secure.run.lease(2)
+    ]
+    pair = secure.certificates.pair("sampler", SITE)
+    credentials = grpc.ssl_channel_credentials(secure.certificates.ca, pair.key, pair.cert)
+    async with grpc.aio.secure_channel(secure.address, credentials) as channel:
+        push = Stubs(channel).method("PushGroups")()
+        await push.write(messages[0])
+        await push.read()
+        secure.certificates.authority.revoke(f"{secure.certificates.identity('sampler', SITE).serial:x}")
+        await push.write(messages[1])
+
+        assert await push.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert (await secure.operator.get_status()).ledger.acked == 1
 
 
 async def test_revocation_ends_calls_and_open_streams_at_once(secure):

@@ -165,7 +165,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
-    from heterorl.common.model.room import room_at
+    from heterorl.common.model.positions import room_at
     from heterorl.common.model.trial import try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 

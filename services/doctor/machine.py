@@ -146,8 +146,8 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
     With adapters the digest of the base weights stays empty: it needs all of them.
     """
     from heterorl.common.model.contract import build_contract
+    from heterorl.common.model.positions import room_at
     from heterorl.common.model.prompts import Prompter
-    from heterorl.common.model.room import room_at
     from heterorl.common.model.trial import try_answers, try_prompts, try_reward
     from heterorl.common.tasks.registry import build_task
     from heterorl.common.tasks.sources.revision import NOTES
@@ -197,7 +197,7 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
     from heterorl.common.model.adapters import attach
     from heterorl.common.model.building import BUILDING
     from heterorl.common.model.directory import first_line
-    from heterorl.common.model.room import room_of
+    from heterorl.common.model.positions import room_of
     from heterorl.common.model.routing import routing_shape
 
     try:

@@ -15,8 +15,8 @@ from heterorl.common.model.canary import canary_texts
 from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
+from heterorl.common.model.positions import room_at, room_of
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.room import room_at, room_of
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task

@@ -11,8 +11,8 @@ from heterorl.common.generation.engine import Engine
 from heterorl.common.model.canary import ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.positions import room_at
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.room import room_at
 from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES

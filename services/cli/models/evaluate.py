@@ -150,10 +150,10 @@ def _progress() -> Iterator[tuple[Callable[[str, OpenSet], None], Callable[[Prom
     )
 
     console = Console(stderr=True, markup=False, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
 
         def begin(name: str, of: OpenSet) -> None:
             draws = of.draws

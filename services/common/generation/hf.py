@@ -29,7 +29,7 @@ from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model.room import room_of
+from heterorl.common.model.positions import room_of
 from heterorl.common.model.routing import RouterRecorder
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout

@@ -6,8 +6,8 @@ import logging
 import time
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
+from heterorl.common.model.positions import Room
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.room import Room
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, knows_answers
 from heterorl.common.types.rollout import total_reward
 

@@ -15,8 +15,7 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.building import load_pretrained
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model.positions import window_of
-from heterorl.common.model.room import room_of
+from heterorl.common.model.positions import room_of, window_of
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.sampler.vllm.canary import Reference

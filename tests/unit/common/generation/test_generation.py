@@ -198,9 +198,6 @@ def test_prompter_is_lossless_and_needs_a_template_to_use_one(model_dir):
     assert prompter.eos_token_id == 1
     with pytest.raises(ConfigError, match="chat template"):
         Prompter(str(model_dir), use_chat_template=True)
-    prompter.tokenizer.chat_template = "{% for m in messages %}({{ m['content'] }}){% endfor %}="
-    prompter.use_chat_template = True
-    assert prompter.decode(prompter.encode("12")) == "(12)="
 
 
 def test_base_is_the_weights_of_the_model_directory_until_others_are_loaded(model_dir):

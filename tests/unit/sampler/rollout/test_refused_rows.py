@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
 from heterorl.common.model.canary import NUM_SEQUENCES, canary_texts
+from heterorl.common.model.positions import Room
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.room import Room
 from heterorl.common.model.trial import try_prompts
 from heterorl.common.process import metrics
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.generation.canary import canary_texts
 from heterorl.common.identity.signing import Signer, load_signer
-from heterorl.common.model.canary import canary_texts
 from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine

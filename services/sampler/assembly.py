@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from heterorl.common.generation.canary import ScoredText, canary_texts
 from heterorl.common.generation.engine import Engine
-from heterorl.common.model.canary import ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.positions import room_at

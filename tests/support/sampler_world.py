@@ -15,9 +15,9 @@ from typing import Any, cast
 import numpy as np
 
 from heterorl.common.errors import EngineError, RewardError, Unreachable
+from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.generation.turns import spans_of
-from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest, Float32Array, Int32Array

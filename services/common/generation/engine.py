@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from heterorl.common.errors import EngineError, PromptRefused
+from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request, in_order
-from heterorl.common.model.canary import ScoredText
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from heterorl.common.errors import ConfigError, EngineError
+from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.generation.rows import Group, Rows
@@ -25,7 +26,6 @@ from heterorl.common.generation.turns import Turns
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.building import load_pretrained
-from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
@@ -103,7 +103,6 @@ class HfEngine:
         self._num_cancels = 0
         self.name = f"hf-{__version__}"
         self._room = room_of(model.config)
-        self._room.check_length(sampling.max_new_tokens)
         self.vocab_size = self._room.vocab_size
         self.dtype = compute_dtype
 

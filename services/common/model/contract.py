@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from heterorl.common.errors import ConfigError, InvalidRequest
-from heterorl.common.model.template import CLOCK, DATE, has_clock, source_of
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import (
@@ -78,6 +77,9 @@ def chat_template_digest(
     """Digest of the template that prompts go through, its arguments and its date; of nothing when none is used."""
     if not use_chat_template:
         return bytes_digest(b"")
+    # jinja2 comes with the extras of learner and sampler; configurations are read without them.
+    from heterorl.common.model.template import CLOCK, DATE, has_clock, source_of
+
     source, arguments = source_of(tokenizer), dict(template_arguments)
     if has_clock(source):
         arguments.setdefault(CLOCK, DATE)

@@ -1,10 +1,12 @@
-"""Text to token ids and back, the same way on every node: with or without the chat template."""
+"""Text to token ids and back, the same way on every node, and the tokens that end a completion."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,15 +15,15 @@ from jinja2 import TemplateError
 
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import check_model_dir, first_line
-from heterorl.common.model.ending import end_token_ids, turn_end
 from heterorl.common.model.template import CLOCK, DATE, ChatTemplate, has_clock, source_of
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.types.common import Int32Array
+from heterorl.common.types.common import MAX_END_TOKENS, Int32Array
 
 _LOG = logging.getLogger(__name__)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
 _SWITCH = "set use_chat_template = true"
 _PROBE = "0"
+_ENDS = "eos_token_id"
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a template raises, which computes, such as with a part that these messages lack."""
 
@@ -83,7 +85,7 @@ class Prompter:
         if self._template is None:
             return named
         try:
-            behind = turn_end(self._template)
+            behind = self._template.answer_end()
         except _TEMPLATE_ERRORS:
             return named
         ids = self.tokenizer.encode(behind.lstrip(), add_special_tokens=False)[:1]
@@ -166,3 +168,48 @@ def _opening_of(tokenizer: Any) -> list[int]:
     marked = tokenizer.encode(_PROBE)
     starts = [start for start in range(len(marked)) if marked[start : start + len(plain)] == plain]
     return list(marked[: starts[0]]) if starts else []
+
+
+def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a completion, ascending: those of generation_config.json, or of config.json where it names none, and
+    the tokenizer's own, which written texts end with.
+
+    Raises:
+        ConfigError: what a file names is no list of token ids.
+    """
+    named = _named(model_dir)
+    listed = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(_is_id(number) for number in listed) or len(listed) >= MAX_END_TOKENS:
+        raise ConfigError("model_dir", f"{_ENDS} in the files of {model_dir} is no list of token ids: {named!r}"[:300])
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return tuple(sorted({*listed, *own}))
+
+
+def _is_id(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _named(model_dir: str) -> Any:
+    named = _read(model_dir, "generation_config.json").get(_ENDS)
+    if named is not None:
+        return named
+    config = _read(model_dir, "config.json")
+    # A model that has one of text inside says it there.
+    inner = config.get("text_config")
+    return config.get(_ENDS, inner.get(_ENDS) if isinstance(inner, dict) else None)
+
+
+def _read(model_dir: str, name: str) -> dict[str, Any]:
+    """A file of a directory or of the hub; empty where there is none."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        path = cached_file(model_dir, name)
+        if path is None:
+            return {}
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise ConfigError("model_dir", f"{name} of {model_dir} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}

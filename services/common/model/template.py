@@ -22,6 +22,8 @@ CLOCK = "strftime_now"
 DATE = "2025-01-01"
 """What CLOCK tells where no argument sets it: constant, since every start at every site writes the same prompts."""
 
+_ANSWER = "Yes"
+
 
 def source_of(tokenizer: Any) -> str:
     """The tokenizer's template, of several the one named default; empty where there is none."""
@@ -71,6 +73,15 @@ class ChatTemplate:
         """
         variables = {**self._variables, "messages": messages, "add_generation_prompt": begins_answer}
         return self._template.render(variables)
+
+    def answer_end(self) -> str:
+        """What is written behind an assistant's answer.
+
+        Raises:
+            TemplateError: it writes no such turn; what it computes may raise what Python raises.
+        """
+        turns = [{"role": "user", "content": _ANSWER}, {"role": "assistant", "content": _ANSWER}]
+        return self.write(turns, begins_answer=False).rpartition(_ANSWER)[2]
 
 
 class _Generation(ext.Extension):

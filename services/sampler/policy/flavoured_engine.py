@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.requests import Finished, Lost, Request
-from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
 from heterorl.common.types.common import Float32Array
 from heterorl.common.weights.arena import Arena, Layout

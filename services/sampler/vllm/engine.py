@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError
+from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
-from heterorl.common.model.canary import ScoredText
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.vllm import canary
@@ -70,7 +70,6 @@ class VllmEngine:
         self.max_running = options.batch_rows
         self.max_model_len = source.longest(options.max_model_len)
         self._room = replace(source.room, positions=self.max_model_len, key="engine.max_model_len")
-        self._room.check_length(source.sampling.max_new_tokens)
         self._arguments = {
             **options.arguments(max_model_len=self.max_model_len, logprobs_mode=logprobs_mode(source.sampling)),
             **source.weights.arguments(),

@@ -9,9 +9,9 @@ import torch
 
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, PromptTooLong
 from heterorl.common.generation import rows
+from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Finished, Lost, Request, in_order
-from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.positions import room_of
 from heterorl.common.types.rollout import FinishReason
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
@@ -302,11 +302,14 @@ def test_a_token_that_the_model_lacks_is_refused(engine, token):
     assert engine.collect() == []
 
 
-def test_completions_that_leave_no_room_for_a_prompt_are_refused_at_the_start(model_dir):
-    with pytest.raises(
-        ConfigError, match=r"sampling.max_new_tokens: 4096 new tokens leave no room for a prompt: model_dir has \d+"
-    ):
-        hf_engine(model_dir, max_new_tokens=4096, engine={"batch_rows": 8})
+def test_completions_that_leave_no_room_for_a_prompt_are_no_fault_of_the_prompt(engine):
+    asked = Request(
+        key=1, prompt=PROMPTS[0], seed=1, num_completions=1, sampling=semantics(max_new_tokens=4096)
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"max_new_tokens: 4096 new tokens leave no room for a prompt") as caught:
+        engine.submit(asked)
+
+    assert not isinstance(caught.value, PromptRefused)
 
 
 def test_a_lost_request_is_no_finished_one(engine):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from heterorl.common.generation.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
-from heterorl.common.model.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.types.common import LogprobMode, SamplingSemantics

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EngineDied, StaleWeights
-from heterorl.common.model.canary import ScoredText
+from heterorl.common.generation.canary import ScoredText
 from heterorl.common.process import metrics
 from tests.support.sampler_world import World
 

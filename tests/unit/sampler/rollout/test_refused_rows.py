@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
-from heterorl.common.model.canary import NUM_SEQUENCES, canary_texts
+from heterorl.common.generation.canary import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.positions import Room
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_prompts

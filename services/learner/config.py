@@ -118,7 +118,7 @@ class LearnerConfig(Config):
     """Longest wait between attempts, seconds; the learner goes on trying."""
     payload_urls: Allowed = "https"
     """Addresses in a bucket that the coordinator gives and this node reads payloads from, and puts its own at: of
-    `https`, `any` (http too) or `none`; what they bring is compared with its digest."""
+    `https` on other machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of what this process receives and sends."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)

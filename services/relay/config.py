@@ -38,8 +38,8 @@ class RelayConfig(Config):
     site_concurrent_rpcs: int = Field(default=32, ge=1)
     """Rpcs that one sampler's certificate may have under way at once."""
     payload_urls: Allowed = "https"
-    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https`, `any` (http too)
-    or `none`; what they bring is compared with its digest."""
+    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https` on other
+    machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of the payloads that this process receives from the coordinator."""
     metrics_port: int = Field(default=9104, ge=0, le=65535)

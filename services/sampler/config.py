@@ -203,8 +203,8 @@ class SamplerConfig(Config):
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of what this process receives and sends."""
     payload_urls: Allowed = "https"
-    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https`, `any` (http too)
-    or `none`; what they bring is compared with its digest."""
+    """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https` on other
+    machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
     pull_streams: int = Field(default=1, ge=1, le=16)
     """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
     share_dir: Path | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Literal
@@ -13,9 +14,19 @@ if TYPE_CHECKING:
     import httpx2
 
 Allowed = Literal["https", "any", "none"]
-"""Addresses that a node asks: of TLS alone, of http too, or none."""
+"""Addresses that a node asks: of TLS on other machines, all, also of http, or none."""
 MAX_URL_CHARACTERS = 8192
 CONNECT_S, SILENCE_S = 10.0, 30.0
+
+
+def _is_own(host: str) -> bool:
+    """Whether a host is this machine, or a service that a cloud offers on the link of each machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_link_local or address.is_unspecified or address.is_multicast
 
 
 class Connections:
@@ -23,6 +34,7 @@ class Connections:
 
     def __init__(self, allowed: Allowed) -> None:
         self._schemes = {"https": ("https",), "any": ("https", "http"), "none": ()}[allowed]
+        self._takes_own = allowed == "any"
         self._client: httpx2.AsyncClient | None = None
 
     @property
@@ -36,7 +48,9 @@ class Connections:
             return False
         try:
             parts = urlsplit(url)
-            return parts.scheme in self._schemes and bool(parts.hostname)
+            if parts.scheme not in self._schemes or not parts.hostname:
+                return False
+            return self._takes_own or not _is_own(parts.hostname)
         except ValueError:
             return False
 

@@ -69,3 +69,24 @@ async def test_requests_carry_no_cookie_and_go_by_no_proxy_of_the_environment(mo
 
     assert len(heads) == 2
     assert not any(b"cookie" in head for head in heads)
+
+
+OWN = [
+    "127.0.0.1",
+    "localhost",
+    "s3.localhost",
+    "[::1]",
+    "[::ffff:127.0.0.1]",
+    "0.0.0.0",
+    "169.254.169.254",
+    "[fe80::1]",
+]
+
+
+@pytest.mark.parametrize("host", [*OWN, "10.0.0.7", "s3.eu.example"])
+def test_addresses_of_the_machine_itself_are_asked_only_where_any_are(host):
+    url = f"https://{host}/payloads/1"
+
+    assert Connections("https").allows(url) == (host not in OWN)
+    assert Connections("any").allows(url)
+    assert not Connections("none").allows(url)

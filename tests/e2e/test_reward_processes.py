@@ -50,7 +50,7 @@ def judge(document):
 
 async def test_code_a_service_and_a_judge_reward_a_run_and_the_learner_checks_what_it_can(tmp_path):
     questions = tmp_path / "questions.jsonl"
-    rows = [{"prompt": f"{number}+1=", "answer": {"tests": ["0"]}} for number in range(10, 60)]
+    rows = [{"prompt": f"{number}+1=", "answer": {"tests": ["assert True"]}} for number in range(10, 60)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with serving(service) as scores, serving(judge) as judges:
         rewards = [

@@ -106,7 +106,7 @@ def _channel(secure, pair):
 
 
 async def _call(channel, name, *, site):
-    """The code that an rpc answers a request with nothing in it but the site."""
+    """The code that an rpc answers a request with nothing in it but what it has to state."""
     method = METHODS[name]
     request = message_factory.GetMessageClass(method.input_type)()
     if name in RULES and RULES[name].site:
@@ -115,6 +115,8 @@ async def _call(channel, name, *, site):
         for step in path:
             part = getattr(part, step)
         setattr(part, last, site)
+    if name in RULES and RULES[name].of_learner:
+        setattr(request, RULES[name].of_learner, 1)
     if name.endswith("/WatchHead"):
         request.after_version = -1
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"

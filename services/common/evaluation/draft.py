@@ -5,6 +5,7 @@ Guarantees: a completion counts once; the result lists completions in the order 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from heterorl.common.generation.requests import Completion
@@ -29,9 +30,9 @@ class PromptDraft:
         return len(self.samples) == self.num_samples
 
     def note(self, number: int, completion: Completion, *, text: str, reward: float | None) -> None:
-        """Note completion `number` with its reward, None where none could be computed."""
+        """Note completion `number` with its reward, None where none could be computed; what is no number is none."""
         self.samples[number] = ScoredSample(
-            reward=reward,
+            reward=None if reward is None or math.isnan(reward) else reward,
             num_tokens=int(completion.token_ids.size),
             is_truncated=completion.finish_reason is FinishReason.LENGTH,
             text=text,

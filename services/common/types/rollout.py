@@ -65,11 +65,13 @@ class RewardPart:
 def total_reward(parts: Iterable[RewardPart]) -> float:
     """The reward that named parts make.
 
+    It is no number where a part is none: a learner does not ask the services whose word it takes.
+
     Raises:
         RewardError: it is beyond MAX_REWARD, which no learner trains on.
     """
     total = weighted_sum(parts)
-    if not abs(total) <= MAX_REWARD:
+    if abs(total) > MAX_REWARD:
         raise RewardError(f"a reward of {total:g}; at most {MAX_REWARD:g} either way is trained on")
     return total
 

@@ -125,6 +125,7 @@ RIGHT_SUM = (
             "def area(r): return PI * r * r",
             "def area(r): return r",
         ),
+        ({"tests": ["f", "assert f(2) == 4"]}, {}, "def f(x): return 2 * x", "def g(x): return 2 * x"),
     ],
 )
 def test_tests_of_public_data_sets_are_run_as_they_are_meant(reward, answer, columns, right, wrong):

@@ -59,9 +59,10 @@ def test_parts_that_add_up_to_one_make_a_reward_of_one_in_any_order():
     assert {total_reward(order) for order in itertools.permutations(parts)} == {1.0}
     beyond = [*parts, RewardPart(name="x", value=1e308), RewardPart(name="y", value=1e308)]
     assert weighted_sum(beyond) == math.inf
-    for value in (1e308, 1.1e6, -1.1e6, math.nan):
+    for value in (1e308, 1.1e6, -1.1e6, math.inf):
         with pytest.raises(RewardError, match=r"at most 1e\+06 either way is trained on"):
             total_reward([RewardPart(name="x", value=value)])
+    assert math.isnan(total_reward([RewardPart(name="x", value=math.nan)]))
 
 
 @pytest.mark.process

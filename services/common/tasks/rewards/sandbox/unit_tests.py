@@ -192,7 +192,8 @@ def _of_code(text: str, columns: Mapping[str, Any]) -> Test:
 
 def _does_nothing(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Expr):
-        return not any(isinstance(part, ast.Call | ast.Await) for part in ast.walk(statement))
+        # A name alone fails where the completion does not define it.
+        return not any(isinstance(part, ast.Name | ast.Call | ast.Await) for part in ast.walk(statement))
     return isinstance(
         statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Pass
     )

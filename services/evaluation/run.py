@@ -42,7 +42,7 @@ def evaluate_all(
         on_prompt: called as each prompt is done.
 
     Raises:
-        ConfigError: a reward cannot be computed here, or a prompt leaves no room for a completion.
+        ConfigError: a reward cannot be computed here, or no prompt of a set can be drawn.
         EngineError: an engine gave up.
     """
     rows = []

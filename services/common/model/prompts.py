@@ -60,25 +60,23 @@ class Prompter:
             raise ConfigError("chat_template_arguments", "prompts go through no template", action=_SWITCH)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError("model_dir", f"the tokenizer of {model_dir} has no end-of-sequence token")
-        self.use_chat_template = use_chat_template
-        self.template_arguments = dict(template_arguments)
-        self._template = self._compiled(model_dir) if use_chat_template else None
+        self._template = self._compiled(model_dir, template_arguments) if use_chat_template else None
         self._opening = [] if use_chat_template else _opening_of(self.tokenizer)
 
         self.end_token_ids = self._ends(model_dir)
         """Ids that end a completion, ascending, as the model's files and its template say."""
 
-    def _compiled(self, model_dir: str) -> ChatTemplate:
+    def _compiled(self, model_dir: str, arguments: Mapping[str, Any]) -> ChatTemplate:
         source = source_of(self.tokenizer)
         if not source:
             raise ConfigError("use_chat_template", f"the tokenizer of {model_dir} has no chat template")
-        taken = self.template_arguments.keys() & _OURS
+        taken = arguments.keys() & _OURS
         if taken:
             raise ConfigError("chat_template_arguments", f"{', '.join(sorted(taken))}: heterorl sets it itself")
         if has_clock(source):
-            told = self.template_arguments.get(CLOCK, DATE)
+            told = arguments.get(CLOCK, DATE)
             _LOG.info("a prompt's template may write the date: it is %s (chat_template_arguments.%s)", told, CLOCK)
-        return ChatTemplate(self.tokenizer, arguments=self.template_arguments)
+        return ChatTemplate(self.tokenizer, arguments=arguments)
 
     def _ends(self, model_dir: str) -> tuple[int, ...]:
         named = end_token_ids(model_dir, self.tokenizer)

@@ -102,7 +102,7 @@ test-images: $(SETUP)  ## Build the coordinator's image without a container engi
 check: types style  ## Check style, types, import layers, documents and protos
 
 style: $(SETUP)  ## Check all of it but the types
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=src $(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

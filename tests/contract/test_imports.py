@@ -89,6 +89,23 @@ def _imports(tree: ast.AST) -> set[str]:
     return names
 
 
+def _missing(source: str) -> set[str]:
+    """Modules of heterorl that a source imports from and that no file has; the stubs of the protos are made later."""
+    modules = {name for name in _imports(ast.parse(source)) if name.startswith("heterorl.")}
+    paths = {name: ROOT / "services" / Path(*name.split(".")[1:]) for name in modules if "heterorl.v1" not in name}
+    return {name for name, path in paths.items() if not path.is_dir() and not path.with_suffix(".py").is_file()}
+
+
+def test_programs_import_modules_that_exist():
+    """No other test imports most benchmarks, and mypy reads the services only."""
+    folders = ("benchmarks", "campaigns", "docs", "examples", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): _missing(path.read_text()) for path in files}
+
+    assert {name: modules for name, modules in found.items() if modules} == {}
+    assert _missing("from heterorl.common.model.gone import a") == {"heterorl.common.model.gone"}
+
+
 def _banned(source: str, name: str) -> list[int]:
     """Lines of a file that ruff refuses by the rules of this checkout."""
     command = [tool("ruff"), "check", "--output-format", "json", "--stdin-filename", name, "-"]

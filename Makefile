@@ -56,6 +56,9 @@ test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Run all tests with cov
 test-fast: $(SETUP)  ## Run the tests that start no process; 5 minutes
 	$(RUN) fast
 
+test-research: $(SETUP)  ## Run the tests of experiments; `make test` runs them where losses or experiments changed
+	$(RUN) research
+
 test-near: $(SETUP)  ## Run the test files that import or name what changed since the last commit, or since BASE=COMMIT
 	$(RUN) near $(if $(BASE),--base $(BASE))
 
@@ -93,7 +96,7 @@ test-compose: $(SETUP)  ## Build the images and start deploy/compose.yaml in a D
 	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.compose_run --base .cache/heterorl/debian $(OPTIONS) --json benchmarks/results/compose.json
 
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
-	$(PYTEST_GPU) -q -s tests/gpu
+	$(PYTEST_GPU) -q -s tests/gpu research/tests/gpu
 
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image

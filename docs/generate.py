@@ -23,12 +23,12 @@ from pydantic.fields import FieldInfo
 from docs import tables
 from heterorl.common.process.config import Config
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.lab.claims.claim import LEVEL, WORTH_FINDING
-from heterorl.lab.claims.verdicts import markdown
-from heterorl.lab.protocol.flat import TOLERANCE
 from heterorl.learner.config import LearnerConfig
 from heterorl.relay.config import RelayConfig
 from heterorl.sampler.config import SamplerConfig
+from heterorl_research.lab.claims.claim import LEVEL, WORTH_FINDING
+from heterorl_research.lab.claims.verdicts import markdown
+from heterorl_research.lab.protocol.flat import TOLERANCE
 
 PATH = Path(__file__).parent / "configuration.md"
 MAP = Path(__file__).parent / "map.md"
@@ -59,9 +59,9 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _MAP_HEAD = """# Map of the code
 
 The package `heterorl` is the folder `services`. Imports go down only. `cli` stands at the top. Below it are `doctor`,
-`evaluation`, `lab`, `plan`, `report`, `track` and `view`, then `demo`, then `certs`, then `coordinator`, `launch`,
-`learner`, `relay` and `sampler`. `common` lies at the bottom. A folder is one subject, a file one noun. The docstring
-of each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
+`evaluation`, `plan`, `report`, `track` and `view`, then `demo`, then `certs`, then `coordinator`, `launch`, `learner`,
+`relay` and `sampler`. `common` lies at the bottom. A folder is one subject, a file one noun. The docstring of each
+folder says what the folder guarantees; `make docs` makes this page from those docstrings.
 
 ## Start here
 
@@ -92,7 +92,7 @@ _CLAIMS_HEAD = f"""# Claims
 What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)), this project's README and its own proposals say
 about algorithms under delay, and what the lab's results say about it. `heterorl lab claims` computes
 [claims.json](../benchmarks/results/lab/claims.json) from the results beside it, `make docs` this page from that. The
-claims and their tests stand in `services/lab/claims/`; no verdict is written by hand.
+claims and their tests stand in `research/lab/claims/`; no verdict is written by hand.
 
 - *Difference*: a test compares two numbers on the same seeds. The difference is their mean with the 95 % t-interval. A
   claim about a share of the seeds has Wilson's interval instead.
@@ -145,6 +145,7 @@ _BESIDE = """
 | `tests/support/` | fakes of clock, network and faults; builders of values |
 | `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines; `fuzz` damages input for each decoder |
 | `benchmarks/` | what the numbers in [results](results.md) were made with, and the numbers |
+| `research/` | the package `heterorl_research`: experiments about losses under delay, their tests, results and pages |
 | `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
 | `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |
 | `examples/` | whole recipes, and what a run of each must reach |

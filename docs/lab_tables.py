@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from docs.markdown import SOURCES, table
 from heterorl.common.evaluation.intervals import interval
-from heterorl.lab.report.data import Results, Run
-from heterorl.lab.report.plane import planes
-from heterorl.lab.report.reading import load_table
+from heterorl_research.lab.report.data import Results, Run
+from heterorl_research.lab.report.plane import planes
+from heterorl_research.lab.report.reading import load_table
 
 _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
 _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")

@@ -15,13 +15,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from docs.markdown import SOURCES
-from heterorl.lab.report import curves, differences, forest, ladders, plane, sweeps
-from heterorl.lab.report.data import Results
-from heterorl.lab.report.drawing.canvas import Picture, beside, save
-from heterorl.lab.report.drawing.drawn import digest
-from heterorl.lab.report.drawing.palette import looks
-from heterorl.lab.report.reading import load_table
-from heterorl.lab.report.sweeps import Paired
+from heterorl_research.lab.report import curves, differences, forest, ladders, plane, sweeps
+from heterorl_research.lab.report.data import Results
+from heterorl_research.lab.report.drawing.canvas import Picture, beside, save
+from heterorl_research.lab.report.drawing.drawn import digest
+from heterorl_research.lab.report.drawing.palette import looks
+from heterorl_research.lab.report.reading import load_table
+from heterorl_research.lab.report.sweeps import Paired
 
 ASSETS = Path(__file__).parent / "assets"
 KEYWORD = "Heterorl-Drawn"

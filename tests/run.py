@@ -1,4 +1,4 @@
-"""Run a tier of the tests: `python -m tests.run fast|near|landing|all`, or `steady FILE`; the Makefile has a target for each.
+"""Run a tier of the tests: `python -m tests.run fast|near|landing|research|all`, or `steady FILE`; the Makefile has a target for each.
 
 A tier is a list of stages, cheap ones first. What fails in a stage runs once more at the stage's end, alone, in a fresh
 process, and is named: beside busy neighbours, or in a process that another test left damaged, it would fail again. More
@@ -32,6 +32,8 @@ MEMORY_BYTES = 2 << 30
 """Free space that temporary files of tests need in memory; where less is free they lie on the disk."""
 NEEDS_VLLM = ("services/sampler/vllm", "services/learner/backends", "requirements")
 """Where one of these changed since the last run of everything, a landing runs vLLM's conformance suite."""
+NEEDS_RESEARCH = ("services/learner/loss", "research")
+"""The same for the tests of experiments."""
 NOT_HERE = "not image and not compiler and not nodes"
 SERVICES = ("--ignore=tests/gpu", "--ignore=tests/trackers", "tests")
 COORDINATOR = "tests/unit/coordinator"
@@ -75,6 +77,7 @@ QUICK = Stage(name="tests without processes", marks=f"not process and not slow a
 PROCESSES = Stage(
     name="tests with processes", marks=f"process and not slow and {NOT_HERE}", arguments=SERVICES, workers=CORES + 1
 )
+RESEARCH = Stage(name="research", marks="not slow", arguments=("--ignore=research/tests/gpu", "research/tests"))
 STATEMENTS = Stage(
     name="statements on PostgreSQL",
     arguments=[f"{COORDINATOR}/{name}" for name in ("test_core.py", "store", "evaluations")],
@@ -100,8 +103,18 @@ CONFORMANCE = Stage(
 
 def landing(record: Mapping[str, Any]) -> list[Stage]:
     """What a change must pass."""
-    needs_vllm = "engines" not in record.get("stages", ()) or changed_since(str(record.get("commit", "")), NEEDS_VLLM)
-    return [QUICK, PROCESSES, STATEMENTS, PAYLOADS, *([CONFORMANCE] if needs_vllm else [])]
+
+    def is_due(stage: str, paths: Sequence[str]) -> bool:
+        return stage not in record.get("stages", ()) or changed_since(str(record.get("commit", "")), paths)
+
+    return [
+        QUICK,
+        PROCESSES,
+        *([RESEARCH] if is_due(RESEARCH.name, NEEDS_RESEARCH) else []),
+        STATEMENTS,
+        PAYLOADS,
+        *([CONFORMANCE] if is_due("engines", NEEDS_VLLM) else []),
+    ]
 
 
 def everything() -> list[Stage]:
@@ -116,6 +129,7 @@ def everything() -> list[Stage]:
             arguments=(*COVERED, "--cov-append", *SERVICES),
             workers=CORES + 1,
         ),
+        replace(RESEARCH, marks="", arguments=[*COVERED, "--cov-append", *RESEARCH.arguments]),
         Stage(name="coverage", command=(".venv/bin/coverage", "report", "--skip-covered", "--fail-under=90")),
         *(replace(part, arguments=[COORDINATOR], workers=CORES + 1) for part in (STATEMENTS, PAYLOADS)),
         Stage(name="engines", arguments=("tests/engines",), environment=bare, is_second=True, **engines),
@@ -262,7 +276,7 @@ def steady(path: str, *, times: int, loops: int = 2) -> int:
 def main() -> int:
     """Run what the arguments name; 0 where all of it passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__)
-    parser.add_argument("tier", choices=["fast", "near", "landing", "all", "steady"])
+    parser.add_argument("tier", choices=["fast", "near", "landing", "research", "all", "steady"])
     parser.add_argument("paths", nargs="*", help="steady: the file; near: nothing")
     parser.add_argument(
         "--base",
@@ -278,6 +292,7 @@ def main() -> int:
         "fast": lambda: [QUICK],
         "near": lambda: near_stages(near.changed(chosen.base)),
         "landing": lambda: landing(known),
+        "research": lambda: [replace(RESEARCH, marks="")],
         "all": everything,
     }
     outcomes = run_stages(tiers[chosen.tier](), stops=chosen.tier != "all")

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from docs import generate
 from heterorl.cli.main import app
-from heterorl.lab.results import mixed_warm_starts
+from heterorl_research.lab.results import mixed_warm_starts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lab"
 

@@ -20,14 +20,26 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in (".", "docs", "deploy", "examples", "examples/*")
+    for folder in (".", "docs", "deploy", "examples", "examples/*", "research", "research/*")
     for path in ROOT.glob(f"{folder}/*.md")
     if path.name not in {"CHANGELOG.md", "configuration.md"}
 )
-MODULE = re.compile(r"heterorl(?:\.[A-Za-z_]\w*)+")
+MODULE = re.compile(r"heterorl(?:_research)?(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"[\w@.-]*[\w@-]/?(?:/[\w@.-]+)*/?")
 SOURCES = (".py", ".proto", ".sh")
-OURS = {"services", "tests", "campaigns", "docs", "deploy", "benchmarks", "protos", "requirements", "examples", "src"}
+OURS = {
+    "services",
+    "tests",
+    "campaigns",
+    "docs",
+    "deploy",
+    "benchmarks",
+    "protos",
+    "requirements",
+    "research",
+    "examples",
+    "src",
+}
 ON_A_NODE = {"larger.py", "larger.score", "mytask.rewards"}
 """What a reader's own directories hold, and no folder of the repository."""
 
@@ -51,8 +63,8 @@ def _ticked(text: str) -> set[str]:
 
 
 def _has_module(name: str) -> bool:
-    parts = name.split(".")[1:]
-    place = ROOT / "services"
+    package, *parts = name.split(".")
+    place = ROOT / {"heterorl": "services", "heterorl_research": "research"}[package]
     while parts and (place / parts[0]).is_dir():
         place /= parts.pop(0)
     if parts and (place / f"{parts[0]}.py").is_file():
@@ -110,6 +122,7 @@ def test_every_path_and_module_in_back_ticks_exists(name):
         ("coordinator/core.py", False),
         ("heterorl.coordinator.core", False),
         ("heterorl.coordinator.core.Coordinator", False),
+        ("heterorl_research.lab.cell.Cell", False),
         ("examples/first-run", False),
         ("coordinator.toml", False),
         ("runs/demo/report.html", False),

@@ -25,6 +25,7 @@ DECISIONS = [
     "learner/loss/denominators.py",
     "sampler/policy/delay.py",
 ]
+FOLDERS = {"heterorl": "services", "heterorl_research": "research"}
 LOOPS = [
     "common/pull/pull.py",
     "sampler/outbox/delivery.py",
@@ -91,19 +92,30 @@ def _imports(tree: ast.AST) -> set[str]:
 
 def _missing(source: str) -> set[str]:
     """Modules of heterorl that a source imports from and that no file has; the stubs of the protos are made later."""
-    modules = {name for name in _imports(ast.parse(source)) if name.startswith("heterorl.")}
-    paths = {name: ROOT / "services" / Path(*name.split(".")[1:]) for name in modules if "heterorl.v1" not in name}
+    modules = {name for name in _imports(ast.parse(source)) if name.startswith(("heterorl.", "heterorl_research."))}
+    paths = {
+        name: ROOT / FOLDERS[name.split(".")[0]] / Path(*name.split(".")[1:])
+        for name in modules
+        if "heterorl.v1" not in name
+    }
     return {name for name, path in paths.items() if not path.is_dir() and not path.with_suffix(".py").is_file()}
 
 
 def test_programs_import_modules_that_exist():
     """No other test imports most benchmarks, and mypy reads the services only."""
-    folders = ("benchmarks", "campaigns", "docs", "examples", "tests")
+    folders = ("benchmarks", "campaigns", "docs", "examples", "research", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): _missing(path.read_text()) for path in files}
 
     assert {name: modules for name, modules in found.items() if modules} == {}
     assert _missing("from heterorl.common.model.gone import a") == {"heterorl.common.model.gone"}
+
+
+def test_heterorl_imports_nothing_of_research():
+    """Nor by a name in a text, but where the command line looks whether `lab` is there."""
+    found = [path for path in (ROOT / "services").rglob("*.py") if "heterorl_research" in path.read_text()]
+
+    assert [path.relative_to(ROOT).as_posix() for path in found] == ["services/cli/lab.py"]
 
 
 def _banned(source: str, name: str) -> list[int]:

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2] / "services"
+ROOTS = [Path(__file__).parents[2] / folder for folder in ("services", "research/lab")]
 SOURCES = {
-    str(path.relative_to(ROOT)): text
-    for path in sorted(ROOT.rglob("*.py"))
+    str(path.relative_to(root)): text
+    for root in ROOTS
+    for path in sorted(root.rglob("*.py"))
     if re.search("logits|temperature|logprob_?mode", (text := path.read_text()).lower())
 }
 """Those that have a word of what is looked for."""
 PROJECTION = "common/model/logprobs.py"
 MAY_DIVIDE = {
     PROJECTION: "the projection itself, and its gradient",
-    "lab/theory/samples.py": "a softmax policy of the theory, of which no run's log-prob is made",
+    "theory/samples.py": "a softmax policy of the theory, of which no run's log-prob is made",
 }
 MAY_ASK = {
     "common/types/common.py": "where the temperature of log-probs is decided",

@@ -81,7 +81,7 @@ def test_every_experiment_with_a_target_is_there():
     assert names == ["quick", "recommend", "stale256", "stale64"]
     for name in names:
         assert recipe(f"lab-{name}") == [".venv/bin/heterorl", "lab", "run", name]
-        assert (ROOT / "services" / "lab" / "experiments" / f"{name}.toml").is_file()
+        assert (ROOT / "research" / "lab" / "experiments" / f"{name}.toml").is_file()
 
 
 def test_each_tier_of_the_tests_has_a_target():
@@ -91,6 +91,7 @@ def test_each_tier_of_the_tests_has_a_target():
         "test-all": ["all"],
         "test-fast": ["fast"],
         "test-near": ["near"],
+        "test-research": ["research"],
         "steady": ["steady", "tests/unit/test_x.py"],
     }.items():
         assert recipe(target, "T=tests/unit/test_x.py" if target == "steady" else "T=")[-len(words) - 2 :] == [

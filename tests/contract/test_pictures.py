@@ -8,8 +8,8 @@ from matplotlib.text import Text
 from PIL import Image
 
 from docs import pictures
-from heterorl.lab.report.drawing.canvas import figure_of
-from heterorl.lab.report.drawing.drawn import digest
+from heterorl_research.lab.report.drawing.canvas import figure_of
+from heterorl_research.lab.report.drawing.drawn import digest
 
 BY_HAND = {"view"}
 """Screenshots."""

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.import_graph import RESEARCH, modules
+
 ROOT = Path(__file__).parents[2]
 # Without the stubs, which protoc writes.
-SOURCES = sorted(path for path in (ROOT / "services").rglob("*.py") if "v1" not in path.parts)
+SOURCES = sorted([*modules().values(), *modules(RESEARCH).values()])
 MAX_LINES = 300
 
 
@@ -27,7 +29,11 @@ def test_no_file_is_named_for_nothing():
     assert [name for name in names if Path(name).stem in {"util", "utils", "helper", "helpers", "misc"}] == []
 
 
-PROGRAMS = [path for folder in ("tests", "campaigns", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
+PROGRAMS = [
+    path
+    for folder in ("tests", "campaigns", "benchmarks", "docs", "research")
+    for path in (ROOT / folder).rglob("*.py")
+]
 
 
 def _test_modules(source):
@@ -38,7 +44,7 @@ def _test_modules(source):
         if isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     parts = {name: name.split(".") for name in names}
-    return {name for name, own in parts.items() if own[0] == "tests" and any(part.startswith("test_") for part in own)}
+    return {name for name, own in parts.items() if "tests" in own[:2] and any(part.startswith("test_") for part in own)}
 
 
 def test_no_file_imports_from_tests():
@@ -48,7 +54,7 @@ def test_no_file_imports_from_tests():
 
 
 @pytest.mark.parametrize(
-    "source", ["from tests.unit.test_a import b", "import tests.unit.test_a", "from tests.e2e import test_a"]
+    "source", ["from tests.unit.test_a import b", "import research.tests.unit.test_a", "from tests.e2e import test_a"]
 )
 def test_an_import_from_tests_is_found(source):
     assert _test_modules(source)

@@ -3,7 +3,7 @@
 import pytest
 
 from docs import lab_tables, tables
-from heterorl.lab.report.data import Run
+from heterorl_research.lab.report.data import Run
 
 
 def run(seed: int, last: float | None, *, algorithm: str = "gepo", failed: str | None = None) -> Run:

@@ -51,16 +51,25 @@ def test_everything_ran_not_long_ago(record_property):
     )
 
 
-def test_a_landing_runs_vllm_only_where_its_part_changed(monkeypatch):
+@pytest.mark.parametrize(
+    ("stage", "ran_as", "paths"),
+    [("conformance of vLLM", "engines", run.NEEDS_VLLM), ("research", "research", run.NEEDS_RESEARCH)],
+)
+def test_a_landing_runs_vllm_and_research_only_where_their_part_changed(monkeypatch, stage, ran_as, paths):
     for has_changed in (True, False):
-        monkeypatch.setattr(run, "changed_since", lambda commit, paths, answer=has_changed: answer)
+        monkeypatch.setattr(run, "changed_since", lambda commit, asked, answer=has_changed: asked is paths and answer)
 
-        names = [stage.name for stage in run.landing({"commit": "0" * 40, "stages": {"engines": 600}})]
+        names = [one.name for one in run.landing({"commit": "0" * 40, "stages": {ran_as: 600}})]
 
         assert names[0] == "tests without processes"
-        assert ("conformance of vLLM" in names) is has_changed
-    # Nor where the last run of everything came to its deadline before the engines.
-    assert "conformance of vLLM" in [stage.name for stage in run.landing({"commit": "0" * 40, "stages": {}})]
+        assert (stage in names) is has_changed
+    # Also where the last run of everything ended before that stage.
+    assert stage in [one.name for one in run.landing({"commit": "0" * 40, "stages": {}})]
+
+
+def test_what_a_stage_depends_on_is_there():
+    assert [path for path in (*run.NEEDS_VLLM, *run.NEEDS_RESEARCH) if not (ROOT / path).exists()] == []
+    assert "research" in [stage.name for stage in run.everything()]
 
 
 @pytest.mark.process
@@ -131,3 +140,8 @@ def test_near_a_change_are_files_that_import_or_name_it(tmp_path):
     assert named("Makefile") == ["test_c"]
     assert named("tests/unit/test_a.py") == ["test_a"]
     assert named("LICENSE") == []
+
+    own = tmp_path / "research" / "tests"
+    own.mkdir(parents=True)
+    (own / "test_d.py").write_text("from heterorl_research.lab import cell\nfrom research.tests.support import cells")
+    assert named("research/lab/cell.py") == named("research/tests/support/cells.py") == ["test_d"]

@@ -15,8 +15,10 @@ import pytest
 
 from heterorl import __version__
 from tests.support.foreign import foreign_project, run
+from tests.support.import_graph import modules
 
 ROOT = Path(__file__).parents[2]
+RESEARCH = ROOT / "research"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = {path.relative_to(ROOT / "services") for path in (ROOT / "services").rglob("*.py*") if path.suffix != ".pyc"}
 
@@ -55,11 +57,11 @@ def unpacked(sdist, directory):
     return source
 
 
-def held(wheel):
+def held(wheel, package="heterorl"):
     """Files of the package in a wheel, and the top-level names beside the metadata."""
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
     top = {path.parts[0] for path in names if not path.parts[0].endswith(".dist-info")}
-    return {path.relative_to("heterorl") for path in names if path.parts[0] == "heterorl"}, top
+    return {path.relative_to(package) for path in names if path.parts[0] == package}, top
 
 
 def installed(built, directory):
@@ -78,7 +80,20 @@ def test_a_wheel_holds_everything_under_one_name(wheel):
 
     assert top == {"heterorl"}
     assert {path for path in files if path.suffix in (".py", ".pyi")} == SOURCES
-    assert {Path("py.typed"), Path("lab/experiments/quick.toml")} <= files
+    assert Path("py.typed") in files
+
+
+def test_research_is_a_wheel_of_its_own(tmp_path):
+    built = build("wheel", RESEARCH, tmp_path)
+    files, top = held(built, "heterorl_research")
+    said = zipfile.ZipFile(built).read(f"heterorl_research-{__version__}.dist-info/METADATA").decode()
+
+    assert top == {"heterorl_research"}
+    assert {path for path in files if path.suffix == ".py"} == {
+        path.relative_to(RESEARCH) for path in modules(RESEARCH).values()
+    }
+    assert Path("lab/experiments/quick.toml") in files
+    assert f"Requires-Dist: heterorl[learner,report,sampler]=={__version__}" in said
 
 
 @pytest.mark.slow
@@ -142,12 +157,13 @@ def test_checkers_of_types_layers_and_coverage_name_what_is_installed():
     tools = PROJECT["tool"]
 
     assert PROJECT["project"]["scripts"] == {"heterorl": "heterorl.entry:main"}
-    assert tools["importlinter"]["root_packages"] == ["heterorl"]
-    assert tools["mypy"]["files"] == ["src/heterorl"]
+    assert tools["importlinter"]["root_packages"] == ["heterorl", "heterorl_research"]
+    assert tools["mypy"]["files"] == ["src/heterorl", "src/heterorl_research"]
     assert tools["hatch"]["build"]["targets"]["wheel"]["sources"] == {"services": "heterorl"}
     assert (ROOT / "src" / "heterorl").resolve() == ROOT / "services"
+    assert (ROOT / "src" / "heterorl_research").resolve() == ROOT / "research"
     # Coverage knows files by their real place, to which the link leads.
-    assert tools["coverage"]["run"]["source"] == ["services"]
+    assert tools["coverage"]["run"]["source"] == ["services", "research"]
     assert all(any(ROOT.glob(name)) for name in tools["coverage"]["run"]["omit"])
     named = [
         module for each in tools["mypy"]["overrides"] for module in each["module"] if module.startswith("heterorl")

@@ -64,37 +64,6 @@ def test_a_rank_of_a_learner_waits_for_its_orders_and_ends_with_them(project):
     run(*command, stdin="\n")
 
 
-EXPERIMENT = """
-name = "small"
-seeds = [0]
-algorithms = [{ name = "gepo" }]
-[[tasks]]
-name = "add1"
-task = { name = "arithmetic", digits = 1 }
-max_new_tokens = 3
-hidden_size = 16
-num_layers = 1
-warm_start_target = 0.01
-[regime]
-max_steps = 2
-groups_per_step = 2
-group_size = 2
-evaluate_every = 2
-num_evaluation = 8
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_worker_of_the_lab_runs_a_cell(project):
-    (project / "small.toml").write_text(EXPERIMENT)
-
-    run(*own_command("heterorl", "lab", "run", "small.toml", "--jobs", "1"), timeout_s=250)
-
-    (row,) = (project / "runs/lab/small/runs").glob("*.json")
-    assert json.loads(row.read_text())["failed"] is None
-
-
 def test_the_wrapper_of_logs_wraps(project):
     code = "from heterorl.common.process import logs; import os; logs.configure(style='json'); os.write(2, b'foreign words')"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stderr

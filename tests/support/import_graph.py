@@ -1,4 +1,4 @@
-"""Who imports whom in `services`, read from the sources: modules, rooms, circles."""
+"""Who imports whom in `services` and `research`, read from the sources: modules, rooms, circles."""
 
 import ast
 from collections import defaultdict
@@ -7,16 +7,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ROOT / "services"
+RESEARCH = ROOT / "research"
 NAME = "heterorl"
+ELSEWHERE = {"v1", "benchmarks", "docs", "tests"}
+"""Folders of generated modules, and of programs that no module imports."""
 
 
-def modules(root: Path = SERVICES) -> dict[str, Path]:
-    """Every module by its name, but the generated ones."""
+def modules(root: Path = SERVICES, name: str = NAME) -> dict[str, Path]:
+    """Every module of a package by its name."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] != "v1":
-            found[".".join((NAME, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
+        if parts[0] not in ELSEWHERE:
+            found[".".join((name, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
     return found
 
 

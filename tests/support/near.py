@@ -8,6 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("tests", "research/tests")
+PACKAGES = {"services": "heterorl", "research": "heterorl_research"}
+"""Folders that are imported by another name."""
+PROGRAMS = {"benchmarks", "docs", "tests"}
+"""Folders of `research` that are imported by their paths."""
 
 
 def changed(base: str = "") -> list[str]:
@@ -26,7 +31,7 @@ def files_near(names: Iterable[str], root: Path = ROOT) -> list[str]:
     others = {name for name in names if not name.endswith(".py")}
     told = {PurePath(name).name for name in others} | {f"*{PurePath(name).suffix}" for name in others}
     found = []
-    for path in sorted((root / "tests").rglob("test_*.py")):
+    for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("test_*.py")):
         name, text = str(path.relative_to(root)), path.read_text()
         if name in names or _imported(text) & modules or any(f'{word}"' in text for word in told):
             found.append(name)
@@ -36,7 +41,8 @@ def files_near(names: Iterable[str], root: Path = ROOT) -> list[str]:
 def _module(name: str) -> str:
     """`services/learner/app.py` is imported as heterorl.learner.app, tests and benchmarks by their paths."""
     parts = PurePath(name).with_suffix("").parts
-    parts = ("heterorl", *parts[1:]) if parts[0] == "services" else parts
+    if parts[0] in PACKAGES and parts[1] not in PROGRAMS:
+        parts = (PACKAGES[parts[0]], *parts[1:])
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -15,7 +15,6 @@ from heterorl.common.process.config import InvalidConfig, load
 from heterorl.common.process.config_words import PATTERNS, all_keys
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.lab.config import ExperimentConfig
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 
@@ -99,7 +98,7 @@ def test_a_problem_is_told_in_words(schema, override, message):
     assert found.startswith(message)
 
 
-@pytest.mark.parametrize("schema", [CoordinatorConfig, LearnerConfig, SamplerConfig, ExperimentConfig])
+@pytest.mark.parametrize("schema", [CoordinatorConfig, LearnerConfig, SamplerConfig])
 def test_no_regular_expression_is_shown_to_people(schema):
     def patterns(model):
         for field in model.model_fields.values():

@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import heterorl
+from heterorl.cli import lab
 from heterorl.cli.link import find_link
 from heterorl.cli.live.sites import site_tables
 from heterorl.cli.live.status import status_json, status_tables
@@ -81,6 +83,19 @@ def test_help_names_every_command_and_nothing_else():
     alone = invoke()
     assert alone.exit_code == 0
     assert "Run the services" in alone.output
+
+
+def test_lab_is_there_where_its_package_is_and_else_says_what_to_install(monkeypatch):
+    assert "lab" in [group.name for group in app.registered_groups]
+
+    monkeypatch.setattr(lab, "PACKAGE", "a_package_that_is_not_there")
+    without = typer.Typer()
+    without.command("other")(lambda: None)
+    lab.add_lab(without, panel="Try it")
+
+    assert "lab" not in CliRunner().invoke(without, ["--help"]).output
+    said = str(CliRunner().invoke(without, ["lab", "run", "quick", "--jobs", "1"]).exception)
+    assert said == "heterorl-research is not installed (in a clone of heterorl: pip install ./research)"
 
 
 @pytest.mark.process

@@ -1,0 +1,31 @@
+"""The supervised warm start of a cell: shared by all algorithms, delays and variants of a task and seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from heterorl.demo.warm_start import WarmStart, warm_start
+from heterorl_research.lab.cell import Cell
+
+
+def key(cell: Cell) -> tuple[str, int]:
+    """Cells with the same key start from the same weights."""
+    return cell.task.model_dump_json(), cell.seed
+
+
+def prepare(cell: Cell, *, cache: Path) -> tuple[Path, float]:
+    """Return the model's directory and its sampled accuracy; trains only when the cache has no verified copy."""
+    return warm_start(
+        WarmStart(
+            task=cell.task.task.name,
+            digits=cell.task.task.digits,
+            terms=cell.task.task.terms,
+            learning_rate=cell.task.warm_start_lr,
+            batch_size=cell.task.warm_start_batch,
+            seed=cell.seed,
+            target=cell.task.warm_start_target,
+            hidden_size=cell.task.hidden_size,
+            num_layers=cell.task.num_layers,
+        ),
+        cache=cache,
+    )

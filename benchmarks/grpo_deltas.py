@@ -25,11 +25,11 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tiny.model import build_tokenizer
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, WorkAssignment
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.demo.tiny_model import build_tokenizer
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GrpoConfig
 from heterorl.learner.train.config import TorchBackendConfig

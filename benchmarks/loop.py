@@ -42,10 +42,10 @@ from rich.table import Table
 from benchmarks.loop_engine import Span, span_of
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.run import RunStatus
 from heterorl.common.wire.seal import open_group, read_sealed
 from heterorl.coordinator.groups.schedule import seed_of
-from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.cluster import free_port
 from tests.support.relay import Relay
 

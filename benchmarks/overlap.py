@@ -35,6 +35,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.bandwidth import BURST_S, BandwidthConfig
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import Contract, SiteId, StepReport
 from heterorl.common.types.rollout import (
     FinishReason,
@@ -49,7 +50,6 @@ from heterorl.common.types.rollout import (
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.demo.processes import start, stop
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.app import join
 from heterorl.learner.assembly import assemble
 from heterorl.learner.backends.torch import TorchBackend

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.generation.hf import HfEngine
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.sampler.vllm.engine import VllmEngine
 from heterorl.sampler.vllm.options import VllmOptions
 from heterorl.sampler.vllm.source import VllmSource

@@ -250,8 +250,8 @@ def _published(backend: TorchBackend) -> Arena:
 
 def main() -> None:
     """Warm the model up, measure, write the record and print the table."""
+    from heterorl.common.tiny.warm_start import WarmStart, warm_start
     from heterorl.demo.config import FULL
-    from heterorl.demo.warm_start import WarmStart, warm_start
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)

@@ -31,8 +31,8 @@ from campaigns.nodes_faults import ENDED_S, RANK_TIMEOUT_S, RANKS_ENDED_S, TRAIN
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.tiny.warm_start import WarmStart, warm_start
 from heterorl.common.types.run import RunStatus
-from heterorl.demo.warm_start import WarmStart, warm_start
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account, free_port
 from tests.support.nodes import Job, Network, joined_namespaces

@@ -59,9 +59,9 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _MAP_HEAD = """# Map of the code
 
 The package `heterorl` is the folder `services`. Imports go down only. `cli` stands at the top. Below it are `doctor`,
-`evaluation`, `plan`, `report`, `track` and `view`, then `demo`, then `certs`, then `coordinator`, `launch`, `learner`,
-`relay` and `sampler`. `common` lies at the bottom. A folder is one subject, a file one noun. The docstring of each
-folder says what the folder guarantees; `make docs` makes this page from those docstrings.
+`evaluation`, `plan`, `track` and `view`, then `demo`, then `certs` and `report`, then `coordinator`, `launch`,
+`learner`, `relay` and `sampler`. `common` lies at the bottom. A folder is one subject, a file one noun. The docstring
+of each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
 
 ## Start here
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.files import try_lock
 from heterorl.demo.config import SITES
-from heterorl.demo.figures import PICTURES
+from heterorl.report.figures import PICTURES
 
 MARKER = ".heterorl-demo"
 RESULTS = (

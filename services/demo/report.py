@@ -12,10 +12,10 @@ from jinja2 import Environment
 import heterorl
 from heterorl.common.types.common import StepReport
 from heterorl.demo.config import Regime
-from heterorl.demo.figures import PICTURES, drawings, picture, titles
-from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
-from heterorl.demo.look import PICTURES as PAGE_PICTURES
 from heterorl.demo.outcome import PROMISED_BY
+from heterorl.report.figures import PICTURES, drawings, picture, titles
+from heterorl.report.look import CARDS, HEAD, NOTES, STYLE, columns_of
+from heterorl.report.look import PICTURES as PAGE_PICTURES
 
 _PAGE = (
     f"""<!doctype html>

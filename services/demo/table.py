@@ -10,9 +10,7 @@ from rich.text import Text
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import RunStatus
-
-_BARS = "_.-=+*#"
-_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+from heterorl.report.sparkline import newest_accuracy, sparkline
 
 
 def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) -> str:
@@ -28,11 +26,6 @@ def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) ->
         f"accuracy {'-' if accuracy is None else f'{accuracy:.3f}'}  staleness {report.staleness_mean:.0f}  "
         f"KL {report.kl:.3f}  queue {status.ledger.pending}"
     )
-
-
-def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
-    """The newest held-out accuracy."""
-    return next((r.evaluation_accuracy for r in reversed(reports) if r.evaluation_accuracy is not None), None)
 
 
 def render(
@@ -77,15 +70,3 @@ def render(
             f"{site.tokens_per_s:.0f}",
         )
     return Group(run, sites, Text("Ctrl-C stops the run cleanly", style="dim"))
-
-
-def sparkline(values: Sequence[float], *, width: int = 40, is_unicode: bool = False) -> str:
-    """Values as a line of characters, low to high; as blocks where the screen knows them."""
-    bars = _BLOCKS if is_unicode else _BARS
-    if not values:
-        return ""
-    step = max(1, len(values) // width)
-    means = [sum(values[i : i + step]) / len(values[i : i + step]) for i in range(0, len(values), step)]
-    low, high = min(means), max(means)
-    span = high - low or 1.0
-    return "".join(bars[int((mean - low) / span * (len(bars) - 1))] for mean in means)

@@ -7,7 +7,7 @@ from typing import Any
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.step import CompletionNumbers, LearnerPhase, StepTimes
-from heterorl.demo.figures import STRONG, WEAK
+from heterorl.report.figures import STRONG, WEAK
 
 TITLES = {
     "length": "Length of the completions",

@@ -16,10 +16,10 @@ import heterorl
 from heterorl.common.evaluation.rows import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.facts import changed_steps
-from heterorl.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
-from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
-from heterorl.demo.look import PICTURES as PICTURES_OF_PAGE
 from heterorl.report import curves
+from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
+from heterorl.report.look import CARDS, HEAD, NOTES, STYLE, columns_of
+from heterorl.report.look import PICTURES as PICTURES_OF_PAGE
 from heterorl.report.past_run import PastRun
 
 _PAGE = (

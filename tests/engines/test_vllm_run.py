@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tiny.warm_start import WarmStart, warm_start
 from heterorl.coordinator.groups import ledger
-from heterorl.demo.warm_start import WarmStart, warm_start
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT
 

@@ -23,12 +23,12 @@ from heterorl.common.identity.identity import Role
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import NO_LORA, Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.run import RunServicer
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.doctor import machine, network
 from heterorl.doctor.app import Limits, Patient, examine
 from heterorl.doctor.check import Level, Trouble

@@ -9,9 +9,9 @@ import pytest
 
 from heterorl.common.errors import ContractMismatch
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.rollout import FinishReason, PushStatus
 from heterorl.common.types.run import Registration
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner

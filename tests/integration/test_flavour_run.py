@@ -14,10 +14,10 @@ from heterorl.common.model.quantise import dequantise, flavour_layout, quantise
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.sites import canary
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner

@@ -17,9 +17,9 @@ from heterorl.common.model import tensors
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner

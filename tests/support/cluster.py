@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.types.run import RunStatus
 from heterorl.common.wire.common import bytes_digest
 from heterorl.demo.processes import Child, start, stop
-from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.certificates import Certificates
 
 RUN = {"task": {"name": "arithmetic", "digits": 1}, "sampling": {"max_new_tokens": 3}, "group_size": 2}

@@ -12,9 +12,9 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.requests import Completion
 from heterorl.common.model import tensors
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.tiny.model import build_tokenizer
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.demo.tiny_model import build_tokenizer
 
 EOS = 1
 PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 10, 12, 2], [3, 3])]

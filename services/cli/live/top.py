@@ -115,7 +115,7 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
     from heterorl.cli.live.curves import series
     from heterorl.cli.live.evaluations import evaluation_tables
     from heterorl.cli.live.status import status_tables
-    from heterorl.demo.table import newest_accuracy, sparkline
+    from heterorl.report.sparkline import newest_accuracy, sparkline
 
     head = Text(f"{view.address}  {_time(wall)}  ")
     if view.unreachable_since is None:

@@ -6,7 +6,7 @@ import io
 from rich.console import Console
 
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
-from heterorl.demo.table import line, newest_accuracy, render, sparkline
+from heterorl.demo.table import line, render
 from tests.support.run import REPORT
 
 STATUS = RunStatus(
@@ -39,14 +39,6 @@ def test_view_and_line_wait_before_the_first_step():
     assert "queue" in shown([])
     assert "waiting" in line(STATUS, [], max_steps=300)
     assert "accuracy -" in line(STATUS, [REPORT], max_steps=300)
-    assert newest_accuracy([REPORT]) is None
-
-
-def test_sparkline_goes_from_low_to_high():
-    assert sparkline([]) == ""
-    assert sparkline([0, 1, 2, 3, 4, 5, 6]) == "_.-=+*#"
-    assert len(sparkline(list(range(300)))) <= 50
-    assert set(sparkline([1, 1])) == {"_"}
 
 
 def test_site_is_shown_as_it_names_itself():

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
-from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.common.tiny.model import write_tiny_model
 
 SETS = """
 [engine]

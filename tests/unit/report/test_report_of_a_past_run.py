@@ -19,14 +19,13 @@ from heterorl.common.types.facts import changed_steps
 from heterorl.common.types.step import CompletionNumbers, PartMean, StepTimes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.demo import figures
-from heterorl.demo.look import columns_of
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.run_file import write_run_file
-from heterorl.report import curves
+from heterorl.report import curves, figures
 from heterorl.report import page as page_of
 from heterorl.report.files import InUse, read_run
 from heterorl.report.live import ask_run
+from heterorl.report.look import columns_of
 from heterorl.report.page import render
 from tests.support.run import REPORT, Run
 from tests.support.secure_run import SecureRun

@@ -16,10 +16,10 @@ from heterorl.common.generation.rows import _is_made_of
 from heterorl.common.generation.turns import Turns
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, VersionSpan
 from heterorl.common.weights.arena import Arena
-from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.engines import Truth, disturbed
 
 

@@ -8,8 +8,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.seeded import group_key, gumbel_noise
 from heterorl.common.process.config import load
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.sampler.config import SamplerConfig
 
 SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=6, logprob_mode=LogprobMode.PROCESSED)

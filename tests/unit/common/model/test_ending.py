@@ -9,8 +9,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import SamplingConfig, build_contract
 from heterorl.common.model.prompts import Prompter, end_token_ids
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import MAX_END_TOKENS, Digest
-from heterorl.demo.tiny_model import write_tiny_model
 
 QWEN = [151645, 151643]
 

@@ -9,7 +9,7 @@ from heterorl.common.model.contract import chat_template_digest
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.common.tiny.model import write_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

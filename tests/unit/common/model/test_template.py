@@ -12,7 +12,7 @@ from heterorl.common.model.contract import chat_template_digest
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.template import DATE, ChatTemplate
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.common.tiny.model import write_tiny_model
 from tests.support.templates import DATED, MARKED, NO_SYSTEM, QWEN, THINKING
 from tests.support.tokenizers import sentencepiece, words
 

@@ -17,10 +17,10 @@ from heterorl.common.model import tensors
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection, RewardPart, VersionSpan
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.groups.schedule import seed_of
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.checks.admission import Limits
 from heterorl.learner.checks.examiner import Examiner, Yardstick
 from heterorl.learner.checks.judge import (

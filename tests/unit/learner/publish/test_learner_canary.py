@@ -9,9 +9,9 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.train.model import load_model
 

@@ -13,10 +13,10 @@ from heterorl.common.model.tensors import store
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.tiny.model import EOS, write_tiny_model
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignment  # fmt: skip
 from heterorl.common.weights.arena import Arena
-from heterorl.demo.tiny_model import EOS, write_tiny_model
 from heterorl.sampler.rollout.maker import RolloutMaker
 from tests.support.sampler_world import World
 

@@ -7,9 +7,9 @@ import torch
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
 from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.demo.tiny_model import write_tiny_model
 from heterorl_research.lab.fast import stack
 from heterorl_research.lab.fast.evaluation import Drawing, additive_mask
 from heterorl_research.lab.fast.forward import fold

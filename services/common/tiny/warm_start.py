@@ -24,12 +24,12 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Task
+from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import total_reward
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common import bytes_digest
-from heterorl.demo.tiny_model import write_tiny_model
 
 DONE = "warm_start.json"
 VERSION = 3

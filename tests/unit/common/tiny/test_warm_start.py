@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from heterorl.common.tiny import warm_start as subject
+from heterorl.common.tiny.warm_start import WarmStart, evaluate, warm_start
 from heterorl.common.weights.payload import file_digest
-from heterorl.demo import warm_start as subject
-from heterorl.demo.warm_start import WarmStart, evaluate, warm_start
 
 OPTIONS = WarmStart(digits=1, seed=3, batch_size=32, hidden_size=32, num_layers=1, target=0.2)
 

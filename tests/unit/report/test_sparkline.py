@@ -1,0 +1,18 @@
+"""What a screen of text shows of a run's numbers."""
+
+import dataclasses
+
+from heterorl.report.sparkline import newest_accuracy, sparkline
+from tests.support.run import REPORT
+
+
+def test_newest_accuracy_is_that_of_the_last_step_that_has_one():
+    assert newest_accuracy([REPORT]) is None
+    assert newest_accuracy([dataclasses.replace(REPORT, evaluation_accuracy=0.5), REPORT]) == 0.5
+
+
+def test_sparkline_goes_from_low_to_high():
+    assert sparkline([]) == ""
+    assert sparkline([0, 1, 2, 3, 4, 5, 6]) == "_.-=+*#"
+    assert len(sparkline(list(range(300)))) <= 50
+    assert set(sparkline([1, 1])) == {"_"}

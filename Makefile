@@ -139,7 +139,6 @@ $(filter lab-%,$(SHOWN)): lab-%:
 	$(BIN)/heterorl lab run $*
 
 bench-forward: $(SETUP)  ## What a learner's forward pass should see, on a pretrained model: MODEL=DIR; an hour on two cores, goes on where it ended
-bench-lab: $(SETUP)  ## The vectorised lab beside the services' lab: seconds and last accuracies of the same cells; 5 minutes
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak memory at a vocabulary of 32 000
 bench-groups: $(SETUP)  ## What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost
@@ -168,8 +167,6 @@ bench-group-rows: MODULE = group_rows
 bench-group-rows: RESULTS = group_rows
 bench-hf-rows: MODULE = hf_rows
 bench-hf-rows: RESULTS = hf_rows
-bench-lab: MODULE = lab_fast
-bench-lab: RESULTS = lab/fast
 bench-losses: MODULE = loss_step
 bench-losses: THREADS =
 bench-merge: MODULE = weights_merge
@@ -180,8 +177,11 @@ bench-load: MODULE = load_memory
 bench-load: OPTIONS = $(if $(BEFORE),--before $(BEFORE))
 bench-load bench-loop bench-parity bench-publish bench-routing bench-sampler: BIN = $(ENGINES)
 bench-loop bench-routing bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
-$(filter bench-%,$(SHOWN)): bench-%:
+$(filter-out bench-lab,$(filter bench-%,$(SHOWN))): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json
+
+bench-lab: $(SETUP)  ## The vectorised lab beside the services' lab: seconds and last accuracies of the same cells; 5 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m research.benchmarks.lab_fast --out research/results/fast.json
 
 mutants: $(SETUP)  ## Break N (N=25) guards of services one at a time and tell which tests notice; goes on where it ended; an hour or two
 	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.mutants --count $(or $(KILLS),25) --json benchmarks/results/mutants.json
@@ -196,7 +196,7 @@ docs: $(SETUP)  ## Write the pages of keys, code and claims, and the tables of r
 	$(BIN)/python -m docs.generate
 
 pictures: $(SETUP)  ## Draw the pictures of documents that committed results of the lab make, where they are not up to date
-	OMP_NUM_THREADS=1 $(BIN)/python -m docs.pictures
+	OMP_NUM_THREADS=1 $(BIN)/python -m research.docs.pictures
 
 site: $(SETUP)  ## Build the documents into runs/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

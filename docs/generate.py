@@ -1,7 +1,7 @@
 """Makes three pages, and the tables of results in several more.
 
-python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, docs/claims.md and
-the tables of README.md and of pages under docs/ from results; tests compare them with what they are made of. What
+python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, the page of claims and
+the tables of README.md and of other pages from results; tests compare them with what they are made of. What
 `heterorl lab claims` writes has to be there first.
 """
 
@@ -32,8 +32,8 @@ from heterorl_research.lab.protocol.flat import TOLERANCE
 
 PATH = Path(__file__).parent / "configuration.md"
 MAP = Path(__file__).parent / "map.md"
-CLAIMS = Path(__file__).parent / "claims.md"
-VERDICTS = Path(__file__).parents[1] / "benchmarks" / "results" / "lab" / "claims.json"
+CLAIMS = Path(__file__).parents[1] / "research" / "docs" / "claims.md"
+VERDICTS = Path(__file__).parents[1] / "research" / "results" / "claims.json"
 PACKAGE = Path(__file__).parents[1] / "services"
 SERVICES: dict[str, type[Config]] = {
     "coordinator": CoordinatorConfig,
@@ -91,7 +91,7 @@ _CLAIMS_HEAD = f"""# Claims
 
 What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)), this project's README and its own proposals say
 about algorithms under delay, and what the lab's results say about it. `heterorl lab claims` computes
-[claims.json](../benchmarks/results/lab/claims.json) from the results beside it, `make docs` this page from that. The
+[claims.json](../results/claims.json) from the results beside it, `make docs` this page from that. The
 claims and their tests stand in `research/lab/claims/`; no verdict is written by hand.
 
 - *Difference*: a test compares two numbers on the same seeds. The difference is their mean with the 95 % t-interval. A
@@ -144,7 +144,7 @@ _BESIDE = """
 | `tests/gpu/` | what needs a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
 | `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines; `fuzz` damages input for each decoder |
-| `benchmarks/` | what the numbers in [results](results.md) were made with, and the numbers |
+| `benchmarks/` | what the numbers in [results](../research/docs/results.md) were made with, and the numbers |
 | `research/` | the package `heterorl_research`: experiments about losses under delay, their tests, results and pages |
 | `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
 | `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |

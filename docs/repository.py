@@ -19,9 +19,17 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md", "deploy/README.md", "deploy/runbook.md")
+PAGES = (
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "DECISIONS.md",
+    "deploy/README.md",
+    "deploy/runbook.md",
+    *sorted(f"research/docs/{path.name}" for path in (ROOT / "research" / "docs").glob("*.md")),
+)
 """Markdown outside docs/ that is read as a page."""
-WIDE = {"claims.md", "configuration.md", "losses.md", "map.md", "peers.md"}
+WIDE = {"research/docs/claims.md", "configuration.md", "losses.md", "map.md", "peers.md"}
 """Pages whose tables need the room of the table of contents."""
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 """A link of Markdown: what stands before the target, the path, the fragment, the end."""

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from docs import plans
-from docs.fast_tables import FAST
-from docs.lab_tables import LAB
 from docs.markdown import SOURCES, table
+from research.docs.fast_tables import FAST
+from research.docs.lab_tables import LAB
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "README.md",
-    "docs/results.md",
-    "docs/delays.md",
-    "docs/lengths.md",
-    "docs/earlier.md",
-    "docs/one-side.md",
-    "docs/whole.md",
+    "research/docs/results.md",
+    "research/docs/delays.md",
+    "research/docs/lengths.md",
+    "research/docs/earlier.md",
+    "research/docs/one-side.md",
+    "research/docs/whole.md",
     "docs/plan.md",
     "docs/machines.md",
     "docs/launch.md",

@@ -85,7 +85,7 @@ def _means(jobs: int, reuse: list[Path] | None, engine: Engine, device: str) -> 
 @app.command("claims")
 def claims(
     results: Annotated[Path, typer.Option(help="Directory of results, a file for each experiment.")] = Path(
-        "benchmarks/results/lab"
+        "research/results"
     ),
     out: Annotated[Path | None, typer.Option(help="The table; `claims.json` in that directory if not given.")] = None,
 ) -> None:

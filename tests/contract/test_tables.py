@@ -2,8 +2,9 @@
 
 import pytest
 
-from docs import lab_tables, tables
+from docs import tables
 from heterorl_research.lab.report.data import Run
+from research.docs import lab_tables
 
 
 def run(seed: int, last: float | None, *, algorithm: str = "gepo", failed: str | None = None) -> Run:

@@ -1,4 +1,4 @@
-"""Results on disk -> the claims table: as JSON, which programs read, and as markdown, which docs/claims.md shows."""
+"""Results on disk -> the claims table: as JSON for programs, and as markdown for the page about claims."""
 
 from __future__ import annotations
 

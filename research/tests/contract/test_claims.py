@@ -10,7 +10,7 @@ from docs import generate
 from heterorl.cli.main import app
 from heterorl_research.lab.results import mixed_warm_starts
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lab"
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_committed_verdicts_are_those_of_the_committed_results(tmp_path):

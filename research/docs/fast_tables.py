@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from docs.markdown import SOURCES, table
+from docs.markdown import table
+from research.docs.lab_tables import RESULTS
 
 
 def _found() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((SOURCES / "lab" / "fast.json").read_bytes())
+    found: dict[str, Any] = json.loads((RESULTS / "fast.json").read_bytes())
     return found
 
 

@@ -1,7 +1,8 @@
-"""Committed results of the lab -> the pictures of documents, in docs/assets.
+"""Committed results of the lab -> the pictures of documents, in research/docs/assets.
 
-python -m docs.pictures writes those that are not up to date; --all writes every one, and names write those. A picture
-carries the digest of what it shows in its own file; a test computes the digests anew. Pixels are never compared.
+python -m research.docs.pictures writes those that are not up to date; --all writes every one, and names write those. A
+picture carries the digest of what it shows in its own file; a test computes the digests anew. Pixels are never
+compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from docs.markdown import SOURCES
 from heterorl_research.lab.report import curves, differences, forest, ladders, plane, sweeps
 from heterorl_research.lab.report.data import Results
 from heterorl_research.lab.report.drawing.canvas import Picture, beside, save
@@ -22,6 +22,7 @@ from heterorl_research.lab.report.drawing.drawn import digest
 from heterorl_research.lab.report.drawing.palette import looks
 from heterorl_research.lab.report.reading import load_table
 from heterorl_research.lab.report.sweeps import Paired
+from research.docs.lab_tables import RESULTS
 
 ASSETS = Path(__file__).parent / "assets"
 KEYWORD = "Heterorl-Drawn"
@@ -35,7 +36,7 @@ _REGIME = {"G": "8", "kl": "0.005", "temperature": "1.0", "top_k": "all", "top_p
 
 
 def _lab(name: str, *, without: Collection[str] = (), tasks: Collection[str] = ()) -> Results:
-    found = load_table(SOURCES / "lab" / f"{name}.json")
+    found = load_table(RESULTS / f"{name}.json")
     runs = [run for run in found.runs if run.algorithm not in without and (not tasks or run.task in tasks)]
     return found.model_copy(update={"runs": runs})
 

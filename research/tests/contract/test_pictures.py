@@ -7,12 +7,10 @@ import pytest
 from matplotlib.text import Text
 from PIL import Image
 
-from docs import pictures
 from heterorl_research.lab.report.drawing.canvas import figure_of
 from heterorl_research.lab.report.drawing.drawn import digest
+from research.docs import pictures
 
-BY_HAND = {"view"}
-"""Screenshots."""
 MOST_PIXELS = 1600
 LEAST_POINTS = 8.5
 """At 160 points to the inch 19 pixels of 1600, 10 on a page of 850."""
@@ -21,10 +19,9 @@ LEAST_POINTS = 8.5
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """The committed results of one experiment in a directory that a test may change."""
-    (tmp_path / "lab").mkdir()
-    path = tmp_path / "lab" / "ladder.json"
-    path.write_bytes((pictures.SOURCES / "lab" / "ladder.json").read_bytes())
-    monkeypatch.setattr(pictures, "SOURCES", tmp_path)
+    path = tmp_path / "ladder.json"
+    path.write_bytes((pictures.RESULTS / "ladder.json").read_bytes())
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
     return path
 
 
@@ -42,7 +39,7 @@ def test_committed_picture_is_that_of_the_committed_results(name):
 
 
 def test_every_picture_of_the_documents_is_made():
-    assert {path.stem for path in pictures.ASSETS.glob("*.png")} == set(pictures.PICTURES) | BY_HAND
+    assert {path.stem for path in pictures.ASSETS.glob("*.png")} == set(pictures.PICTURES)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ made before. A cell's seconds are its share of the machine's time with all proce
 divided by the number of processes. Equal streams of tokens do not stay equal for hundreds of steps, because products
 are summed in another order; so the two engines are compared by the paired differences of `last` over the seeds.
 
-    python -m benchmarks.lab_fast --out benchmarks/results/lab/fast.json
+    python -m research.benchmarks.lab_fast --out research/results/fast.json
 """
 
 from __future__ import annotations

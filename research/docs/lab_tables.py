@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from docs.markdown import SOURCES, table
+from docs.markdown import table
 from heterorl.common.evaluation.intervals import interval
 from heterorl_research.lab.report.data import Results, Run
 from heterorl_research.lab.report.plane import planes
 from heterorl_research.lab.report.reading import load_table
 
+RESULTS = Path(__file__).parents[1] / "results"
 _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
 _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
 _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
@@ -82,7 +84,7 @@ def paired(algorithm: str, baseline: str, runs: Iterable[Run], delay: float) -> 
 
 
 def _lab(name: str) -> Results:
-    return load_table(SOURCES / "lab" / f"{name}.json")
+    return load_table(RESULTS / f"{name}.json")
 
 
 def _beside_gepo() -> str:

@@ -194,6 +194,7 @@ dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels
 
 docs: $(SETUP)  ## Write the pages of keys, code and claims, and the tables of results in README.md and docs
 	$(BIN)/python -m docs.generate
+	$(BIN)/python -m research.docs.generate
 
 pictures: $(SETUP)  ## Draw the pictures of documents that committed results of the lab make, where they are not up to date
 	OMP_NUM_THREADS=1 $(BIN)/python -m research.docs.pictures

@@ -1,8 +1,7 @@
-"""Makes three pages, and the tables of results in several more.
+"""Makes two pages, and the tables of measurements in several more.
 
-python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, the page of claims and
-the tables of README.md and of other pages from results; tests compare them with what they are made of. What
-`heterorl lab claims` writes has to be there first.
+python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, and the tables of
+pages from committed results; tests compare them with what they are made of.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import enum
 import json
 import re
 import types
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +18,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from docs import tables
+from docs import markdown, tables
 from heterorl.common.process.config import Config
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
 from heterorl.relay.config import RelayConfig
 from heterorl.sampler.config import SamplerConfig
-from heterorl_research.lab.claims.claim import LEVEL, WORTH_FINDING
-from heterorl_research.lab.claims.verdicts import markdown
-from heterorl_research.lab.protocol.flat import TOLERANCE
 
 PATH = Path(__file__).parent / "configuration.md"
 MAP = Path(__file__).parent / "map.md"
-CLAIMS = Path(__file__).parents[1] / "research" / "docs" / "claims.md"
-VERDICTS = Path(__file__).parents[1] / "research" / "results" / "claims.json"
 PACKAGE = Path(__file__).parents[1] / "services"
 SERVICES: dict[str, type[Config]] = {
     "coordinator": CoordinatorConfig,
@@ -86,49 +79,6 @@ Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life
 | folder | what it holds | open first |
 |---|---|---|
 """
-_VERDICTS = ("shown", "contradicted", "suggested", "doubted", "not shown", "not tested")
-_CLAIMS_HEAD = f"""# Claims
-
-What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)), this project's README and its own proposals say
-about algorithms under delay, and what the lab's results say about it. `heterorl lab claims` computes
-[claims.json](../results/claims.json) from the results beside it, `make docs` this page from that. The
-claims and their tests stand in `research/lab/claims/`; no verdict is written by hand.
-
-- *Difference*: a test compares two numbers on the same seeds. The difference is their mean with the 95 % t-interval. A
-  claim about a share of the seeds has Wilson's interval instead.
-- *p, Holm*: the p of the paired t-test against the border of the claim, or of an exact binomial test of a share. It is
-  corrected by Holm over all tests of one question, whatever experiment they are of. Tests on exploratory evidence are
-  corrected apart.
-- *Shown* and *contradicted* need a corrected p below {LEVEL:g} on evidence that is not exploratory. *Suggested* and
-  *doubted* are the same on exploratory evidence: a reason for a test, not a result.
-- *Not shown* says that neither can be said. *Not tested* says that there are no results.
-
-The evidence of a row is one of three kinds:
-
-- *Protocol*: the runs kept a [protocol](protocol.md). *Relaxed* names each rule of that page that these runs keep in a
-  weaker form: fewer seeds, fewer steps for the delay, fewer prompts, or one learning rate for all rules (*one rate*, or
-  the rate of another rule) in place of one that was chosen for each. A verdict on relaxed evidence is weaker
-  than its p.
-- *Confirmation*: the runs are on seeds that are kept for that and chose nothing.
-- *Exploratory*: the runs kept no protocol, or are of fewer seeds than their protocol asks for or than five, or the very
-  seeds of the test suggested the claim.
-
-A learning rate at an end of its grid is noted. Runs that failed have no number, on either side; their seeds are in no
-difference. A run whose loss was not finite has not failed: it has collapsed, and its last accuracy is 0. On the task of
-three-digit addition completions have five tokens; a row on another task says so.
-
-The file has more of each row: who says it, the test in symbols, p before correction, and
-
-- the exact sign-flip p, which five seeds cannot bring below 0.0625;
-- the power: the chance that so many pairs of this spread find a difference of {WORTH_FINDING:g}, before correction;
-- whether both methods, without delay, neither rise nor fall by more than {TOLERANCE:g} over the last quarter of their
-  steps, with 95 % confidence. Where they are not flat, the order may still turn.
-
-Some rows are of the same runs and are no second evidence: the upper half of GEPO's clip in `clips` and gepo-1s in
-`horizon`; 101 tokens 64 versions behind in `lengths` and in `long`.
-
-The paper's claims were made for larger models and longer outputs.
-"""
 _BESIDE = """
 ## Beside the package
 
@@ -144,8 +94,8 @@ _BESIDE = """
 | `tests/gpu/` | what needs a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
 | `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines; `fuzz` damages input for each decoder |
-| `benchmarks/` | what the numbers in [results](../research/docs/results.md) were made with, and the numbers |
-| `research/` | the package `heterorl_research`: experiments about losses under delay, their tests, results and pages |
+| `benchmarks/` | what the numbers in [measurements](../benchmarks/README.md) were made with, and the numbers |
+| `research/` | [experiments](../research/README.md) about losses under delay: `heterorl_research` |
 | `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
 | `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |
 | `examples/` | whole recipes, and what a run of each must reach |
@@ -363,21 +313,6 @@ def render_map() -> str:
     return _MAP_HEAD + start + _FOLDERS_HEAD + folders + _BESIDE
 
 
-def render_claims() -> str:
-    """The whole page about claims, from the verdicts that are committed."""
-    rows = json.loads(VERDICTS.read_bytes())
-    counts = Counter(row["verdict"] for row in rows)
-    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS)
-    decided = [row for row in rows if row["verdict"] in {"shown", "contradicted"}]
-    strict = sum(not row["relaxed"] for row in decided)
-    flat = sum(row["is_flat_online"] is True for row in rows)
-    return (
-        f"{_CLAIMS_HEAD}\n{len(rows)} claims: {summary}.\n\n"
-        f"- Of the {len(decided)} that are shown or contradicted, {strict} relax no rule of the protocol.\n"
-        f"- Rows whose curves without delay are flat at the end: {flat}.\n\n{markdown(rows)}"
-    )
-
-
 def packages() -> Iterator[tuple[str, str, str]]:
     """Each package's folder, the first paragraph of its docstring, and the file that it says to open first."""
     for source in sorted(PACKAGE.rglob("__init__.py"), key=lambda path: path.parent.parts):
@@ -397,7 +332,4 @@ def _sentence(model: type[Config]) -> str:
 if __name__ == "__main__":
     PATH.write_text(render(), encoding="utf-8")
     MAP.write_text(render_map(), encoding="utf-8")
-    CLAIMS.write_text(render_claims(), encoding="utf-8")
-    for name in tables.DOCUMENTS:
-        document = tables.ROOT / name
-        document.write_text(tables.filled(document.read_text(encoding="utf-8")), encoding="utf-8")
+    markdown.fill(tables.DOCUMENTS, tables.TABLES)

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "ARCHITECTURE.md",
+    "benchmarks/README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "DECISIONS.md",
     "deploy/README.md",
     "deploy/runbook.md",
+    "research/README.md",
     *sorted(f"research/docs/{path.name}" for path in (ROOT / "research" / "docs").glob("*.md")),
 )
 """Markdown outside docs/ that is read as a page."""

@@ -7,31 +7,13 @@ stands between them, and a test compares.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from docs import plans
 from docs.markdown import SOURCES, table
-from research.docs.fast_tables import FAST
-from research.docs.lab_tables import LAB
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = (
-    "README.md",
-    "research/docs/results.md",
-    "research/docs/delays.md",
-    "research/docs/lengths.md",
-    "research/docs/earlier.md",
-    "research/docs/one-side.md",
-    "research/docs/whole.md",
-    "docs/plan.md",
-    "docs/machines.md",
-    "docs/launch.md",
-    "docs/operate.md",
-)
-_BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+DOCUMENTS = ("benchmarks/README.md", "docs/plan.md", "docs/machines.md", "docs/launch.md", "docs/operate.md")
 _FAULTS = {
     "machine": "agent and process killed",
     "rank": "process killed",
@@ -40,19 +22,6 @@ _FAULTS = {
     "cut off": "cable pulled",
     "parted": "parted",
 }
-
-
-def filled(text: str) -> str:
-    """A document with each of its tables made anew.
-
-    Raises:
-        KeyError: a marker names no table.
-        ValueError: a marker has no end, or an end no marker.
-    """
-    blocks = _BLOCK.findall(text)
-    if not len(blocks) == text.count("<!-- table:") == text.count("<!-- end of table -->"):
-        raise ValueError("a table of the document has no end, or an end has no table")
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
 
 
 def _benchmark(name: str) -> dict[str, Any]:
@@ -364,8 +333,6 @@ def _percent(share: float) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **LAB,
-    **FAST,
     "overlap": _overlap,
     "parity": _parity,
     "loop": _loop,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in (".", "docs", "deploy", "examples", "examples/*", "research", "research/*")
+    for folder in (".", "docs", "deploy", "examples", "examples/*", "benchmarks", "research", "research/*")
     for path in ROOT.glob(f"{folder}/*.md")
     if path.name not in {"CHANGELOG.md", "configuration.md"}
 )

@@ -1,36 +1,30 @@
 """The tables that documents show of results are what the committed results hold."""
 
+import re
+
 import pytest
 
 from docs import tables
-from heterorl_research.lab.report.data import Run
-from research.docs import lab_tables
-
-
-def run(seed: int, last: float | None, *, algorithm: str = "gepo", failed: str | None = None) -> Run:
-    return Run(
-        run_id=f"{algorithm}-{seed}", algorithm=algorithm, delay=64.0, delay_kind="fixed", delay_unit="versions",
-        seed=seed, task="add3", variant="", last=last, failed=failed,
-    )  # fmt: skip
+from docs.markdown import ROOT, filled
 
 
 @pytest.mark.parametrize("name", tables.DOCUMENTS)
 def test_committed_tables_are_those_of_the_committed_results(name):
-    text = (tables.ROOT / name).read_text(encoding="utf-8")
+    text = (ROOT / name).read_text(encoding="utf-8")
 
-    assert text == tables.filled(text), "run python -m docs.generate"
+    assert text == filled(text, tables.TABLES), "run python -m docs.generate"
 
 
 def test_every_table_stands_in_a_document():
-    shown = "".join((tables.ROOT / name).read_text(encoding="utf-8") for name in tables.DOCUMENTS)
+    shown = "".join((ROOT / name).read_text(encoding="utf-8") for name in tables.DOCUMENTS)
 
     assert [name for name in tables.TABLES if f"<!-- table: {name} -->" not in shown] == []
 
 
 def test_a_changed_number_is_written_anew():
-    text = tables.filled("a\n<!-- table: pull -->\n<!-- end of table -->\nb\n")
+    text = filled("a\n<!-- table: pull -->\n<!-- end of table -->\nb\n", tables.TABLES)
 
-    assert tables.filled(text.replace("0.28 GB/s", "9.99 GB/s")) == text
+    assert filled(text.replace("0.28 GB/s", "9.99 GB/s"), tables.TABLES) == text
     assert text.startswith("a\n")
     assert text.endswith("\nb\n")
 
@@ -38,25 +32,16 @@ def test_a_changed_number_is_written_anew():
 @pytest.mark.parametrize("text", ["<!-- table: pull -->\n| 1 |\n", "| 1 |\n<!-- end of table -->\n"])
 def test_a_table_without_an_end_is_refused(text):
     with pytest.raises(ValueError, match="end"):
-        tables.filled(text)
+        filled(text, tables.TABLES)
 
 
 def test_an_unknown_table_is_refused():
     with pytest.raises(KeyError, match="nothing"):
-        tables.filled("<!-- table: nothing -->\n<!-- end of table -->\n")
+        filled("<!-- table: nothing -->\n<!-- end of table -->\n", tables.TABLES)
 
 
-def test_cells_have_mean_interval_worst_seed_and_failures():
-    # t of two degrees of freedom is 4.3027, and s of these three is 0.1.
-    three = [run(0, 0.4), run(1, 0.5), run(2, 0.6)]
+def test_readme_and_results_show_the_same_numbers_of_experiments():
+    block = re.compile(r"<!-- table: horizon-short -->.*?<!-- end of table -->", re.DOTALL)
+    (one,), (other,) = (block.findall((ROOT / name).read_text()) for name in ("README.md", "docs/results.md"))
 
-    assert lab_tables.cell(three) == "0.500 +- 0.248, worst 0.400"
-    assert lab_tables.cell([*three, run(3, None, failed="lost")]) == "0.500 +- 0.248, worst 0.400, 1 failed"
-    assert lab_tables.cell([run(0, 0.4)]) == "0.400, worst 0.400"
-    assert lab_tables.cell([]) == "-"
-
-
-def test_pairs_are_of_equal_seeds():
-    runs = [run(0, 0.4), run(1, 0.5), run(2, 0.9), run(0, 0.5, algorithm="topr"), run(1, 0.4, algorithm="topr")]
-
-    assert lab_tables.paired("topr", "gepo", runs, 64.0) == "+0.000 +- 1.271, worst -0.100, 1 of 2"
+    assert one == other

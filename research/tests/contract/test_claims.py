@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from docs import generate
 from heterorl.cli.main import app
 from heterorl_research.lab.results import mixed_warm_starts
+from research.docs import generate
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -42,7 +42,6 @@ from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of
 from heterorl.common.pull.pull import Puller
-from heterorl.common.pull.shared import SharedPayloads
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.parallel import num_threads
@@ -157,7 +156,6 @@ def join(
         flavour=config.flavour,
         # While bytes arrive the link works, and the next failure is the first of a row.
         on_frame=patience.reset,
-        shared=SharedPayloads(config.share_dir, max_bytes=config.share_bytes) if config.share_dir else None,
     )
     policy = PolicySync(
         api=api,

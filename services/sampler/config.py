@@ -207,11 +207,6 @@ class SamplerConfig(Config):
     machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
     pull_streams: int = Field(default=1, ge=1, le=16)
     """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
-    share_dir: Path | None = None
-    """Directory in which samplers of one user on this host share payloads, so that each comes over the line once; what
-    is taken from it is verified as what is fetched. In one mount with state_dir sharing copies nothing."""
-    share_bytes: int = Field(default=64 << 30, ge=1 << 20)
-    """Bytes of payloads that stay there; the longest unused go first."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Bytes of undelivered groups at which generation pauses."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.ladder import BELOW, Failure, Ladder, Rung
-from heterorl.common.pull.shared import SharedFetcher, SharedPayloads
 from heterorl.common.pull.way import Way
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PlanKind, PullPlan
@@ -62,7 +60,7 @@ class Puller:
     """Builds versions of one layout, in one flavour, in one spool directory, which is its own.
 
     `base` gives the weights that the caller has without the run, if any; it is asked until a version was built.
-    `on_frame` is called whenever bytes arrive. With `shared`, payloads are taken from other processes of this host.
+    `on_frame` is called whenever bytes arrive.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class Puller:
         threads: int = 1,
         flavour: str = "",
         on_frame: Callable[[], None] = lambda: None,
-        shared: SharedPayloads | None = None,
     ) -> None:
         self._threads = threads
         self._flavour = flavour
@@ -85,8 +82,7 @@ class Puller:
         self._layout = layout
         self._clock = clock
         self._max_bytes = max_file_bytes(layout.chunks)
-        make = Fetcher if shared is None else functools.partial(SharedFetcher, shared=shared)
-        self._fetcher = make(
+        self._fetcher = Fetcher(
             api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes, on_frame=on_frame
         )
         self.way = Way(api=api, flavour=flavour)

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.loss.config import GepoConfig, LossConfig
-from heterorl.learner.train.interval import FixedIntervalConfig, PublishIntervalConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
 
 AS_PUBLISHED = 20.0
@@ -77,8 +76,6 @@ class RegimeConfig(Config):
     """AdamW step size. Staleness hurts only when the policy moves."""
     steps_per_version: int = Field(default=1, ge=1)
     """Optimizer steps between publications; delays in versions count these."""
-    publish_interval: PublishIntervalConfig = FixedIntervalConfig()
-    """Whether a version always holds so many steps, or as many as a bandit chooses, as in a learner's configuration."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the step size grows to lr."""
     temperature: float = Field(default=1.0, gt=0.0)

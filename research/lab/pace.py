@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.types.rollout import WorkGrant
-from heterorl.learner.train.interval import UcbIntervalConfig, largest
 from heterorl.sampler.policy.delay import version_lags
 from heterorl.sampler.policy.delay_models import DelayConfig, FixedDelay, NoDelay
 from heterorl_research.lab.cell import Cell
@@ -58,15 +57,8 @@ def versions_in_flight(cell: Cell) -> int:
 
 
 def groups_per_version(cell: Cell) -> int:
-    """Groups that are made for a version: as many as the longest interval between two publications takes."""
-    regime = cell.regime
-    return regime.groups_per_step * largest(regime.publish_interval, steps_per_version=regime.steps_per_version)
-
-
-def left_over_versions(cell: Cell) -> int:
-    """Versions by which groups grow older that a version shorter than the longest one left over."""
-    interval = cell.regime.publish_interval
-    return max(interval.intervals) // min(interval.intervals) if isinstance(interval, UcbIntervalConfig) else 0
+    """Groups that are made for a version."""
+    return cell.regime.groups_per_step * cell.regime.steps_per_version
 
 
 def delay_seed(cell: Cell, number: int) -> int:

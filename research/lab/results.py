@@ -37,7 +37,6 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
             "sampler_speed",
             "versions_in_flight",
             "steps_per_version",
-            "publish_interval",
         }
     ),
 }

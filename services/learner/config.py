@@ -22,7 +22,6 @@ from heterorl.learner.checks.uniform import DynamicSamplingConfig
 from heterorl.learner.loss.config import GepoConfig, LossConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.config import BackendConfig, TorchBackendConfig
-from heterorl.learner.train.interval import FixedIntervalConfig, PublishIntervalConfig
 
 
 class EvaluationConfig(Config):
@@ -76,8 +75,6 @@ class LearnerConfig(Config):
     """Groups of one optimizer step. Times steps_per_version it should be the coordinator's groups_per_version."""
     steps_per_version: int = Field(default=1, ge=1)
     """Optimizer steps between publications."""
-    publish_interval: PublishIntervalConfig = FixedIntervalConfig()
-    """Whether a version always holds steps_per_version steps, or as many as a bandit chooses."""
     max_steps: int = Field(default=1000, ge=1)
     """Optimizer steps of the whole run, restarts included; then the run drains and the learner ends."""
     max_rejected_steps: int = Field(default=10, ge=1)
@@ -147,11 +144,6 @@ class LearnerConfig(Config):
                 raise ValueError(
                     f"dynamic_sampling with loss.kind {self.loss.kind}: groups of equal rewards have a gradient there;"
                     " set max_replaced_per_step to 0"
-                )
-            if not isinstance(self.publish_interval, FixedIntervalConfig):
-                raise ValueError(
-                    "dynamic_sampling with a publish_interval that learns from mean rewards: those of steps without"
-                    " solved prompts say nothing; choose one of the two"
                 )
         return self
 

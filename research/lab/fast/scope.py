@@ -28,7 +28,7 @@ def check_scope(cell: Cell) -> None:
         raise ConfigError("regime.num_samplers", "a random delay needs num_samplers = 1 here", action=_SERVICES)
     if regime.link_loss:
         raise ConfigError("regime.link_loss", "messages are lost by the services' link", action=_SERVICES)
-    if regime.steps_per_version != 1 or regime.publish_interval.kind != "fixed":
+    if regime.steps_per_version != 1:
         raise ConfigError("regime.steps_per_version", "a version holds one step here", action=_SERVICES)
     if rule_of(cell.algorithm.loss).needs_reference:
         raise ConfigError("algorithms.loss", f"{cell.algorithm.name} needs a reference model", action=_SERVICES)

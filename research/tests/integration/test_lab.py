@@ -135,18 +135,6 @@ def test_a_version_of_several_steps_is_that_much_newer(model_dir, tmp_path):
     assert [row["step"] for row in found["evaluations"]] == [0, 4, 8]
 
 
-def test_a_learned_publish_interval_makes_versions_of_several_lengths(model_dir, tmp_path):
-    learned = {"kind": "ucb", "intervals": [1, 4], "trial_steps": 4, "price": 0.0}
-    cell = cell_of({"kind": "none"}, max_steps=24, evaluate_every=1, probe_every=0, publish_interval=learned)
-    first, second = (run(cell, model_dir, tmp_path / name) for name in ("one", "two"))
-
-    versions = len(first["evaluations"]) - 1
-    # The trials at the beginning are of 1, 1 and 4 steps a version.
-    assert 24 / 4 < versions < 24
-    assert first["ledger_balanced"]
-    assert json.dumps(first) == json.dumps(second)
-
-
 def test_delays_in_seconds_become_versions_by_the_length_of_a_step(model_dir, tmp_path):
     near = run(cell_of(SECONDS, seconds_per_step=1000.0), model_dir, tmp_path / "near")
     far = run(cell_of(SECONDS, seconds_per_step=28.0), model_dir, tmp_path / "far")

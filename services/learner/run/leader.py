@@ -37,7 +37,6 @@ from heterorl.learner.run.run_file import describe_run
 from heterorl.learner.run.run_result import RunResult
 from heterorl.learner.run.selection import Selection
 from heterorl.learner.run.session import Outcome, Session
-from heterorl.learner.train.interval import FixedIntervalConfig, Interval, largest, make_interval
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
@@ -79,29 +78,12 @@ class Leader:
     statement: bytes = b""
     """Of the configuration behind the contract."""
     signal: RewardSignal = field(default_factory=RewardSignal)
-    interval: Interval = field(init=False)
-    """Of all sessions, so that what a bandit has learned outlives one."""
     _session: Session | None = None
     _rollback: Rollback | None = None
 
-    def __post_init__(self) -> None:
-        self.interval = make_interval(self.config.publish_interval, steps_per_version=self.config.steps_per_version)
-
-    @property
-    def _groups_per_version(self) -> int:
-        """Groups that one version is made of; 0 where that changes, so that none is leased for a version to come."""
-        is_fixed = isinstance(self.config.publish_interval, FixedIntervalConfig)
-        return self.config.groups_per_step * self.config.steps_per_version if is_fixed else 0
-
-    @property
-    def _largest_version(self) -> int:
-        """Groups of the largest version that a bandit may choose; 0 where none does."""
-        interval = self.config.publish_interval
-        is_fixed = isinstance(interval, FixedIntervalConfig)
-        return 0 if is_fixed else self.config.groups_per_step * largest(interval, steps_per_version=0)
-
     async def lead(self) -> None:
         """Hold the lease and train under it."""
+        groups_per_version = self.config.groups_per_step * self.config.steps_per_version
         grant = await acquire(
             self.api,
             holder=self.config.holder,
@@ -110,14 +92,14 @@ class Leader:
             patience=self.patience(),
             flavours=self.config.flavours,
             incarnation=await in_thread(read_incarnation, self.config.state_dir),
-            groups_per_version=self._groups_per_version,
+            groups_per_version=groups_per_version,
             statement=self.statement,
         )
         self.max_staleness_versions = grant.max_staleness_versions
         self.result = replace(self.result, version=grant.head_version)
         try:
             check_messages(grant, own_bytes=self.config.max_message_bytes)
-            check_groups(grant, largest=self._largest_version)
+            check_groups(grant, groups_per_version=groups_per_version)
         except ConfigError:
             await self.release(grant)
             raise
@@ -182,7 +164,6 @@ class Leader:
                 config=self.config,
                 backend=self.backend,
                 publisher=term.publisher,
-                interval=self.interval,
                 progress=self.progress,
                 inbox=inbox,
                 selection=selection,

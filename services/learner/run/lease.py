@@ -80,21 +80,17 @@ def check_messages(grant: LeaseGrant, *, own_bytes: int) -> None:
         raise ConfigError("max_message_bytes", problem, action=f"set it to {grant.max_message_bytes}")
 
 
-def check_groups(grant: LeaseGrant, *, largest: int) -> None:
-    """Refuse intervals of which the largest would wait for ever for groups that the coordinator does not hand out.
-
-    Args:
-        grant: of the lease.
-        largest: groups of the largest version that a bandit may choose; 0 where none chooses.
+def check_groups(grant: LeaseGrant, *, groups_per_version: int) -> None:
+    """Refuse a version of more groups than the coordinator hands out before it is published: it would never be whole.
 
     Raises:
         ConfigError: no version comes to so many groups.
     """
     most = grant.most_groups_per_version
-    if 0 < most < largest:
-        problem = f"the largest asks for {largest} groups a version, and the coordinator has at most {most} under way"
-        action = "raise the coordinator's groups_per_version to groups_per_step times the largest, or leave that out"
-        raise ConfigError("publish_interval.intervals", problem, action=action)
+    if 0 < most < groups_per_version:
+        problem = f"a version needs {groups_per_version} groups, and the coordinator has at most {most} under way"
+        action = "set the coordinator's groups_per_version to groups_per_step times steps_per_version, or lower these"
+        raise ConfigError("steps_per_version", problem, action=action)
 
 
 async def _ignore(grant: LeaseGrant) -> None:

@@ -36,7 +36,6 @@ from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.run.selection import Selection
-from heterorl.learner.train.interval import Interval
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,8 +76,6 @@ class Session:
     inbox: Inbox
     journal: Journal
     evaluator: Evaluator | None
-    interval: Interval
-    """How many steps a version holds."""
     progress: StepWatch
     step: int
     selection: Selection
@@ -169,8 +166,7 @@ class Session:
         """Take the steps of one version, none where all are taken; None when the inbox closed."""
         reports: list[StepReport] = []
         consumed: list[GroupId] = []
-        num_steps = self.interval.steps
-        while len(reports) < num_steps and self.step < self.config.max_steps:
+        while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
             head, weights = self._head()
             groups = await self.selection.take(self.config.groups_per_step, head=head, weights=weights)
             if not groups:
@@ -191,7 +187,6 @@ class Session:
             self.notes.trained(groups, self.backend.last_log_ratios)
             reports.append(report)
             consumed += [queued.group.id for queued in groups]
-        self.interval.note([report.reward_mean for report in reports])
         return _Trained(reports=reports, consumed=consumed)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:

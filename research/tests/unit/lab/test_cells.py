@@ -187,7 +187,7 @@ LATER = [
     ("regime", {"top_p": 0.9}), ("regime", {"top_k": 3}), ("regime", {"lease_order": "newest"}),
     ("regime", {"sampler_speed": 2.0}), ("regime", {"versions_in_flight": 9}),
     ("regime", {"evaluation_offset": 9}), ("regime", {"evaluation_noise": "by_version"}),
-    ("regime", {"steps_per_version": 2}), ("regime", {"publish_interval": {"kind": "ucb"}}),
+    ("regime", {"steps_per_version": 2}),
     ("delay", {"default": 2.0}),
 ]  # fmt: skip
 

@@ -57,14 +57,9 @@ def test_lags_are_those_of_the_sampler_of_a_cell():
         pace.lags(cell_of(REFRESHED))
 
 
-def test_a_version_has_room_for_the_longest_interval():
-    learned = {"kind": "ucb", "intervals": [1, 4], "trial_steps": 4}
-
+def test_a_version_has_room_for_its_steps():
     assert pace.groups_per_version(cell_of(SAWTOOTH, groups_per_step=5)) == 5
     assert pace.groups_per_version(cell_of(SAWTOOTH, groups_per_step=5, steps_per_version=3)) == 15
-    assert pace.groups_per_version(cell_of(SAWTOOTH, groups_per_step=5, publish_interval=learned)) == 20
-    assert pace.left_over_versions(cell_of(SAWTOOTH)) == 0
-    assert pace.left_over_versions(cell_of(SAWTOOTH, publish_interval=learned)) == 4
 
 
 class Asked:

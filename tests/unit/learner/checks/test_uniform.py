@@ -38,7 +38,6 @@ def test_a_difference_however_small_is_signal():
     [
         ({"group_size": 1}, "dynamic_sampling with group_size 1"),
         ({"loss": {"kind": "tba"}}, "dynamic_sampling with loss.kind tba"),
-        ({"publish_interval": {"kind": "ucb"}}, "dynamic_sampling with a publish_interval"),
     ],
 )
 def test_configurations_in_which_equal_rewards_are_no_lack_are_refused(changes, words):

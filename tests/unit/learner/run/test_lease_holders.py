@@ -8,7 +8,6 @@ import pytest
 
 from heterorl.common.errors import ConfigError, LeaseHeld
 from heterorl.learner.run.incarnation import read_incarnation
-from heterorl.learner.train.interval import UcbIntervalConfig
 from tests.support.learner_world import (
     FragileApi,
     Killed,
@@ -189,17 +188,17 @@ async def test_learner_that_is_stopped_while_it_waits_for_the_lease_claims_no_st
     assert str(await running) == "stopped before the first version"
 
 
-async def test_interval_of_more_groups_than_are_ever_under_way_is_refused_and_the_lease_is_free_again(tmp_path):
+async def test_version_of_more_groups_than_are_ever_under_way_is_refused_and_the_lease_is_free_again(tmp_path):
     core = await open_coordinator(
         tmp_path, learner_lease_s=1000.0, groups_per_version=2, max_outstanding_groups=0, max_staleness_versions=2
     )
     config = learner_config(tmp_path)
     # Steps of 2 groups: 3 steps are as many as 3 versions' groups, 4 are more.
-    fitting, too_long = (UcbIntervalConfig(intervals=(1, longest), trial_steps=8) for longest in (3, 4))
+    fitting, too_long = {"steps_per_version": 3}, {"steps_per_version": 4}
     try:
-        with pytest.raises(ConfigError, match=r"publish_interval\.intervals.* 8 groups .* 6 under way"):
-            await learn(config.model_copy(update={"publish_interval": too_long}), core)
-        run = asyncio.create_task(learn(config.model_copy(update={"publish_interval": fitting}), core))
+        with pytest.raises(ConfigError, match=r"steps_per_version.* 8 groups.* 6 under way"):
+            await learn(config.model_copy(update=too_long), core)
+        run = asyncio.create_task(learn(config.model_copy(update=fitting), core))
         await fill(core, 6)
         assert (await run).is_finished
     finally:

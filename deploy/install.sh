@@ -198,7 +198,7 @@ for role in "${roles[@]}"; do
   fi
   if [[ $kind == learner-deepspeed ]]; then write_nproc "$name"; fi
   unit=$(unit_of "$kind")
-  file 0644 "$source_dir/deploy/systemd/$unit" "/etc/systemd/system/$unit"
+  file 0644 "$source_dir/services/launch/units/$unit" "/etc/systemd/system/$unit"
 done
 if [[ -z $destdir ]]; then run systemctl daemon-reload; fi
 

@@ -96,7 +96,7 @@ _BESIDE = """
 | `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines; `fuzz` damages input for each decoder |
 | `benchmarks/` | what the numbers in [measurements](../benchmarks/README.md) were made with, and the numbers |
 | `research/` | [experiments](../research/README.md) about losses under delay: `heterorl_research` |
-| `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
+| `deploy/` | the installer for systemd, images, Compose files, dashboards, alerts, the runbook |
 | `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |
 | `examples/` | whole recipes, and what a run of each must reach |
 | `docs/` | this site; `make site` builds it |

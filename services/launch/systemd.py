@@ -1,4 +1,4 @@
-"""systemd: for each host what goes to /etc: the units of deploy/, each with the name of its node, and TOML files."""
+"""systemd: for each host what goes to /etc: units, each with the name of its node, and TOML files."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from tests.support.tools import check, tool
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
+UNITS = ROOT / "services" / "launch" / "units"
 SCRIPT = ROOT / "deploy" / "install.sh"
 
 
@@ -43,7 +44,7 @@ def test_staged_install_holds_units_configurations_and_closed_credentials(tmp_pa
     assert files == {
         *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2", "site-3", "eu")),
         "etc/heterorl/revoked",
-        *(f"etc/systemd/system/{path.name}" for path in (ROOT / "deploy" / "systemd").iterdir()),
+        *(f"etc/systemd/system/{path.name}" for path in UNITS.iterdir() if "learner-node" not in path.name),
     }
     credentials = tmp_path / "etc/heterorl/credentials"
     assert {path.name for path in credentials.iterdir()} == {
@@ -84,7 +85,7 @@ def test_upgrade_replaces_units_and_keeps_configurations(tmp_path):
 
     assert config.read_text() == 'run_id = "mine"\n'
     assert (config.parent / "revoked").read_text() == "12ab\n"
-    assert unit.read_bytes() == (ROOT / "deploy/systemd/heterorl-coordinator.service").read_bytes()
+    assert unit.read_bytes() == (UNITS / "heterorl-coordinator.service").read_bytes()
 
 
 def test_dry_run_prints_every_step_and_takes_none(tmp_path):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "deploy" / "slurm" / "learner.sbatch"
-UNIT = ROOT / "deploy" / "torchrun" / "heterorl-learner-node@.service"
+UNIT = ROOT / "services" / "launch" / "units" / "heterorl-learner-node@.service"
 VALUES = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -184,5 +184,5 @@ def test_systemd_accepts_the_unit_and_it_is_as_confined_as_that_of_one_machine(t
     copy.write_text(UNIT.read_text().replace("/opt/heterorl/current/bin/python", "/bin/true"))
 
     assert check(analyze, "verify", "--man=no", str(copy)) == ""
-    one = (ROOT / "deploy/systemd/heterorl-learner@.service").read_text()
+    one = UNIT.with_name("heterorl-learner@.service").read_text()
     assert UNIT.read_text().partition("\nUMask")[2] == one.partition("\nUMask")[2] != ""

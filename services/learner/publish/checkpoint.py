@@ -30,7 +30,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.maker import VersionMaker
+from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.versions.weights import Weights, read_snapshot, write_snapshot
 from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
@@ -207,7 +207,7 @@ def read_checkpoint(path: Path) -> Cursor:
 
 
 def find_published(
-    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionMaker | None = None
+    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: DividedBackend | None = None
 ) -> Weights | None:
     """The published weights of a version from whichever checkpoint has them; None when none does, or its disk fails."""
     for path in paths:

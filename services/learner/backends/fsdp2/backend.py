@@ -19,7 +19,6 @@ from heterorl.common.model.adapters import attach, start_of, trainable
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import NO_LORA, SamplingSemantics
-from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
 from heterorl.learner.backends.fsdp2.reference import open_reference
 from heterorl.learner.backends.fsdp2.sharding import local_part, piece_of, shard
@@ -28,13 +27,13 @@ from heterorl.learner.backends.loading.opened import OpenedModel, digest_of_open
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import (
+    Division,
     check_divisible,
     check_experts,
     check_products,
     untrained_buffers,
 )
 from heterorl.learner.backends.ranks.opening import open_together
-from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.slices.engine import slice_passes
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.train.config import Fsdp2BackendConfig
@@ -89,7 +88,7 @@ class Fsdp2Backend(DividedBackend):
         )
 
 
-class _ShardedDivision:
+class _ShardedDivision(Division):
     """See Division."""
 
     def __init__(
@@ -101,7 +100,7 @@ class _ShardedDivision:
         ranks: Collectives,
         reference_dir: str,
     ) -> None:
-        self.model: nn.Module = opened.model
+        self.model = opened.model
         check_experts(self.model, ranks)
         is_low = config.compute_dtype == "bf16"
         if is_low:
@@ -113,8 +112,8 @@ class _ShardedDivision:
             # models of the same kind would have that are opened later, and checked on the CPU.
             frozen = open_reference(reference_dir, config, ranks, learner=self.model)
         apply_liger(self.model, config)
-        self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
-        self.device: torch.device = rank_device(config.device, ranks.place)
+        self.layout = tensors.layout_of(self.model, config.published_dtype)
+        self.device = rank_device(config.device, ranks.place)
         types = {spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs}
         is_rounded = config.forward_weights == "published" and config.published_dtype != "fp32"
         sharded = shard(
@@ -125,8 +124,8 @@ class _ShardedDivision:
             device=self.device,
         )
         _fill(opened, ranks)
-        self.buffers: Mapping[str, torch.Tensor] = untrained_buffers(self.model, self.layout)
-        self.engine: PassEngine = sharded
+        self.buffers = untrained_buffers(self.model, self.layout)
+        self.engine = sharded
         if config.sequence_parallel > 1:
             self.engine = slice_passes(
                 sharded,
@@ -138,8 +137,7 @@ class _ShardedDivision:
                 device=self.device,
             )
             sharded.free()
-        self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)
-        self.reference: PassEngine | None = None
+        self.state: ShardedState = ShardedState(trainable(self.model), config=config, ranks=ranks)
         if frozen is not None:
             self.reference = shard(
                 frozen.model,

@@ -1,6 +1,6 @@
 """fp32 masters and AdamW moments of rows that `fully_shard` gave to this rank, and the optimizer over them.
 
-Implements heterorl.learner.backends.ranks.state.DividedState. AdamW works by element, so it runs on plain tensors that
+AdamW works by element, so it runs on plain tensors that
 share the storage of the divided parameters, and knows nothing of ranks. The norm of the gradient is the one number of
 the whole.
 """
@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.fsdp2.sharding import local_part, piece_of
 from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.state import Key, Pieces
+from heterorl.learner.backends.ranks.state import DividedState, Key, Pieces
 from heterorl.learner.train.config import Fsdp2BackendConfig
 
 
-class ShardedState:
+class ShardedState(DividedState):
     """This rank's part of what is trained. All ranks call together."""
 
     def __init__(
@@ -37,7 +37,7 @@ class ShardedState:
             ranks: the others.
         """
         self._parameters = dict(parameters)
-        self.shapes: Mapping[str, torch.Size] = {name: parameter.shape for name, parameter in parameters.items()}
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._config = config
         self._ranks = ranks
         own = {
@@ -53,11 +53,6 @@ class ShardedState:
     def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
         """See DividedState."""
         return self._part(name, key).reshape(-1)[start : start + size]
-
-    def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
-        """See DividedState."""
-        for name in sorted(self._locals):
-            yield name, self.pieces.gather(name, self._part(name, key).to("cpu", torch.float32).reshape(-1))
 
     @torch.no_grad()
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:

@@ -153,15 +153,20 @@ class DividedBackend:
 
     @property
     def is_divided(self) -> bool:
-        """See VersionMaker."""
+        """Whether there is more than one rank, so that all of them make versions together; `store` is for one."""
         return self._ranks.world_size > 1
 
     def stage(self, *, published: DividedArena | None) -> DividedArena:
-        """See VersionMaker."""
+        """`store` into weights that all ranks hold together."""
         return self._versions.stage(published=published)
 
     def divide(self, source: Source) -> DividedArena:
-        """See VersionMaker."""
+        """Take the chunks of published weights, each by the rank that holds it.
+
+        Raises:
+            CorruptData: the source is broken.
+            OSError: it cannot be read.
+        """
         return self._versions.divide(source)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:

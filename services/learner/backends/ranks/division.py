@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,55 +22,35 @@ from heterorl.learner.loss.rule import Rule, caveats, rule_of
 _LOG = logging.getLogger(__name__)
 
 
-class Division(Protocol):
-    """A model that is divided among the ranks, by whatever engine."""
+class Division(ABC):
+    """A model that an engine divides among the ranks."""
 
-    @property
-    def model(self) -> nn.Module:
-        """Its configuration and names; the weights may be elsewhere."""
-        ...
+    model: nn.Module
+    """Its configuration and names; the weights may be elsewhere."""
+    layout: Layout
+    """Of the published weights."""
+    buffers: Mapping[str, torch.Tensor]
+    """What is published and never trained, by the names of the layout: the model's own, with which it computes."""
+    engine: PassEngine
+    """Takes the passes."""
+    reference: PassEngine | None = None
+    """Takes the passes of the reference model; None of a loss without one."""
+    state: DividedState
+    """Masters and moments."""
+    device: torch.device
+    """Of this rank's passes."""
 
-    @property
-    def layout(self) -> Layout:
-        """Layout of the published weights."""
-        ...
-
-    @property
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        """What is published and never trained, by the names of the layout: the model's own, with which it computes."""
-        ...
-
-    @property
-    def engine(self) -> PassEngine:
-        """Takes the passes."""
-        ...
-
-    @property
-    def reference(self) -> PassEngine | None:
-        """Takes the passes of the reference model; None of a loss without one."""
-        ...
-
-    @property
-    def state(self) -> DividedState:
-        """Masters and moments."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Of this rank's passes."""
-        ...
-
+    @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
         """While it lasts, passes see the weights that a step computes with."""
-        ...
 
+    @abstractmethod
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
         """Clip and step, unless loss or gradient is not finite; returns whether, and the norm before clipping."""
-        ...
 
+    @abstractmethod
     def settle(self) -> None:
         """Masters were written: let what passes see follow."""
-        ...
 
 
 def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool) -> Rule:

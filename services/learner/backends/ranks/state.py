@@ -7,9 +7,10 @@ it, and rank 0 one whole parameter at a time.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -20,30 +21,19 @@ Key = Literal["", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Key, Key] = ("exp_avg", "exp_avg_sq")
 
 
-class DividedState(Protocol):
+class DividedState(ABC):
     """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Whole shapes of what is trained, by name."""
-        ...
+    shapes: Mapping[str, torch.Size]
+    """Whole shapes of what is trained, by name."""
+    pieces: Pieces
+    """Which rank has which piece of every tensor."""
 
-    @property
-    def pieces(self) -> Pieces:
-        """Which rank has which piece of every tensor."""
-        ...
-
+    @abstractmethod
     def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
         """Elements [start, start + size) of this rank's piece, flat, on its device; not to be written to."""
-        ...
 
-    def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
-        """All tensors in fp32 on rank 0's CPU, sorted by name, one at a time; None on the others.
-
-        Whoever stops early must let it run to its end.
-        """
-        ...
-
+    @abstractmethod
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
         """Set this rank's piece.
 
@@ -53,15 +43,23 @@ class DividedState(Protocol):
             whole: the flattened tensor of a type that fp32 has exactly, of which no more is read than is needed; may
                 lie on a disk.
         """
-        ...
 
+    @abstractmethod
     def steps(self) -> int:
         """Optimizer steps that the moments have seen."""
-        ...
 
+    @abstractmethod
     def reset(self, *, steps: int) -> None:
         """Moments of 0 and a count of steps, whether the optimizer has taken one before or not."""
-        ...
+
+    def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
+        """All tensors in fp32 on rank 0's CPU, sorted by name, one at a time; None on the others.
+
+        A caller that stops early must let it run to its end.
+        """
+        for name in sorted(self.shapes):
+            own = self.read(name, key, start=0, size=self.pieces.own[name].size)
+            yield name, self.pieces.gather(name, own.to("cpu", torch.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.slices.attention import KEY, SlicedAttention, check_model, install
 from heterorl.learner.backends.slices.exchange import whole_of_parts
-from heterorl.learner.backends.slices.group import RankGroup, SliceGroup
+from heterorl.learner.backends.slices.group import SliceGroup
 from heterorl.learner.backends.slices.layout import cut
 from heterorl.learner.train.micro_batch import Batching
 from heterorl.learner.train.model import CHECK_TOLERANCE, check_micro_batch
@@ -88,7 +88,7 @@ def slice_passes(
             token depends on its neighbours by another way than attention.
     """
     check_model(model, size=size)
-    group = RankGroup(ranks, size=size)
+    group = SliceGroup(ranks, size=size)
     attention = SlicedAttention(group)
     engine = SlicedEngine(inner, attention, group)
     batch = check_micro_batch(model, batching=batching).to(device)

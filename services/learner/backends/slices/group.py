@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 
@@ -11,30 +9,11 @@ from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.ranks.collectives import Collectives
 
 
-class SliceGroup(Protocol):
-    """`size` ranks, of which this one is number `index`; all call the same methods in the same order."""
+class SliceGroup:
+    """`size` consecutive ranks, of which this one is number `index`; all call the same methods in the same order.
 
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """This rank's number among them, which is that of its slice."""
-        ...
-
-    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send `parts[i]` to rank i; returns what rank i sent, at i."""
-        ...
-
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's values, of one shape and type, by rank."""
-        ...
-
-
-class RankGroup:
-    """Consecutive ranks, so that they are of one machine where its number of ranks is a multiple of `size`."""
+    They are of one machine where its number of ranks is a multiple of `size`.
+    """
 
     def __init__(self, ranks: Collectives, *, size: int) -> None:
         """Make the groups of all ranks; every rank calls.
@@ -53,14 +32,14 @@ class RankGroup:
         self._group, _ = dist.new_subgroups(group_size=size)
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """See SliceGroup."""
+        """Send `parts[i]` to rank i; returns what rank i sent, at i."""
         sent = parts.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return received
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """See SliceGroup."""
+        """Every rank's values, of one shape and type, by rank."""
         own = values.contiguous()
         everyone = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(everyone, own, group=self._group)

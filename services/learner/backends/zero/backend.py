@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from heterorl.common.model import tensors
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import SamplingSemantics
-from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
 from heterorl.learner.backends.loading.opened import hold_untrained
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.division import (
+    Division,
     check_divisible,
     check_experts,
     check_products,
     untrained_buffers,
 )
 from heterorl.learner.backends.ranks.opening import open_together
-from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.zero.engine import build_engine
 from heterorl.learner.backends.zero.state import ZeroState
 from heterorl.learner.loss.config import LossConfig
@@ -69,7 +64,7 @@ class DeepSpeedBackend(DividedBackend):
         )
 
 
-class _ZeroDivision:
+class _ZeroDivision(Division):
     """See Division."""
 
     def __init__(
@@ -77,7 +72,7 @@ class _ZeroDivision:
     ) -> None:
         opened = open_together(model_dir, config, ranks)
         hold_untrained(opened)
-        self.model: nn.Module = opened.model
+        self.model = opened.model
         if config.stage == 3:
             check_experts(self.model, ranks)
         if config.stage and config.compute_dtype == "bf16":
@@ -85,14 +80,13 @@ class _ZeroDivision:
         # After the check, which is on the CPU.
         choose_attention(self.model, config)
         apply_liger(self.model, config)
-        self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
+        self.layout = tensors.layout_of(self.model, config.published_dtype)
         self._config = config
         built = build_engine(opened, config, temperature=temperature, ranks=ranks)
         self.engine: Any = built.engine
-        self.buffers: Mapping[str, torch.Tensor] = untrained_buffers(self.model, self.layout)
-        self.reference: PassEngine | None = None
+        self.buffers = untrained_buffers(self.model, self.layout)
         self.state: ZeroState = built.state
-        self.device: torch.device = built.device
+        self.device = built.device
         compile_forward(self.model, config)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published" and config.stage == 0:

@@ -4,21 +4,21 @@
     stage 1, 2    parameters are laid end to end and the whole is cut by rank: a parameter may cross a cut
     stage 3       every parameter is cut into equal pieces, the last one padded
 
-Implements heterorl.learner.backends.ranks.state.DividedState. The count of steps is one for the whole model.
+The count of steps is one for the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.state import Key, Piece, Pieces
+from heterorl.learner.backends.ranks.state import DividedState, Key, Piece, Pieces
 
 
-class ZeroState:
+class ZeroState(DividedState):
     """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
 
     def __init__(
@@ -49,25 +49,9 @@ class ZeroState:
         piece = self._piece_3(name, key) if self._stage == 3 else self._view(name, key).detach()
         return piece[start : start + size]
 
-    def gather(self, name: str, key: Key = "") -> torch.Tensor | None:
-        """The whole tensor in fp32 on rank 0's CPU; None on the others, which have sent theirs."""
-        return self.pieces.gather(name, self._read(name, key))
-
-    def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
-        """All tensors, sorted by name, one at a time; whoever stops early must let it run to its end."""
-        for name in sorted(self._parameters):
-            yield name, self.gather(name, key)
-
     @torch.no_grad()
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
-        """Set this rank's piece, and for a master also the copy that the model computes with.
-
-        Args:
-            name: of the parameter.
-            key: which tensor.
-            whole: the flattened tensor of a type that fp32 has exactly, of which no more is read than is needed; may
-                lie on a disk.
-        """
+        """Set this rank's piece, and for a master also the copy that the model computes with; see DividedState."""
         piece = self._own[name]
         values = whole[piece.start : piece.start + piece.size]
         parameter = self._parameters[name]
@@ -92,12 +76,12 @@ class ZeroState:
                 copy.copy_(copy.to(types[name]))
 
     def steps(self) -> int:
-        """Optimizer steps that the moments have seen."""
+        """See DividedState."""
         return max((int(self._optimizer.state.get(flat, {}).get("step", 0)) for flat in self._flats()), default=0)
 
     @torch.no_grad()
     def reset(self, *, steps: int) -> None:
-        """Moments of 0 and a count of steps, whether the optimizer has taken one before or not."""
+        """See DividedState."""
         for flat in self._flats():
             state = self._optimizer.state[flat]
             if "exp_avg" not in state:
@@ -146,11 +130,6 @@ class ZeroState:
         else:
             view = parameter._hp_mapping.get_hp_fragment(key or None).view(-1)
         return view
-
-    @torch.no_grad()
-    def _read(self, name: str, key: Key) -> torch.Tensor:
-        piece = self._piece_3(name, key) if self._stage == 3 else self._view(name, key).detach()
-        return piece.to("cpu", torch.float32)
 
     @torch.no_grad()
     def _piece_3(self, name: str, key: Key) -> torch.Tensor:

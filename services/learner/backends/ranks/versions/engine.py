@@ -57,12 +57,12 @@ class VersionEngine:
         self._newest = 0
 
     def stage(self, *, published: DividedArena | None) -> DividedArena:
-        """See VersionMaker."""
+        """See DividedBackend."""
         command = self._say(Do.STAGE, before=published)
         return self._named(command, self._held.stage(command.version, published=_number(command.before)))
 
     def divide(self, source: Source) -> DividedArena:
-        """See VersionMaker."""
+        """See DividedBackend."""
         command = self._say(Do.DIVIDE)
         return self._named(command, self._held.divide(command.version, source))
 

@@ -13,14 +13,14 @@ from heterorl.learner.backends.ranks.checkpoints import beside, layout, read, wr
 from heterorl.learner.backends.ranks.checkpoints.beside import Writing
 from heterorl.learner.backends.ranks.checkpoints.read import open_together, read_checkpoint_files
 from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
-from heterorl.learner.backends.ranks.state import Piece, Pieces
+from heterorl.learner.backends.ranks.state import DividedState, Piece, Pieces
 from tests.support.thread_ranks import on_all_ranks
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": ()}
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 
 
-class _State:
+class _State(DividedState):
     def __init__(self, ranks, *, steps=3):
         self.shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
         self._steps = steps
@@ -39,9 +39,11 @@ class _State:
         begin = self.pieces.own[name].start + start
         return self._whole[key, name].reshape(-1)[begin : begin + size]
 
-    def gather_all(self, key=""):
-        for name in sorted(self.shapes):
-            yield name, self.pieces.gather(name, self.read(name, key, start=0, size=self.pieces.own[name].size))
+    def put(self, name, key, whole):
+        raise NotImplementedError
+
+    def reset(self, *, steps):
+        raise NotImplementedError
 
     def steps(self):
         return self._steps

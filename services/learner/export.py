@@ -19,7 +19,6 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import LoraLinear, attach
 from heterorl.common.process.files import sync_directory
 from heterorl.common.types.common import NO_LORA, LoraSettings
-from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
@@ -27,9 +26,7 @@ from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.backends.loading.empty import empty_model
 from heterorl.learner.backends.loading.opened import digest_of_opened, open_model
 from heterorl.learner.backends.state import read_lora
-from heterorl.learner.exporting.files import Report, write_weights
-from heterorl.learner.exporting.form import form_of
-from heterorl.learner.exporting.values import ArenaValues, MergedValues, SnapshotValues, Values
+from heterorl.learner.export_files import Read, Report, snapshot_reader, tensor_of, write_weights
 from heterorl.learner.publish.checkpoint import (
     BACKEND_DIRECTORY,
     DONE_FILE,
@@ -42,15 +39,9 @@ MAX_SHARD_SIZE = "50GB"
 """Of a file, as transformers has it."""
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
     "*.tiktoken",
-)
+)  # fmt: skip
 
 
 def export_model(
@@ -65,7 +56,7 @@ def export_model(
 ) -> None:
     """Write safetensors in the published type, config, generation config and tokenizer.
 
-    The model is never held: a chunk of the published weights is, or one tensor, see `heterorl.learner.exporting`.
+    The model is never held: one tensor of it is, and a chunk of the published weights.
 
     A checkpoint of adapters is added to the base model in fp32, which samplers never do: they compute the sum of the
     two outputs, so the merged model is theirs up to rounding. The adapters alone are what was published, bit for bit.
@@ -92,24 +83,53 @@ def export_model(
     lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
     if adapter_only and not lora.rank:
         raise ConfigError("adapter", "the run trains all weights", action="export without it")
-    model, values = _adapted(model_dir, path, lora) if lora.rank else _trained(model_dir, path)
-    dtype = dtype or values.dtype
+    if lora.rank:
+        assert isinstance(path, Path), "an arena is of a whole model"
+        model, published, read = _adapted(model_dir, path, lora)
+    else:
+        model, published, read = _trained(model_dir, path)
+    dtype = dtype or published
     out_dtype = tensors.TORCH_DTYPE[dtype]
-    form = form_of(model, dtype, max_shard_size=max_shard_size)
     with _appearing(out_dir) as directory:
         if adapter_only:
             _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
         else:
-            write_weights(directory, form, values, model=model, report=report)
+            write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
             _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
         _copy_tokenizer(str(model_dir), directory)
 
 
-def _trained(model_dir: str | Path, path: Path | Arena) -> tuple[nn.Module, Values]:
+def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.Module, Dtype, Read]:
+    """Adapters, which are small and held, over weights that stay on the disk."""
+    opened = open_model(model_dir)
+    if digest_of_opened(opened) != lora.base_digest:
+        raise ConfigError(
+            "model_dir", "is not the model that the adapters were trained on", action="name the run's model_dir"
+        )
+    model = opened.model
+    attach(model, lora)
+    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    for module in adapted.values():
+        module.lora_a = nn.Parameter(torch.empty(module.lora_a.shape))
+        module.lora_b = nn.Parameter(torch.empty(module.lora_b.shape))
+    arena = read_published(path, model)
+    tensors.load(arena, model)
+    state = model.state_dict(keep_vars=True)
+
+    def read(name: str) -> torch.Tensor:
+        tensor = state[name].detach()
+        if tensor.is_meta:
+            tensor = opened.flat(name).view(tensor.shape)
+        return adapted[name].merged_weight(tensor) if name in adapted else tensor
+
+    return model, tensors.main_type(arena.layout), read
+
+
+def _trained(model_dir: str | Path, source: Path | Arena) -> tuple[nn.Module, Dtype, Read]:
     """Weights that were all trained: of the directory, what it says of the model is enough."""
+    manifest = None if isinstance(source, Arena) else manifest_from_bytes(read_checkpoint(source).manifest)
+    layout_id = source.layout.layout_id if isinstance(source, Arena) else manifest.layout_id  # type: ignore[union-attr]
     model = empty_model(str(model_dir))
-    stated: Arena | Manifest = path if isinstance(path, Arena) else manifest_from_bytes(read_checkpoint(path).manifest)
-    layout_id = stated.layout.layout_id if isinstance(stated, Arena) else stated.layout_id
     layout = _layout_for(model, layout_id)
     if layout is None or any(not tensor.is_floating_point() for tensor in model.state_dict().values()):
         # What is tied, and what is no weight, the files decide.
@@ -117,28 +137,11 @@ def _trained(model_dir: str | Path, path: Path | Arena) -> tuple[nn.Module, Valu
         layout = _layout_for(model, layout_id)
     if layout is None:
         raise _of_another_model()
-    if isinstance(path, Arena):
-        return model, ArenaValues(path)
-    assert not isinstance(stated, Arena), "it was read of the path"
-    return model, SnapshotValues(path / PUBLISHED_FILE, layout=layout, manifest=stated)
-
-
-def _adapted(model_dir: str | Path, path: Path | Arena, lora: LoraSettings) -> tuple[nn.Module, Values]:
-    """Adapters, which are small and held, over weights that stay on the disk."""
-    assert not isinstance(path, Arena), "an arena is of a whole model"
-    opened = open_model(model_dir)
-    if digest_of_opened(opened) != lora.base_digest:
-        raise ConfigError(
-            "model_dir", "is not the model that the adapters were trained on", action="name the run's model_dir"
-        )
-    attach(opened.model, lora)
-    for module in opened.model.modules():
-        if isinstance(module, LoraLinear):
-            module.lora_a = nn.Parameter(torch.empty(module.lora_a.shape))
-            module.lora_b = nn.Parameter(torch.empty(module.lora_b.shape))
-    arena = read_published(path, opened.model)
-    tensors.load(arena, opened.model)
-    return opened.model, MergedValues(opened, tensors.main_type(arena.layout))
+    if isinstance(source, Arena):
+        arena = source
+        return model, tensors.main_type(layout), lambda name: tensor_of(arena.layout.spec(name), arena.view(name))
+    assert manifest is not None, "it was read of the path"
+    return model, tensors.main_type(layout), snapshot_reader(source / PUBLISHED_FILE, layout, manifest)
 
 
 @contextmanager
@@ -185,16 +188,10 @@ def _write_adapter(
                 weights[f"base_model.model.{name}.{part}.weight"] = tensor.detach().cpu().to(dtype).contiguous()
     save_file(weights, directory / "adapter_model.safetensors")
     settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model_dir,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": list(lora.target_modules),
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model_dir, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": list(lora.target_modules),
         "inference_mode": True,
-    }
+    }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 

@@ -83,7 +83,7 @@ def _export(directory: Path) -> int:
 
 def main() -> None:
     root = Path(sys.argv[1])
-    for name, shape in (("small", (256, 1, 20_000)), ("large", (768, 8, 50_000))):
+    for name, shape in (("small", (256, 1, 20_000)), ("large", (768, 10, 20_000))):
         (root / name).mkdir()
         hidden, layers, vocabulary = shape
         num_elements = _checkpoint(root / name, hidden=hidden, layers=layers, vocabulary=vocabulary)

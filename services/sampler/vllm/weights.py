@@ -12,21 +12,23 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.adapters import PARTS
+from heterorl.common.process.files import replacing
 from heterorl.common.types.common import LoraSettings
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena, Dtype, Layout
+from heterorl.common.weights.file_plan import FilePlan
 from heterorl.sampler.vllm.private_directory import PrivateDirectory
 from heterorl.sampler.vllm.process import VllmProcess
-from heterorl.sampler.vllm.weights_file import stored_names, write_weights
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for."""
+_TYPES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "int8": "I8"}
 _PEFT = dict(zip(PARTS, ("lora_A", "lora_B"), strict=True))
 
 
@@ -111,6 +113,47 @@ class WeightsOnTheWay:
     def close(self) -> None:
         """Delete the directory."""
         self._private.close()
+
+
+def write_weights(
+    arena: Arena, path: Path, *, names: Sequence[str], rename: Callable[[str], str] = lambda name: name
+) -> int:
+    """Write tensors of an arena as a safetensors file, without a second copy of them in memory.
+
+    Only this user may read the file, which appears complete or not at all.
+
+    Args:
+        arena: the weights.
+        path: the file, replaced if it is there.
+        names: the tensors; of tied ones the name to store them under (`stored_names`).
+        rename: from a tensor's name to that in the file.
+
+    Returns:
+        Size of the file, bytes.
+    """
+    specs = [arena.layout.spec(name) for name in names]
+    plan = FilePlan([(rename(name), _TYPES[spec.dtype], spec.shape) for name, spec in zip(names, specs, strict=True)])
+    with replacing(path, is_durable=False, mode=0o600) as file:
+        file.write(plan.header)
+        for name in names:
+            values = arena.view(name)
+            file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
+    return plan.num_bytes
+
+
+def stored_names(layout: Layout, is_derived: Callable[[str], bool]) -> list[str]:
+    """One name for each storage: of tied tensors the first that is not derived from another, as checkpoints have it.
+
+    Args:
+        layout: the tensors.
+        is_derived: whether a model makes the tensor of this name out of another one.
+    """
+    chosen: dict[str, str] = {}
+    for spec in layout.specs:
+        owner = spec.alias_of or spec.name
+        if owner not in chosen or is_derived(chosen[owner]):
+            chosen[owner] = spec.name
+    return sorted(chosen.values())
 
 
 def _room(rank: int) -> int:

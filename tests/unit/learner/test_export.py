@@ -259,8 +259,8 @@ def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path):
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_memory_of_an_export_is_that_of_chunks_not_of_the_model(tmp_path):
-    """100 million parameters, 200 MB, in a process that has exported a small model before."""
+def test_memory_of_an_export_is_that_of_tensors_not_of_the_model(tmp_path):
+    """100 million parameters, 200 MB, the largest tensor of 31 MB, in a process that has exported a small model before."""
     answer = subprocess.run(
         [sys.executable, "-m", "tests.support.export_memory", str(tmp_path)],
         capture_output=True, text=True, timeout=100, check=True,
@@ -269,4 +269,4 @@ def test_memory_of_an_export_is_that_of_chunks_not_of_the_model(tmp_path):
     found = json.loads(answer.stdout.splitlines()[-1])
     assert found["num_elements"] > 100e6
     assert found["written"] > 2 * found["num_elements"]
-    assert found["above"] < 48e6, found
+    assert found["above"] < 80e6, found

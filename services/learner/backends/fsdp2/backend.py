@@ -170,7 +170,7 @@ def _fill(opened: OpenedModel, ranks: Collectives) -> None:
     """Read this rank's rows of every parameter; adapters start as adapters do."""
     for name, parameter in opened.model.named_parameters():
         start = start_of(name, parameter.shape)
-        whole = opened.weights.flat(name) if start is None else start.reshape(-1)
+        whole = opened.flat(name) if start is None else start.reshape(-1)
         piece = piece_of(parameter.shape, rank=ranks.rank, world_size=ranks.world_size)
         part = local_part(parameter)
         part.copy_(whole[piece.start : piece.start + piece.size].view(part.shape))

@@ -8,10 +8,10 @@ reads the whole model, and the log says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,19 +22,11 @@ from heterorl.common.model.directory import first_line
 from heterorl.common.model.tensors import published_tensors
 from heterorl.common.types.common import Digest
 from heterorl.learner.backends.loading.empty import empty_model, replace_parameters
-from heterorl.learner.backends.loading.shards import Shards, weight_files
+from heterorl.learner.backends.loading.tensor_file import TensorFile, weight_files
 from heterorl.learner.train.model import load_model, prepare
 
 _LOG = logging.getLogger(__name__)
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Weights(Protocol):
-    """Where a model's weights are."""
-
-    def flat(self, name: str) -> torch.Tensor:
-        """The flattened tensor of a name of the model, of a type that fp32 has exactly; not to be written to."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,30 +34,10 @@ class OpenedModel:
     """A model whose parameters are on the meta device, ready to train when it has weights; its buffers are real."""
 
     model: nn.Module
-    weights: Weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedShards:
-    """Weights on the disk; `names` leads from the model's names to those of the files."""
-
-    shards: Shards
-    names: Mapping[str, str]
-
-    def flat(self, name: str) -> torch.Tensor:
-        """See Weights."""
-        return self.shards.flat(self.names[name])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldWeights:
-    """Weights in this process's memory."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-    def flat(self, name: str) -> torch.Tensor:
-        """See Weights."""
-        return self.tensors[name].reshape(-1)
+    flat: Callable[[str], torch.Tensor]
+    """The flattened tensor of a name of the model, of a type that fp32 has exactly; not to be written to."""
+    is_held: bool
+    """Whether the weights are in this process's memory; else they stay on the disk, or rank 0 sends them."""
 
 
 class _NotByName(Exception):
@@ -78,8 +50,8 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
     Args:
         model_dir: the directory or id.
         gradient_checkpointing: as `prepare` takes it.
-        may_hold: read the whole model where it cannot be read by name; otherwise `weights` is then empty, and what is
-            not trained is as it is computed.
+        may_hold: read the whole model where it cannot be read by name; otherwise there are then no weights, and what
+            is not trained is as it is computed.
 
     Raises:
         ConfigError: it is not a causal language model, or cannot be read.
@@ -87,7 +59,11 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
     try:
         opened = _by_name(str(model_dir))
     except _NotByName as reason:
-        opened = _whole(model_dir, reason) if may_hold else _without_weights(model_dir)
+        if may_hold:
+            opened = _whole(model_dir, reason)
+        else:
+            nothing: dict[str, torch.Tensor] = {}
+            opened = OpenedModel(model=empty_model(str(model_dir)), flat=nothing.__getitem__, is_held=True)
     except CorruptStore as error:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     prepare(opened.model, gradient_checkpointing=gradient_checkpointing)
@@ -97,10 +73,9 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
 def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Module:
     """Give the model all of its weights as fp32 masters on a device, in memory of their own; returns it."""
     # What is mapped is the file's; what was read whole is nobody else's.
-    is_mapped = not isinstance(opened.weights, HeldWeights)
     names = replace_parameters(
         opened.model,
-        lambda name, meta: opened.weights.flat(name).to(device, torch.float32, copy=is_mapped).view(meta.shape),
+        lambda name, meta: opened.flat(name).to(device, torch.float32, copy=not opened.is_held).view(meta.shape),
     )
     for _ in names:
         pass
@@ -125,7 +100,7 @@ def hold_untrained(opened: OpenedModel) -> None:
             if parameter is None or id(parameter) not in frozen:
                 continue
             if id(parameter) not in made:
-                whole = opened.weights.flat(f"{path}.{attribute}".lstrip("."))
+                whole = opened.flat(f"{path}.{attribute}".lstrip("."))
                 made[id(parameter)] = whole.to(torch.float32, copy=True).view(parameter.shape)
             del owner._parameters[attribute]
             owner.register_buffer(attribute, made[id(parameter)])
@@ -137,7 +112,7 @@ def digest_of_opened(opened: OpenedModel) -> Digest:
 
     def read(name: str) -> torch.Tensor:
         tensor = state[name]
-        return opened.weights.flat(name).view(tensor.shape) if tensor.is_meta else tensor
+        return opened.flat(name).view(tensor.shape) if tensor.is_meta else tensor
 
     return digest_of(state, read)
 
@@ -158,12 +133,17 @@ def _by_name(model_dir: str) -> OpenedModel:
         raise _NotByName("it is quantised")
     if _is_converted(model):
         raise _NotByName("transformers computes its tensors from those in the files")
-    weights = NamedShards(shards=(shards := Shards(files)), names=_names(model, shards))
+    file_of = {name: file for file in map(TensorFile, files) for name in file.tensors}
+    names = _names(model, file_of)
+
+    def flat(name: str) -> torch.Tensor:
+        return file_of[names[name]].flat(names[name])
+
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, nn.Parameter):
-                tensor.copy_(weights.flat(name).view(tensor.shape))
-    return OpenedModel(model=model, weights=weights)
+                tensor.copy_(flat(name).view(tensor.shape))
+    return OpenedModel(model=model, flat=flat, is_held=False)
 
 
 def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
@@ -172,11 +152,7 @@ def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
     held = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     for _ in replace_parameters(model, lambda _, parameter: parameter.detach().to("meta")):
         pass
-    return OpenedModel(model=model, weights=HeldWeights(tensors=held))
-
-
-def _without_weights(model_dir: str | Path) -> OpenedModel:
-    return OpenedModel(model=empty_model(str(model_dir)), weights=HeldWeights(tensors={}))
+    return OpenedModel(model=model, flat=lambda name: held[name].reshape(-1), is_held=True)
 
 
 def _is_converted(model: nn.Module) -> bool:
@@ -189,7 +165,7 @@ def _is_converted(model: nn.Module) -> bool:
     return any(getattr(step, "operations", None) for step in get_model_conversion_mapping(network))
 
 
-def _names(model: nn.Module, shards: Shards) -> dict[str, str]:
+def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str]:
     """Where each tensor of a model is; tied ones are one tensor, under any of their names."""
     tied: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
@@ -199,14 +175,14 @@ def _names(model: nn.Module, shards: Shards) -> dict[str, str]:
         tied.setdefault(id(tensor), []).append(name)
     where: dict[str, str] = {}
     for names in tied.values():
-        found = [name for name in names if name in shards]
+        found = [name for name in names if name in file_of]
         if not found:
             raise _NotByName(f"{names[0]} is not in the files")
         for name in found:
-            like = shards.like(name)
+            like = file_of[name].tensors[name]
             if like.shape != state[name].shape or like.dtype not in _EXACT_IN_FP32:
                 raise _NotByName(f"{name} is {like.dtype} {tuple(like.shape)} in the files")
-        if any(not torch.equal(shards.flat(found[0]), shards.flat(name)) for name in found[1:]):
+        if any(not torch.equal(file_of[found[0]].flat(found[0]), file_of[name].flat(name)) for name in found[1:]):
             raise _NotByName(f"{' and '.join(found)} are tied and differ")
         where.update(dict.fromkeys(names, found[0]))
     return where

@@ -35,7 +35,7 @@ def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
                     continue
                 if id(meta) not in made:
                     name = f"{names[id(owner)]}.{attribute}".lstrip(".")
-                    values = opened.weights.flat(name).to(torch.float32).view(meta.shape)
+                    values = opened.flat(name).to(torch.float32).view(meta.shape)
                     made[id(meta)] = nn.Parameter(values, requires_grad=False)
                 places.append((owner, attribute, meta))
                 owner._parameters[attribute] = made[id(meta)]

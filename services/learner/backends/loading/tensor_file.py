@@ -1,8 +1,4 @@
-"""A safetensors file whose tensors stay on the disk until a piece of them is read.
-
-The file is: u64 little-endian length n of the header; n bytes of JSON {name: {"dtype", "shape", "data_offsets":
-[begin, end]}}, padded with spaces to a multiple of 8; the tensors' little-endian bytes back to back.
-"""
+"""Safetensors files whose tensors stay on the disk until a piece of them is read; `FilePlan` has the format."""
 
 from __future__ import annotations
 
@@ -15,7 +11,13 @@ from safetensors import SafetensorError, safe_open
 
 from heterorl.common.errors import CorruptStore
 
-_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
+INDEX_FILE = "model.safetensors.index.json"
+TYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I64": torch.int64,
+    "I32": torch.int32, "BOOL": torch.bool,
+}  # fmt: skip
+"""What is written, by the names that the format has for types."""
+TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _STORED = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.float16: "<i2", torch.uint8: "u1"}
 
 
@@ -67,4 +69,42 @@ class TensorFile:
 
 def _dtype(name: str) -> torch.dtype:
     # Any other type is wrong here; float64 stands for it and is refused with its name.
-    return _TORCH.get(name, torch.float64)
+    return TYPES[name] if TYPES.get(name) in _STORED else torch.float64
+
+
+def weight_files(model_dir: str) -> list[Path]:
+    """The safetensors files of a local directory or hub id; none where it keeps its weights in another form.
+
+    Raises:
+        OSError: the index cannot be read, or a file that it names cannot be had.
+        ValueError: the index is not one.
+    """
+    single = _find(model_dir, "model.safetensors")
+    if single is not None:
+        return [single]
+    index = _find(model_dir, INDEX_FILE)
+    if index is None:
+        return []
+    table = json.loads(index.read_text(encoding="utf-8"))
+    try:
+        names = sorted(set(table["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of weights: {error!r}") from error
+    paths = [_find(model_dir, name) for name in names if Path(name).name == name]
+    found = [path for path in paths if path is not None]
+    if len(found) != len(names):
+        raise FileNotFoundError(f"{index} names files that are not there")
+    return found
+
+
+def _find(model_dir: str, name: str) -> Path | None:
+    directory = Path(model_dir)
+    if directory.is_dir():
+        return directory / name if (directory / name).is_file() else None
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(model_dir, name)
+    except OSError:
+        return None
+    return None if found is None else Path(found)

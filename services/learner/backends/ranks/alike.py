@@ -19,7 +19,7 @@ import torch
 
 import heterorl
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.loading.shards import weight_files
+from heterorl.learner.backends.loading.tensor_file import weight_files
 from heterorl.learner.backends.ranks.collectives import Collectives, missing_device
 from heterorl.learner.train.config import BackendConfig
 

@@ -6,8 +6,6 @@ Must never let one rank leave while others wait for it: what is wrong on one ran
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
-from heterorl.learner.backends.loading.opened import HeldWeights, OpenedModel, open_model
+from heterorl.learner.backends.loading.opened import OpenedModel, open_model
 from heterorl.learner.backends.loading.streamed import streamed
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.train.config import RanksConfig
@@ -35,24 +33,9 @@ def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives
         # transformers made another model of the files than of the configuration alone.
         opened, _ = _open(model_dir, config, ranks, may_hold=True)
         return opened
-    if ranks.world_size > 1 and isinstance(opened.weights, HeldWeights):
+    if ranks.world_size > 1 and opened.is_held:
         return _relayed(opened, ranks)
     return opened
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayedWeights:
-    """Weights of rank 0's memory, which all ranks ask for in the same order."""
-
-    held: HeldWeights
-    sizes: Mapping[str, int]
-    ranks: Collectives
-
-    def flat(self, name: str) -> torch.Tensor:
-        """See Weights."""
-        values = torch.empty(self.sizes[name]) if self.ranks.rank else self.held.flat(name).contiguous()
-        self.ranks.broadcast(values)
-        return values
 
 
 def _open(
@@ -77,17 +60,22 @@ def _open(
 def _table(opened: OpenedModel) -> bytes:
     """What two ranks must have in common: where their weights are, and what they are."""
     state = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in opened.model.state_dict().items()}
-    is_held = isinstance(opened.weights, HeldWeights)
-    return json.dumps([is_held, tensors.layout_of(opened.model, "fp32").layout_id, state]).encode()
+    return json.dumps([opened.is_held, tensors.layout_of(opened.model, "fp32").layout_id, state]).encode()
 
 
 def _relayed(opened: OpenedModel, ranks: Collectives) -> OpenedModel:
-    model, held = opened.model, opened.weights
-    assert isinstance(held, HeldWeights)
+    """The model with weights of rank 0's memory, which all ranks ask for in the same order."""
+    model = opened.model
     for tensor in model.state_dict(keep_vars=True).values():
         if not isinstance(tensor, nn.Parameter):
             values = tensor.detach().reshape(-1).view(torch.uint8)
             ranks.broadcast(values)
             tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return OpenedModel(model=model, weights=RelayedWeights(held=held, sizes=sizes, ranks=ranks))
+
+    def flat(name: str) -> torch.Tensor:
+        values = torch.empty(sizes[name]) if ranks.rank else opened.flat(name).contiguous()
+        ranks.broadcast(values)
+        return values
+
+    return OpenedModel(model=model, flat=flat, is_held=False)

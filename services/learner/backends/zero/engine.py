@@ -105,7 +105,7 @@ def build_engine(
             f"DeepSpeed found {deepspeed.get_accelerator().device_name()}, not {device.type}",
             action=f"set DS_ACCELERATOR={device.type} in the environment, or change backend.device",
         )
-    model, weights = opened.model, opened.weights
+    model = opened.model
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     is_low = config.compute_dtype == "bf16" and config.stage > 0
@@ -138,7 +138,7 @@ def build_engine(
     named = dict(model.named_parameters())
     state = ZeroState(engine, stage=config.stage, parameters=named, shapes=shapes, ranks=ranks)
     for name in sorted(shapes):
-        state.put(name, "", weights.flat(name))
+        state.put(name, "", opened.flat(name))
     for name, buffer in model.named_buffers():
         if name in buffers:
             # It may have been rounded, such as the frequencies of positions.

@@ -16,7 +16,7 @@ from heterorl.common.types.common import Digest, LogprobMode
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.sampler.vllm import canary
 from heterorl.sampler.vllm.requests import logprobs_mode, seed_of
-from heterorl.sampler.vllm.weights_file import stored_names, write_weights
+from heterorl.sampler.vllm.weights import stored_names, write_weights
 from tests.support.engines import semantics
 from tests.support.training import VOCAB_SIZE, tiny_model
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from heterorl.common.types.common import LoraSettings
-from heterorl.learner.backends.loading.file_plan import Entry, FilePlan
+from heterorl.common.weights.file_plan import Entry, FilePlan
 from heterorl.learner.backends.ranks.state import MOMENTS, DividedState, Key
 from heterorl.learner.backends.state import COUNTERS_FILE, FORMAT, OPTIMIZER_FILE, WEIGHTS_FILE
 

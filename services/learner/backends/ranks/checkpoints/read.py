@@ -12,8 +12,7 @@ import torch
 
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.directory import first_line
-from heterorl.learner.backends.loading.file_plan import name_of_type, type_of_name
-from heterorl.learner.backends.loading.tensor_file import TensorFile
+from heterorl.learner.backends.loading.tensor_file import TYPE_NAMES, TYPES, TensorFile
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.state import MOMENTS, DividedState, Key
 from heterorl.learner.backends.state import (
@@ -36,11 +35,10 @@ class RelayedFile:
             ranks: the others.
         """
         tensors = {} if own is None else own.tensors
-        table = {name: [name_of_type(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+        table = {name: [TYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
         stated = json.loads(ranks.broadcast_bytes(json.dumps(table).encode()))
         self.tensors = {
-            name: torch.empty(shape, dtype=type_of_name(dtype), device="meta")
-            for name, (dtype, shape) in stated.items()
+            name: torch.empty(shape, dtype=TYPES[dtype], device="meta") for name, (dtype, shape) in stated.items()
         }
         self._own, self._ranks = own, ranks
 

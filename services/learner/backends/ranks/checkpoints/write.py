@@ -21,7 +21,7 @@ import torch
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.common import NO_LORA, LoraSettings
-from heterorl.learner.backends.loading.file_plan import write_tensors
+from heterorl.common.weights.file_plan import FilePlan
 from heterorl.learner.backends.ranks.checkpoints.layout import CheckpointLayout, Run, write_runs, write_singles
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.state import MOMENTS, DividedState
@@ -149,8 +149,8 @@ def write_gathered(layout: CheckpointLayout, state: DividedState, ranks: Collect
     problem: OSError | None = None
     try:
         if ranks.rank == 0:
-            write_tensors(layout.directory / WEIGHTS_FILE, layout.weights.table, _present(masters))
-            write_tensors(layout.directory / OPTIMIZER_FILE, layout.moments.table, _present(rest))
+            _write_all(layout.directory / WEIGHTS_FILE, layout.weights, masters)
+            _write_all(layout.directory / OPTIMIZER_FILE, layout.moments, rest)
     except OSError as error:
         # Of the disk, told below. Whatever else fails may leave a tensor unsent that rank 0 waits for: it ends this
         # rank, and by that the others.
@@ -175,7 +175,10 @@ def _moments(state: DividedState, steps: int, names: list[str]) -> Iterator[torc
         yield torch.tensor(float(steps))
 
 
-def _present(tensors: Iterator[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    for tensor in tensors:
-        assert tensor is not None, "rank 0 receives"
-        yield tensor
+def _write_all(path: Path, plan: FilePlan, tensors: Iterator[torch.Tensor | None]) -> None:
+    with path.open("wb") as file:
+        file.write(plan.header)
+        for (name, _, shape), tensor in zip(plan.table, tensors, strict=True):
+            assert tensor is not None, "rank 0 receives"
+            assert tuple(tensor.shape) == shape, name
+            file.write(tensor.contiguous().numpy().data)

@@ -13,7 +13,7 @@ from heterorl.common.model.building import load_pretrained
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.loading import opened as opened_module
 from heterorl.learner.backends.loading.empty import replace_parameters
-from heterorl.learner.backends.loading.opened import HeldWeights, NamedShards, fill, open_model
+from heterorl.learner.backends.loading.opened import fill, open_model
 from heterorl.learner.train.model import load_model
 from tests.support.training import tiny_model
 
@@ -49,7 +49,7 @@ def test_weights_by_name_are_those_that_transformers_loads(tmp_path, family, is_
 
     opened = open_model(directory)
 
-    assert isinstance(opened.weights, NamedShards)
+    assert not opened.is_held
     assert all(parameter.is_meta for parameter in opened.model.parameters())
     expected = load_model(directory)
     assert tensors.layout_of(opened.model, "bf16").layout_id == tensors.layout_of(expected, "bf16").layout_id
@@ -64,8 +64,8 @@ def test_narrow_weights_in_several_files_become_exact_masters(tmp_path, dtype):
 
     opened = open_model(directory)
 
-    assert isinstance(opened.weights, NamedShards)
-    assert opened.weights.flat("lm_head.weight").dtype == dtype
+    assert not opened.is_held
+    assert opened.flat("lm_head.weight").dtype == dtype
     _assert_same(fill(opened), load_model(directory))
 
 
@@ -79,7 +79,7 @@ def test_masters_are_memory_of_their_own(tmp_path):
             parameter.zero_()
 
     assert (directory / "model.safetensors").read_bytes() == before
-    assert opened.weights.flat("model.norm.weight").any()
+    assert opened.flat("model.norm.weight").any()
 
 
 def test_reading_leaves_the_random_state_alone(tmp_path):
@@ -109,13 +109,13 @@ def _head(scale):
 def test_tied_weights_may_be_there_twice_under_either_name(tmp_path):
     directory = _saved(tmp_path)
     _change(directory, _head(1.0))
-    assert isinstance(open_model(directory).weights, NamedShards)
+    assert not open_model(directory).is_held
     _assert_same(fill(open_model(directory)), load_model(directory))
     _change(directory, _drop("model.embed_tokens.weight"))
 
     opened = open_model(directory)
 
-    assert isinstance(opened.weights, NamedShards)
+    assert not opened.is_held
     _assert_same(fill(opened), load_model(directory))
 
 
@@ -135,7 +135,7 @@ def test_files_that_are_not_the_model_by_name_are_left_to_transformers(tmp_path,
         torch.manual_seed(0)
         opened = open_model(directory)
 
-    assert isinstance(opened.weights, HeldWeights)
+    assert opened.is_held
     assert reason in caplog.text
     assert all(parameter.is_meta for parameter in opened.model.parameters())
     torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_buffer_of_another_type_than_fp32_is_left_to_transformers(tmp_path, capl
     with caplog.at_level(logging.WARNING, logger="heterorl"):
         opened = open_model(directory)
 
-    assert isinstance(opened.weights, HeldWeights)
+    assert opened.is_held
     assert "counts is torch.bfloat16" in caplog.text
 
 
@@ -165,7 +165,7 @@ def test_experts_that_transformers_merges_are_left_to_it(tmp_path):
 
     opened = open_model(directory)
 
-    assert isinstance(opened.weights, HeldWeights)
+    assert opened.is_held
     _assert_same(fill(opened), load_model(directory))
 
 
@@ -195,7 +195,7 @@ def test_file_outside_the_directory_is_not_opened_by_name(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="heterorl"):
         opened = open_model(directory)
 
-    assert isinstance(opened.weights, HeldWeights)
+    assert opened.is_held
     assert "names files that are not there" in caplog.text
 
 
@@ -278,8 +278,8 @@ def test_a_model_whose_code_needs_values_is_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", needs_values)
     opened = open_model(directory)
 
-    assert isinstance(opened.weights, HeldWeights)
-    held = dict(opened.weights.tensors)
+    assert opened.is_held
+    held = {name: opened.flat(name) for name, _ in opened.model.named_parameters()}
     model = fill(opened)
     # In memory once: what was read is what is trained.
     assert all(parameter.data_ptr() == held[name].data_ptr() for name, parameter in model.named_parameters())

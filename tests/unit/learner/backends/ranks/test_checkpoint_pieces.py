@@ -358,7 +358,7 @@ def test_rank_that_leaves_the_gathering_of_a_checkpoint_ends_and_by_that_the_oth
 
 
 def test_disk_that_fills_up_under_what_rank_0_receives_is_an_error_of_all_and_none_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "write_tensors", _full)
+    monkeypatch.setattr(write, "_write_all", _full)
 
     def work(ranks):
         directory = tmp_path / str(ranks.rank)

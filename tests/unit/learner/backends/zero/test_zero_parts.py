@@ -5,30 +5,15 @@ import json
 import threading
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import load
-from heterorl.learner.backends.loading.file_plan import write_tensors
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.local import LocalRanks
 from heterorl.learner.backends.zero.engine import engine_config, import_deepspeed
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.training import random_groups
-
-
-def test_streamed_file_is_a_safetensors_file(tmp_path):
-    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor(-0.0), "r": torch.arange(5, dtype=torch.uint8)}
-    path = tmp_path / "x.safetensors"
-
-    write_tensors(path, [("b", "F32", (2, 3)), ("a", "F32", ()), ("r", "U8", (5,))], iter(tensors.values()))
-
-    read = load_file(path)
-    assert read.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(read[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
 def test_command_survives_its_way(tmp_path):

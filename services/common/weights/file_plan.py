@@ -1,0 +1,41 @@
+"""A safetensors file that is laid out before it is written, so that its parts may come in any order, from anywhere.
+
+The file is: u64 little-endian length n of the header; n bytes of JSON {name: {"dtype", "shape", "data_offsets":
+[begin, end]}}, padded with spaces to a multiple of 8; the tensors' little-endian bytes back to back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+_SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I64": 8, "I32": 4, "BOOL": 1}
+
+Entry = tuple[str, str, tuple[int, ...]]
+"""Name, type as the format calls it, and shape of a tensor."""
+
+
+class FilePlan:
+    """Where everything is in a safetensors file that is yet to be written."""
+
+    def __init__(self, table: Sequence[Entry], *, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.table = table
+        entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        starts: dict[str, int] = {}
+        end = 0
+        for name, dtype, shape in table:
+            begin, end = end, end + _SIZES[dtype] * math.prod(shape)
+            starts[name] = begin
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        """What the file begins with."""
+        self.num_bytes = len(self.header) + end
+        self._starts = starts
+
+    def place(self, name: str) -> int:
+        """First byte of a tensor."""
+        return len(self.header) + self._starts[name]

@@ -1,7 +1,5 @@
 """A project with a package `services` of its own runs ours undisturbed: every program and every process of ours."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -62,14 +60,6 @@ def test_a_rank_of_a_learner_waits_for_its_orders_and_ends_with_them(project):
     command = own_command("heterorl.learner.rank", "--rank", "1", "--world-size", "2", "--rendezvous", "file")
 
     run(*command, stdin="\n")
-
-
-def test_the_wrapper_of_logs_wraps(project):
-    code = "from heterorl.common.process import logs; import os; logs.configure(style='json'); os.write(2, b'foreign words')"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stderr
-
-    (line,) = [json.loads(line) for line in said.splitlines()]
-    assert (line["message"], line["logger"]) == ("foreign words", "stderr")
 
 
 def test_verifiers_and_own_rewards_run(project):

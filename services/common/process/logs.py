@@ -1,31 +1,24 @@
 """Logging for people (console) or machines (one JSON object a line), in UTC, with who says it.
 
-In the style for machines nothing else reaches standard error: what libraries, C++ code, child processes and Python
-itself write there (and to standard output) is wrapped line by line by `log_lines`, a process of its own, so that the
-last words before an abort are not lost with this one.
+In the style for machines our records, Python's warnings and uncaught errors are objects. What libraries, C++ code and
+child processes write to standard error themselves stays as it is, between these lines.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import datetime
-import faulthandler
 import json
 import logging
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 FIELDS_VARIABLE = "HETERORL_LOG_FIELDS"
 """Set for child processes where the style is for machines: the bound fields as JSON."""
 _LIBRARIES = ("httpx", "huggingface_hub", "transformers")
 """Chatty at INFO about things that a person who runs a node cannot act on; two of them add handlers of their own."""
-LAST_WORDS_S = 2.0
 _fields: dict[str, str] = {}
 
 
@@ -78,9 +71,8 @@ def configure(
     *, level: str = "INFO", style: Literal["console", "json"] = "console", fields: Mapping[str, str] | None = None
 ) -> None:
     """Send all logs of this process to standard error in one style; once a process."""
-    stream: IO[str] = sys.stderr
     if style == "json":
-        stream = _wrap_everything_else()
+        os.environ[FIELDS_VARIABLE] = "{}"
         logging.captureWarnings(True)
         sys.excepthook = lambda kind, error, trace: logging.getLogger("python").critical(
             "%s", error or kind.__name__, exc_info=(kind, error, trace)
@@ -89,14 +81,14 @@ def configure(
             "in thread %s", args.thread.name if args.thread else "?",
             exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback),
         )  # fmt: skip
-    _start(level, style, stream)
+    _start(level, style)
     bind(**dict(fields or {}))
 
 
 def configure_as_parent(*, level: str = "INFO") -> None:
     """The style and fields of the service that started this process."""
     given = os.environ.get(FIELDS_VARIABLE)
-    _start(level, "console" if given is None else "json", sys.stderr)
+    _start(level, "console" if given is None else "json")
     if given is not None:
         _fields.update(json.loads(given))
 
@@ -106,11 +98,10 @@ def bind(**fields: str) -> None:
     _fields.update({name: value for name, value in fields.items() if value})
     if FIELDS_VARIABLE in os.environ:
         os.environ[FIELDS_VARIABLE] = json.dumps(_fields)
-        os.write(2, b"\0" + json.dumps(_fields).encode() + b"\n")
 
 
-def _start(level: str, style: Literal["console", "json"], stream: IO[str]) -> None:
-    handler = logging.StreamHandler(stream)
+def _start(level: str, style: Literal["console", "json"]) -> None:
+    handler = logging.StreamHandler()
     form = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter(form))
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -119,7 +110,7 @@ def _start(level: str, style: Literal["console", "json"], stream: IO[str]) -> No
         logger.setLevel(logging.WARNING)
         # They would print each line a second time, or keep it from us.
         logger.__class__ = _Plain
-    if style == "json" or not stream.isatty():
+    if style == "json" or not sys.stderr.isatty():
         # Read when transformers is imported: bars are for screens.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -131,36 +122,3 @@ class _Plain(logging.Logger):
 
     def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802 - logging's
         """Not here: the process has one."""
-
-
-def _wrap_everything_else() -> IO[str]:
-    """Put `log_lines` behind file descriptors 1 and 2; returns what stood behind 2, for lines that are JSON already."""
-    own = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
-    reader, writer = os.pipe()
-    script = Path(__file__).with_name("log_lines.py")
-    # A session of its own: Ctrl-C and the signals of a terminal are not for it, it ends with its last writer.
-    wrapper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(script)], stdin=reader, stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    sys.stdout.flush()
-    for descriptor in (1, 2):
-        os.dup2(writer, descriptor)
-    os.close(reader)
-    os.close(writer)
-    os.environ[FIELDS_VARIABLE] = "{}"
-    atexit.register(_unwrap, wrapper, own)
-    if faulthandler.is_enabled():
-        # What a watchdog's SIGABRT shows is written by a signal handler, and read by people.
-        faulthandler.enable(file=own)
-    return own
-
-
-def _unwrap(wrapper: subprocess.Popen[bytes], own: IO[str]) -> None:
-    """Wait until the last words are out: a container ends with its first process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for descriptor in (1, 2):
-        os.dup2(own.fileno(), descriptor)
-    # A child process that lives on holds the pipe; its words go on being wrapped.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        wrapper.wait(LAST_WORDS_S)

@@ -1,33 +1,28 @@
-"""Logs for machines are JSON objects and nothing else, whoever writes; times are in UTC for machines and people."""
+"""Logs for machines are JSON objects with who says them; what others write passes; times are in UTC."""
 
 import datetime
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 
 import pytest
 
-from heterorl.common.process.log_lines import wrap
 from heterorl.common.process.logs import ConsoleFormatter, utc
 
 NOISE = """
-import faulthandler, logging, os, subprocess, sys, threading, warnings
+import logging, os, subprocess, sys, threading, warnings
 from heterorl.common.process import logs
 logs.configure(style="json", fields={"role": "sampler", "version": "1.2"})
 logs.bind(site="eu-1", run="r", nothing="")
 logging.getLogger("ours").info("hello %s", "world")
-print("to standard output")
 os.write(2, b"I0000 00:00 ssl.cc:1] of C++\\n")
-os.write(2, b"Loading:  10%\\rLoading: 100%\\r\\n\\n")
 warnings.warn("odd", UserWarning, stacklevel=1)
 from transformers.utils import logging as theirs
 from huggingface_hub.utils import logging as hub
 theirs.get_logger("transformers.x").warning("from transformers")
 hub.get_logger("huggingface_hub.x").warning("from the hub")
-subprocess.run([sys.executable, "-c", "import sys; print('of a child', file=sys.stderr)"])
 rank = "from heterorl.common.process import logs; import logging; logs.configure_as_parent(); logging.info('of a rank')"
 subprocess.run([sys.executable, "-c", rank])
 thread = threading.Thread(target=lambda: 1 / 0, name="worker")
@@ -46,18 +41,18 @@ def run(program, **environment):
 
 
 @pytest.mark.process
-def test_every_line_is_one_object_with_who_says_it():
+def test_each_line_of_ours_is_one_object_with_who_says_it_and_others_pass():
     result = run(NOISE)
 
     assert result.stdout == ""
-    entries = [json.loads(line) for line in result.stderr.splitlines()]
+    foreign = "I0000 00:00 ssl.cc:1] of C++"
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("{")] == [foreign]
+    entries = [json.loads(line) for line in lines if line != foreign]
     said = {entry["message"]: entry for entry in entries}
     # Each once, though two of the libraries would print with handlers of their own.
     assert len(said) == len(entries)
-    expected = {
-        "hello world", "to standard output", "I0000 00:00 ssl.cc:1] of C++", "Loading: 100%", "from transformers",
-        "from the hub", "of a child", "of a rank", "in thread worker", "the end",
-    }  # fmt: skip
+    expected = {"hello world", "from transformers", "from the hub", "of a rank", "in thread worker", "the end"}
     assert expected <= set(said), set(said)
     assert any("UserWarning: odd" in text for text in said)
     assert len(said) == len(expected) + 1
@@ -86,26 +81,9 @@ def test_service_that_cannot_start_says_why_in_its_style(style):
         assert result.stderr.startswith("error: colour: unknown key")
 
 
-@pytest.mark.process
-def test_words_before_an_abort_are_not_lost():
-    program = "from heterorl.common.process import logs; import os; logs.configure(style='json')\n"
-    result = run(program + "os.write(2, b'terminate called\\n'); os.abort()")
-
-    assert json.loads(result.stderr.splitlines()[0])["message"] == "terminate called"
-
-
 def test_times_for_people_are_utc_too():
     record = logging.LogRecord("n", logging.INFO, "p", 1, "m", (), None)
     record.created = 0.0625
 
     assert utc(0.0625) == "1970-01-01T00:00:00.062Z"
     assert ConsoleFormatter("%(asctime)s %(message)s").format(record) == "1970-01-01T00:00:00.062Z m"
-
-
-def test_wrapped_lines():
-    assert wrap(b"\r", {}) == b""
-    assert wrap(b'{"time": 1}', {"a": "b"}) == b'{"time": 1}\n'
-    entry = json.loads(wrap(b"\xff bytes", {"site": "s"}))
-    assert entry["message"] == "\ufffd bytes"
-    assert entry["site"] == "s"
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[0-9:]{8}\.\d{3}Z", entry["time"])

@@ -6,9 +6,7 @@
     composer    versions to merge, its thread                 a publication; a plan; the stop event
     watchdog    half the service manager's interval           the clock; not fed while the store's thread hangs
     keeper      payloads to verify, a snapshot to write       a publication; the stop event
-    relief      a disk that refuses                           the disk; time; the stop event
     incoming    five minutes                                  the clock; the stop event
-    copies      a bucket that lacks what is here              the bucket; the stop event
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
 
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
@@ -40,7 +38,6 @@ from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.coordinator.servicers.sample import SampleServicer
 from heterorl.coordinator.sites.page import MetricsPage
-from heterorl.coordinator.sites.presence import Presence
 from heterorl.coordinator.sites.reported import Reported
 from heterorl.coordinator.store.choice import claimed, standby_at
 from heterorl.coordinator.store.database import ENDED
@@ -154,12 +151,11 @@ async def _serve(
             gauges = tasks.create_task(_gauges(core, server, clock))
             composer = tasks.create_task(core.composer.run())
             keeper = tasks.create_task(core.keeper.run())
-            relief = tasks.create_task(core.relief.run())
             incoming = tasks.create_task(core.parts.incoming.run())
-            copies = tasks.create_task(core.parts.copies.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
-            for loop in (gauges, composer, keeper, relief, incoming, copies):
+            copies = tasks.create_task(core.parts.copies.run())
+            for loop in (gauges, composer, keeper, incoming, copies):
                 loop.cancel()
     finally:
         _LOG.info("stopping")
@@ -202,13 +198,12 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
     revoked: frozenset[int] = frozenset()
-    presence = Presence()
 
     async def look() -> None:
         nonlocal revoked
-        await asyncio.to_thread(core.room.look)
-        for words in presence.look(await observe.observe_run(core)):
-            _LOG.info("%s", words)
+        if await asyncio.to_thread(core.room.look):
+            core.keeper.poke()
+        await observe.observe_run(core)
         if revoked != (now := server.revoked_serials()):
             await core.run.note_revoked(now)
             revoked = now

@@ -130,9 +130,9 @@ class CoordinatorConfig(Config):
     """How long what was planned for a sampler stays although it fetches nothing, seconds."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
     """Bytes that merged deltas may occupy on disk, beside store_bytes; 0 makes none. Safe to delete any time."""
-    ballast_bytes: int = Field(default=64 << 20, ge=0)
-    """Bytes kept in a file that is given up when the disk is full, so that there is room to delete; at most a 64th of
-    the disk, 0 keeps none."""
+    min_free_bytes: int = Field(default=256 << 20, ge=0)
+    """Free bytes on the disk of data_dir below which no group is taken; no payload below half of it. At most a 32nd of
+    the disk counts, 0 takes everything that the disk does."""
     samples_bytes: int = Field(default=256 << 20, ge=0)
     """Bytes that groups and evaluations may occupy in the database after their end, for operators to read by `heterorl
     samples`: half for groups that were trained on, a quarter for those that failed a check, the rest for dropped ones

@@ -44,7 +44,6 @@ class Coordinator:
         self.damage = parts.damage
         self.keeper = parts.keeper
         self.room = parts.room
-        self.relief = parts.relief
         self.backups = parts.backups
         # CoordinatorApi, call by call: for a caller in this process the columns are one.
         self.acquire_lease = self.lease.acquire_lease

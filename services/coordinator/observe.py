@@ -59,8 +59,8 @@ def read_waiting(connection: Connection) -> Waiting:
     )
 
 
-async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
-    """Show the run as it is now; returns its sites."""
+async def observe_run(core: Coordinator) -> None:
+    """Show the run as it is now."""
     status = await core.run.get_status()
     waiting = await core.database.run(read_waiting)
     config, now = core.config, core.clock.wall()
@@ -72,7 +72,7 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     metrics.DRAINING.set(is_ending)
     idle = () if is_ending else quarantined_sites(status)
     metrics.STANDSTILL.set(bool(idle))
-    core.parts.standstill.note(idle)
+    core.run.note_standstill(idle)
     metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
     oldest = waiting.oldest_arrival
@@ -94,7 +94,6 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
     await core.run.note_refusals()
     await core.evaluation.observe()
-    return status.sites
 
 
 def _observe_flavours(status: RunStatus) -> None:

@@ -18,9 +18,7 @@ from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
 from heterorl.coordinator.payloads.opening import name_store, open_payloads
-from heterorl.coordinator.payloads.relief import Relief
 from heterorl.coordinator.samples.ring import Ring
-from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.choice import open_engine
 from heterorl.coordinator.store.connection import Connection
@@ -40,8 +38,7 @@ async def open_parts(
         OperatorError: the directory cannot be used, or the disk is full at the first start.
         Busy: a bucket of payloads does not answer.
     """
-    room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
-    room.give_up()
+    room = Room(config.data_dir, min_free_bytes=config.min_free_bytes, clock=clock)
     database = await store.over(
         lambda: engine or open_engine(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket)),
         on_full=room.note_refusal,
@@ -85,6 +82,7 @@ async def open_parts(
             damage=damage,
             leases=leases,
             in_use=sites.versions_in_use,
+            may_write=lambda: not room.is_full,
         )
         await keeper.recover()
     except BaseException as error:
@@ -92,13 +90,8 @@ async def open_parts(
         if isinstance(error, OSError):
             raise operators_error(config.data_dir, error) from error
         raise
-    relief = Relief(
-        room=room,
-        keeper=keeper,
-        merges=merges,
-        leased=lambda: leases.payloads(clock.monotonic()),
-        clock=clock,
-    )
+    if room.look():
+        keeper.poke()
     return Parts(
         config=config,
         clock=clock,
@@ -123,7 +116,6 @@ async def open_parts(
         damage=damage,
         keeper=keeper,
         room=room,
-        relief=relief,
         backups=Backups(
             directory=config.backup_dir or config.data_dir / "backups",
             run_id=config.run_id,
@@ -140,7 +132,6 @@ async def open_parts(
         bell=Bell(),
         head_bell=Bell(),
         queue=queue.Queue.of(config, ring),
-        flaps=Flaps(),
         started=now,
     )
 

@@ -18,10 +18,7 @@ from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
-from heterorl.coordinator.payloads.relief import Relief
-from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
-from heterorl.coordinator.sites.standstill import Standstill
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
@@ -50,7 +47,6 @@ class Parts:
     damage: Damage
     keeper: Keeper
     room: Room
-    relief: Relief
     backups: Backups
     sites: Sites
     deadlines: Deadlines
@@ -59,9 +55,7 @@ class Parts:
     head_bell: Bell
     """A version was published: for every sampler, of which there may be a thousand."""
     queue: Queue
-    flaps: Flaps
     started: float
-    standstill: Standstill = field(default_factory=Standstill)
     standing: Standing = field(default_factory=Standing)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the coordinator stops: streams end."""

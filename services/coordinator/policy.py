@@ -65,8 +65,8 @@ class PolicyColumn:
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
         """Append to a payload under the epoch's fence."""
-        self._parts.room.check()
         await self._parts.database.run(lambda connection: lineage.check_epoch(connection, epoch))
+        self._parts.room.check_payload(num_bytes - self._parts.blobs.query(digest))
         try:
             return await self._parts.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
         except CorruptStore as error:

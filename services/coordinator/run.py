@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import (
     ContractMismatch,
@@ -15,7 +15,7 @@ from heterorl.common.errors import (
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
 from heterorl.common.types.facts import changes, with_changes
-from heterorl.common.types.policy import PullPlan, stated_version, version_or_none
+from heterorl.common.types.policy import NO_VERSION, PullPlan, stated_version, version_or_none
 from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
@@ -25,7 +25,7 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
-from heterorl.common.types.standstill import RELEASE
+from heterorl.common.types.standstill import RELEASE, describe
 from heterorl.coordinator import status
 from heterorl.coordinator.beats import Beats
 from heterorl.coordinator.evaluations import plan as evaluations
@@ -34,7 +34,6 @@ from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, canary, quarantine
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.sites.flaps import note_left_out
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
@@ -51,6 +50,9 @@ class RunColumn:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._beats = Beats(parts.database, parts.config)
+        self._is_idle = False
+        self._told: dict[tuple[SiteId, bool], int] = {}
+        """Newest version with which a quarantine by the canary of a site began or ended; see `report_canary`."""
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Admit a sampler that agrees with the run."""
@@ -111,9 +113,11 @@ class RunColumn:
         return commands
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
-        """Compare a site's canary with the learner's; quarantine it or end its quarantine."""
+        """Compare a site's canary with the learner's; quarantine it or end its quarantine.
 
-        instant = self._parts.clock.monotonic()
+        The log of audit tells one beginning and one end for each version: a site that reports a wrong and a right
+        canary in turn must not write it full.
+        """
 
         def operation(connection: Connection) -> tuple[CanaryVerdict, bool]:
             self._parts.sites.require(connection, report.site, report.incarnation)
@@ -121,8 +125,10 @@ class RunColumn:
             flavour = self._parts.sites.flavour(connection, report.site, report.incarnation)
             threshold = self._parts.config.canary_threshold
             verdict = canary.compare(connection, report, threshold=threshold, flavour=flavour)
-            is_said = bool(before) != bool(verdict.quarantine) and self._parts.flaps.note(report.site, instant)
+            change = (report.site, bool(verdict.quarantine))
+            is_said = bool(before) != change[1] and report.version > self._told.get(change, NO_VERSION)
             if is_said:
+                self._told[change] = report.version
                 kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
                 detail = verdict.quarantine or f"version {report.version} scores as the learner says"
                 audit.append(connection, kind, subject=report.site, detail=detail, now=self._parts.clock.wall())
@@ -201,14 +207,19 @@ class RunColumn:
         return before
 
     async def note_refusals(self) -> None:
-        """Sum up in the log of audit, now and then, what quotas refused and which changes had no row of their own."""
+        """Sum up in the log of audit, now and then, what quotas refused."""
         for (site, quota), count in self._parts.queue.quotas.new_refusals().items():
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
         now, instant = self._parts.clock.wall(), self._parts.clock.monotonic()
         if due := self._parts.queue.quotas.due_summaries(instant):
             await self._parts.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
-        if left_out := self._parts.flaps.due(instant):
-            await self._parts.database.run(lambda connection: note_left_out(connection, left_out, now=now))
+
+    def note_standstill(self, sites: Sequence[str]) -> None:
+        """Say once that the run stands still, as sites in quarantine keep it, and once that it goes on."""
+        if bool(sites) != self._is_idle:
+            self._is_idle = bool(sites)
+            level = logging.ERROR if sites else logging.WARNING
+            _LOG.log(level, "%s", describe(sites) or "the run goes on: a site that answers is not in quarantine")
 
     async def note_revoked(self, serials: frozenset[int]) -> None:
         """Keep in the log of audit which certificates are refused."""

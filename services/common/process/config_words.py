@@ -33,6 +33,11 @@ PATTERNS = {
     r"^ed25519:[0-9a-f]{64}$": "a public key as `heterorl keys show` prints it: ed25519: and 64 hexadecimal digits",
 }
 """What a pattern of a schema asks for; a test looks for one that is not here."""
+FORMER = {
+    "ballast_bytes": "groups are refused before the disk is full: see min_free_bytes",
+    "payloads.take_over": "a prefix is free when no coordinator runs and its object `run` is deleted (docs/operate.md)",
+}
+"""Keys of earlier releases, by their paths, and what stands in their place."""
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -79,6 +84,8 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _problem(schema: type[BaseModel], entry: Any) -> Problem:
     path, models = _walk(schema, entry["loc"])
     key = ".".join(path)
+    if entry["type"] == "extra_forbidden" and key in FORMER:
+        return Problem(key=key, text=f"is a key no longer; {FORMER[key]}", is_unknown_key=True)
     if entry["type"] == "extra_forbidden":
         return Problem(key=key, text=f"unknown key{_meant(schema, path, models)}", is_unknown_key=True)
     if entry["type"] == "union_tag_invalid" and isinstance(entry["input"], dict):

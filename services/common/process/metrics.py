@@ -171,7 +171,7 @@ FLAVOUR_BYTES = _gauge(
     "coordinator_flavour_bytes", "Bytes of the newest version: its state (full), its payloads.", "flavour", "kind"
 )
 SAMPLE_BYTES = _gauge("coordinator_sample_bytes", "Bytes of samples that are kept to be read, by why.", "kind")
-DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is full and groups or versions are refused.")
+DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is nearly full and groups or versions are refused.")
 LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")

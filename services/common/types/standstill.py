@@ -6,6 +6,8 @@ person. Pure, so that the coordinator's log, its metric and a status on a screen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from heterorl.common.types.run import RunStatus
 
 ACTIVE_S = 120.0
@@ -21,7 +23,7 @@ def quarantined_sites(status: RunStatus) -> tuple[str, ...]:
     return () if status.is_draining or not all(active.values()) else tuple(sorted(active))
 
 
-def describe(sites: tuple[str, ...]) -> str:
+def describe(sites: Sequence[str]) -> str:
     """What to say of a run that stands still; empty where none of `sites` keeps it."""
     if not sites:
         return ""

@@ -69,6 +69,7 @@ class Keeper:
         damage: Damage,
         leases: PullLeases,
         in_use: Callable[[float], frozenset[int]],
+        may_write: Callable[[], bool],
     ) -> None:
         self._config = config
         self._clock = clock
@@ -79,6 +80,7 @@ class Keeper:
         self._damage = damage
         self._leases = leases
         self._in_use = in_use
+        self._may_write = may_write
         self._rebuilt = config.data_dir / "rebuilt"
         self._collecting = asyncio.Lock()
         self._unpublished: dict[Digest, int] = {}
@@ -123,11 +125,16 @@ class Keeper:
             return
 
     async def work(self) -> None:
-        """Verify, write and delete what is due now."""
+        """Verify, write and delete what is due now; on a full disk delete all that may go, and write nothing."""
+        is_pressed = not self._may_write()
         for flavour in await self._database.run(flavours.stored):
-            while await self._verify_newest(flavour) or await self._write_due(flavour):
+            while await self._verify_newest(flavour) or (not is_pressed and await self._write_due(flavour)):
                 pass
-        await self.collect()
+        if is_pressed:
+            # They are a cache.
+            leased = self._leases.payloads(self._clock.monotonic())
+            await self._merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
+        await self.collect(missing_bytes=int(is_pressed))
 
     # snapshots
 

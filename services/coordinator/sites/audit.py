@@ -32,7 +32,6 @@ class AuditKind(enum.Enum):
     CHECK_FAILED = "check_failed"
     QUARANTINE = "quarantine"
     QUARANTINE_ENDED = "quarantine_ended"
-    QUARANTINE_CHANGES = "quarantine_changes"
     RELEASE = "release"
     QUOTA_REFUSALS = "quota_refusals"
     REVOCATION = "revocation"

@@ -1,32 +1,28 @@
-"""Room on the disk of data_dir: whether there is any, how everybody learns of it, and a ballast for deletion.
+"""Room on the disk of data_dir: groups are refused before it is full, so that versions and deletions still find room.
 
-A full disk needs room to become less full: what may go is written down before it goes. The ballast is a file without
-meaning that is given up for that, and laid again when there is room. While it is out, nothing new is taken in.
-
-    data_dir/ballast    deleted at any time without harm, also by a person in need of room
+free bytes               what happens
+below min_free_bytes     no group is taken, no merged delta or sample is written, the keeper deletes what may go
+below half of it         no payload is taken either
+none                     the disk itself refuses; nothing acknowledged is lost
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import errno
 import logging
-import os
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 from heterorl.common.errors import DiskFull, OperatorError, StoreFull
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.files import opened_directory
 
 _LOG = logging.getLogger(__name__)
-LARGEST_SHARE = 16
-"""The ballast takes at most this part (1 / n) of what is free."""
+LARGEST_SHARE = 32
+"""The low-water mark is at most this part (1 / n) of the disk."""
 HEALED_S = 10.0
-"""Seconds without a refusal after which the disk counts as having room."""
-REMIND_S = 600.0
+"""Seconds without a refusal by the disk after which it counts as having room."""
+PAUSE_S = 30.0
+"""Between two attempts to make room: each rebuilds the head when something may go."""
 RETRY_AFTER_S = 5.0
 
 
@@ -40,17 +36,14 @@ def operators_error(data_dir: Path, error: OSError) -> OperatorError:
 class Room:
     """The disk of one data directory. Belongs to the event loop."""
 
-    def __init__(self, directory: Path, *, ballast_bytes: int, clock: Clock) -> None:
+    def __init__(self, directory: Path, *, min_free_bytes: int, clock: Clock) -> None:
         self._directory = directory
-        self._ballast = directory / "ballast"
-        self._ballast_bytes = ballast_bytes
+        self._min_free_bytes = min_free_bytes
         self._clock = clock
-        self._is_out = False
-        self._refused = -HEALED_S
-        self._said = -REMIND_S
+        self._refused = self._tried = -max(HEALED_S, PAUSE_S)
+        self._is_low = False
         self.is_full = False
-        self.refusal = asyncio.Event()
-        """Set when the disk refused something; cleared by whoever sees to it."""
+        """Free bytes are below the mark, or something found no room lately."""
 
     @property
     def problem(self) -> str:
@@ -58,87 +51,59 @@ class Room:
         if not self.is_full:
             return ""
         return (
-            f"the disk of {self._directory.resolve()} is full, {self.free_bytes()} bytes are free: free space there, or"
+            f"the disk of {self._directory.resolve()} is full, {self._usage()[1]} bytes are free: free space there, or"
             " lower store_bytes or merged_bytes; nothing acknowledged is lost, and the run goes on when there is room"
         )
 
-    def free_bytes(self) -> int:
-        """Bytes that are free on the disk; 0 when it does not say."""
-        try:
-            return shutil.disk_usage(self._directory).free
-        except OSError:
-            return 0
-
     def check(self) -> None:
-        """Refuse what would use the room that deletion needs.
+        """Refuse a group.
 
         Raises:
-            StoreFull: while the ballast is out.
+            StoreFull: the disk keeps what is left for versions and deletion.
         """
-        if self._is_out:
-            raise StoreFull("the coordinator's disk is full, and room is being made", retry_after_s=RETRY_AFTER_S)
+        if self._is_low:
+            problem = "the coordinator's disk has less room than min_free_bytes"
+            raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
+
+    def check_payload(self, num_bytes: int) -> None:
+        """Refuse a payload that brings so many bytes.
+
+        Raises:
+            StoreFull: the disk keeps what is left for deletion.
+        """
+        mark, free = self._usage()
+        if mark and free - num_bytes < mark // 2:
+            self.note_refusal()
+            problem = f"the coordinator's disk has {free} bytes of room, a payload needs {num_bytes}"
+            raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
 
     def note_refusal(self) -> None:
-        """The disk refused to take something."""
+        """Something found no room."""
+        self._refused = self._clock.monotonic()
+        self._say(is_full=True)
+
+    def look(self) -> bool:
+        """See whether there is room; returns whether some is to be made now."""
         now = self._clock.monotonic()
-        self.is_full, self._refused = True, now
-        self.refusal.set()
-        if now - self._said >= REMIND_S:
-            self._said = now
+        mark, free = self._usage()
+        self._is_low = free < mark
+        self._say(is_full=self._is_low or now - self._refused < HEALED_S)
+        if not self.is_full or now - self._tried < PAUSE_S:
+            return False
+        self._tried = now
+        return True
+
+    def _say(self, *, is_full: bool) -> None:
+        was_full, self.is_full = self.is_full, is_full
+        if is_full and not was_full:
             _LOG.error("%s", self.problem)
-
-    def look(self) -> None:
-        """See whether there is room again, and lay the ballast where it is missing."""
-        now = self._clock.monotonic()
-        if self.is_full and now - self._refused >= HEALED_S and self.free_bytes() > self._wanted_bytes():
-            self.is_full, self._said = False, -REMIND_S
+        elif was_full and not is_full:
             _LOG.warning("the disk of %s has room again", self._directory.resolve())
-        if not self.is_full and not self._is_out:
-            self.lay()
 
-    def lay(self, *, has_priority: bool = False) -> None:
-        """Write the ballast where there is none and plenty of room, or any room, where it has priority."""
-        size = self._wanted_bytes()
-        if size == 0 or self._ballast.exists() or not (has_priority or self.free_bytes() >= LARGEST_SHARE * size):
-            return
+    def _usage(self) -> tuple[int, int]:
+        """The low-water mark, and the bytes that are free; a disk that does not say has no mark."""
         try:
-            with opened_directory(self._directory) as parent:
-                descriptor = os.open(self._ballast, os.O_WRONLY | os.O_CREAT, 0o600)
-                try:
-                    os.posix_fallocate(descriptor, 0, size)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-                os.fsync(parent)
-        except OSError as error:
-            # Only deletion on a full disk does without it.
-            _LOG.debug("no ballast: %s", error)
-            self._drop()
-
-    def give_up(self) -> None:
-        """Give the ballast up where a start would find no room without it."""
-        if self._ballast.exists() and self.free_bytes() < self._wanted_bytes():
-            _LOG.warning("the disk of %s is full: the ballast is given up to start", self._directory.resolve())
-            self._drop()
-
-    @contextlib.asynccontextmanager
-    async def freed(self) -> AsyncIterator[None]:
-        """While room is made: the ballast is out, and nothing else may use its place."""
-        self._is_out = True
-        try:
-            await asyncio.to_thread(self._drop)
-            yield
-            await asyncio.to_thread(self.lay, has_priority=True)
-        finally:
-            self._is_out = False
-
-    def _wanted_bytes(self) -> int:
-        try:
-            total = shutil.disk_usage(self._directory).total
+            usage = shutil.disk_usage(self._directory)
         except OSError:
-            return 0
-        return min(self._ballast_bytes, total // (4 * LARGEST_SHARE))
-
-    def _drop(self) -> None:
-        with contextlib.suppress(OSError):
-            self._ballast.unlink()
+            return 0, 0
+        return min(self._min_free_bytes, usage.total // LARGEST_SHARE), usage.free

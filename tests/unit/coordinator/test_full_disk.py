@@ -34,7 +34,8 @@ def grow(disk, size):
 
 
 def config(disk):
-    return CoordinatorConfig(data_dir=disk / "data", groups_per_version=1000, max_policy_age_s=1e9)
+    # Without a mark the disk itself refuses.
+    return CoordinatorConfig(data_dir=disk / "data", min_free_bytes=0, groups_per_version=1000, max_policy_age_s=1e9)
 
 
 async def begin(disk, tmp_path):
@@ -89,7 +90,7 @@ async def test_store_on_a_full_disk_opens_or_says_so_and_has_everything_when_the
     core, run = await begin(disk, tmp_path)
     acknowledged, _ = await fill(core, run)
     with contextlib.suppress(OSError):
-        (disk / "ballast").write_bytes(b"x" * (1 << 20))
+        (disk / "foreign").write_bytes(b"x" * (1 << 20))
     await core.close()
 
     with contextlib.suppress(DiskFull):
@@ -123,9 +124,9 @@ async def test_payload_that_finds_no_room_is_refused_and_resumed_later(disk, tmp
 
 async def test_first_start_without_room_is_the_operators_to_solve(disk):
     with contextlib.suppress(OSError):
-        (disk / "ballast").write_bytes(b"x" * (1 << 20))
+        (disk / "foreign").write_bytes(b"x" * (1 << 20))
 
     with pytest.raises(DiskFull, match="no space"):
         await Coordinator.open(config(disk), ManualClock())
-    (disk / "ballast").unlink()
+    (disk / "foreign").unlink()
     await (await Coordinator.open(config(disk), ManualClock())).close()

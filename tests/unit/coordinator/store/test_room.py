@@ -13,20 +13,22 @@ import pytest
 
 from heterorl.cli.live.status import status_tables
 from heterorl.common.errors import CorruptStore, DiskFull, StoreFull
+from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator import observe
 from heterorl.coordinator import status as reports
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
-from heterorl.coordinator.store.room import HEALED_S, Room
+from heterorl.coordinator.store.room import HEALED_S, LARGEST_SHARE, Room
 from heterorl.coordinator.store.steady import PAUSE_S, Steady
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
 pytestmark = [pytest.mark.process, pytest.mark.sqlite]
 
-BALLAST_BYTES = 64 << 10
+MARK = (8 << 20) // LARGEST_SHARE
+"""Bytes of the low-water mark of the disk of these tests."""
 
 
 @pytest.fixture
@@ -48,8 +50,13 @@ def fill(disk):
     assert shutil.disk_usage(disk).free == 0
 
 
+def leave(disk, num_bytes):
+    """Take all the room there is but so many bytes."""
+    (disk / "foreign").write_bytes(bytes(shutil.disk_usage(disk).free - num_bytes))
+
+
 def config(disk, **changes):
-    return CoordinatorConfig(data_dir=disk / "data", ballast_bytes=BALLAST_BYTES, groups_per_version=1000, **changes)
+    return CoordinatorConfig(data_dir=disk / "data", groups_per_version=1000, **changes)
 
 
 async def begun(disk, tmp_path, clock=None, **changes):
@@ -146,74 +153,66 @@ async def test_full_disk_is_said_everywhere_and_the_run_goes_on_when_there_is_ro
     await core.close()
 
 
-async def test_ballast_makes_the_room_that_deletion_needs_and_is_laid_again(disk, tmp_path):
+async def test_groups_are_refused_at_the_mark_while_versions_are_published_and_what_may_go_is_deleted(disk, tmp_path):
     clock = ManualClock()
-    core, run = await begun(disk, tmp_path, clock, keep_versions=64, pull_lease_s=1.0)
-    core.room.lay()
-    ballast = disk / "data" / "ballast"
-    assert ballast.stat().st_size == BALLAST_BYTES
-    for _ in range(80):
+    bounds = {"keep_versions": 32, "max_staleness_versions": 8, "pull_lease_s": 1.0}
+    core, run = await begun(disk, tmp_path, clock, **bounds)
+    # Fewer to give up than are worth it where there is room.
+    for _ in range(35):
         await run.publish(snapshot=True)
     keeper = asyncio.create_task(core.keeper.run())
     await core.keeper.settle()
     keeper.cancel()
-    work = await run.lease(100)
-    fill(disk)
-    assert await is_refused(core, run, work)
-    clock.advance(1000.0)
-    num_payloads = len(core.blobs.stored())
-
-    await core.relief.make_room()
-
-    assert len(core.blobs.stored()) < num_payloads
-    assert ballast.stat().st_size == BALLAST_BYTES
-    await core.close()
-
-
-async def test_nothing_new_is_taken_in_while_room_is_made(disk, tmp_path):
-    core, run = await begun(disk, tmp_path)
     (work,) = await run.lease(1)
     group = run.group(work)
+    leave(disk, MARK * 3 // 4)
+    assert core.room.look(), "room is to be made"
+    assert not core.room.look(), "once in a while"
 
-    async with core.room.freed():
-        with pytest.raises(StoreFull) as refusal:
-            await core.push_groups([group])
-        with pytest.raises(StoreFull):
-            await run.publish()
-
+    with pytest.raises(StoreFull, match="min_free_bytes") as refusal:
+        await core.push_groups([group])
     assert refusal.value.retry_after_s > 0
+    assert "is full" in (await core.get_status()).store_problem
+    await run.publish()
+    clock.advance(1000.0)
+    num_payloads = len(core.blobs.stored())
+    await core.keeper.work()
+    assert len(core.blobs.stored()) < num_payloads
+
+    (disk / "foreign").unlink()
+    core.room.look()
     (outcome,) = await core.push_groups([group])
     assert outcome.reason is None
     await core.close()
 
 
-async def test_ballast_is_small_on_a_small_disk_and_not_laid_without_plenty_of_room(disk):
-    room = Room(disk, ballast_bytes=1 << 30, clock=ManualClock())
-    fill(disk)
-    room.lay()
-    assert not (disk / "ballast").exists()
-    (disk / "foreign").unlink()
-
-    room.lay()
-
-    assert (disk / "ballast").stat().st_size == (8 << 20) // 64
-    Room(disk, ballast_bytes=0, clock=ManualClock()).lay()
-
-
-async def test_start_on_a_full_disk_gives_the_ballast_up_and_serves(disk, tmp_path):
-    core, _ = await begun(disk, tmp_path)
-    core.room.lay()
+async def test_payload_that_would_take_the_last_room_is_refused_before_its_first_byte(disk, tmp_path):
+    core, run = await begun(disk, tmp_path)
+    leave(disk, MARK)
+    data = bytes(MARK)
+    with pytest.raises(StoreFull, match=f"a payload needs {MARK}"):
+        await run.upload(data, bytes_digest(data))
+    assert await core.query_upload(digest=bytes_digest(data)) == 0
+    assert core.room.is_full
+    assert core.room.look(), "room is to be made"
+    # A small one, and a group, find theirs.
+    await run.publish()
+    await core.push_groups([run.group(work) for work in await run.lease(1)])
     await core.close()
-    fill(disk)
-
-    again = await Coordinator.open(config(disk), ManualClock())
-
-    assert not (disk / "data" / "ballast").exists()
-    assert (await again.get_status()).head_version == 0
-    await again.close()
 
 
-async def test_start_on_a_full_disk_without_ballast_reads_the_run(disk, tmp_path):
+def test_mark_is_small_on_a_small_disk_and_none_is_asked_for_by_0(disk):
+    room = Room(disk, min_free_bytes=1 << 30, clock=ManualClock())
+    assert not room.look()
+    leave(disk, MARK // 2)
+    assert room.look()
+    other = Room(disk, min_free_bytes=0, clock=ManualClock())
+    assert not other.look()
+    other.check()
+    other.check_payload(1 << 30)
+
+
+async def test_start_on_a_full_disk_reads_the_run(disk, tmp_path):
     core, _ = await begun(disk, tmp_path)
     await core.close()
     fill(disk)
@@ -286,5 +285,5 @@ async def test_background_loop_outlives_a_damaged_row(disk, tmp_path, loop):
 
 def test_status_says_nothing_of_a_disk_with_room(disk):
     assert shutil.disk_usage(disk).free > 0
-    assert Room(disk, ballast_bytes=0, clock=ManualClock()).problem == ""
+    assert Room(disk, min_free_bytes=0, clock=ManualClock()).problem == ""
     assert "store_problem" in reports.run_status.__kwdefaults__

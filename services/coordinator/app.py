@@ -180,7 +180,6 @@ def _take_descriptors(wanted: int) -> int:
             " allow %d (ulimit -n, LimitNOFILE=) or lower it",
             limit, calls, wanted, descriptors.needed_for(wanted),
         )  # fmt: skip
-    descriptors.keep_spare()
     return calls
 
 

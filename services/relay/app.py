@@ -46,7 +46,6 @@ async def main(config: RelayConfig) -> int:
 
 async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     descriptors.raise_limit(calls=config.max_concurrent_rpcs)
-    descriptors.keep_spare()
     cache = await asyncio.to_thread(CacheDirectory, config.cache_dir, max_bytes=config.cache_bytes)
     metrics.watch_disk(config.cache_dir)
     metrics.RELAY_CACHE_LIMIT_BYTES.set(config.cache_bytes)

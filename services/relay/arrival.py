@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.process import descriptors
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import PayloadRef
@@ -73,6 +72,6 @@ class Arrival:
 
     def _open(self) -> int:
         try:
-            return descriptors.insist(lambda: os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
+            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return -1

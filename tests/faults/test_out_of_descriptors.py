@@ -50,7 +50,7 @@ async def test_silent_sockets_take_all_descriptors_and_destroy_nothing(coordinat
             async with asyncio.timeout(30):
                 while process.num_fds() < limit:
                     await client.get_status()
-            # More at once than there are spare ones: some are told to come again.
+            # They are told to come again.
             refused = await asyncio.gather(*(_is_refused(client, payload) for _ in range(64)))
             assert [payload] == list((await _plan(client)).payloads)
 

@@ -1,32 +1,21 @@
-"""File descriptors: the most that the system gives, how many calls they are enough for, and a few kept for bad times.
+"""File descriptors: the most that the system gives, and how many calls they are enough for.
 
-Whoever connects takes a descriptor before it says who it is, so a process can be out of them through no fault of its
-own. The spare ones let it finish what it has begun: name a file, note a deletion.
+A process that is out of them refuses calls for a while (Busy) and changes nothing by halves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import resource
-from collections.abc import Callable
-from typing import TypeVar
 
 from heterorl.common.errors import ConfigError
 
-ResultT = TypeVar("ResultT")
 PER_CALL = 3
 """A call may bring a connection, and have a payload open, and the pass that proves it."""
 OWN = 160
-"""Database, log, listening sockets, certificates, metrics, directories, spare ones."""
+"""Database, log, listening sockets, certificates, metrics, directories."""
 ENOUGH = 1 << 16
 """Asked of the system where it allows more still: some give a billion, and some programs count through them."""
 MIN_CALLS = 8
-NUM_SPARE = 8
-
-_spare: list[int] = []
-_num_kept = 0
 
 
 def raise_limit(*, calls: int) -> int:
@@ -63,30 +52,3 @@ def calls_within(limit: int, *, wanted: int) -> int:
             action=f"allow at least {needed_for(wanted)} (ulimit -n, LimitNOFILE=), as {wanted} calls need",
         )
     return calls
-
-
-def keep_spare(count: int = NUM_SPARE) -> None:
-    """Hold descriptors that `insist` may use when there are no others, from now on."""
-    global _num_kept
-    _num_kept = count
-    with contextlib.suppress(OSError):
-        while len(_spare) < count:
-            _spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-
-
-def insist(open_: Callable[[], ResultT]) -> ResultT:
-    """Open something; with a spare descriptor when the process is out of others.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    if len(_spare) < _num_kept:
-        # One that was used comes back when there is one to be had.
-        keep_spare(_num_kept)
-    try:
-        return open_()
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE) or not _spare:
-            raise
-    os.close(_spare.pop())
-    return open_()

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from heterorl.common.process import descriptors
-
 _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE, which os.posix_fallocate cannot be asked for."""
 SUFFIX = ".tmp"
@@ -103,7 +101,7 @@ def sync_directory(path: Path) -> None:
 @contextlib.contextmanager
 def opened_directory(path: Path) -> Iterator[int]:
     """A descriptor of a directory, for the fsync that follows a change of its names."""
-    descriptor = descriptors.insist(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor
     finally:

@@ -27,7 +27,6 @@ import blake3
 import xxhash
 
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
-from heterorl.common.process import descriptors
 from heterorl.common.pull.spool import settle
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.container import FRAME_BYTES
@@ -133,7 +132,7 @@ class PayloadReader:
             task = self._proving.get(digest)
             if task is None:
                 # A descriptor of its own: it goes on when this caller has gone.
-                own = descriptors.insist(lambda: os.dup(file.fileno()))
+                own = os.dup(file.fileno())
                 task = asyncio.ensure_future(asyncio.to_thread(_prove, own, digest, self._stopping))
                 self._proving[digest] = task
                 task.add_done_callback(lambda done: self._proved(digest, done))
@@ -158,7 +157,7 @@ class PayloadReader:
 
 
 def _open(path: Path) -> BinaryIO:
-    return descriptors.insist(lambda: path.open("rb", buffering=0))
+    return path.open("rb", buffering=0)
 
 
 def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:

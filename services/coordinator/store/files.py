@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from heterorl.common.errors import Busy, CorruptStore, StoreFull
-from heterorl.common.process import descriptors, files
+from heterorl.common.process import files
 from heterorl.common.process.files import make_directory, opened_directory, sync_directory
 
 ResultT = TypeVar("ResultT")
@@ -122,7 +122,7 @@ def open_file(path: Path, mode: str) -> BinaryIO:
         StoreFull, Busy, CorruptStore: it cannot be opened.
     """
     try:
-        return descriptors.insist(lambda: path.open(mode, buffering=0))  # type: ignore[return-value]
+        return path.open(mode, buffering=0)  # type: ignore[return-value]
     except FileNotFoundError:
         raise
     except OSError as error:

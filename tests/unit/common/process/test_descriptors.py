@@ -1,4 +1,4 @@
-"""File descriptors: how many calls they are enough for, and the spare ones."""
+"""File descriptors: how many calls they are enough for, and what is done without one."""
 
 import contextlib
 import errno
@@ -12,16 +12,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process import descriptors
-from heterorl.common.process.files import make_directory, sync_directory
-
-
-@pytest.fixture
-def spare():
-    descriptors.keep_spare()
-    yield
-    descriptors.keep_spare(0)
-    while descriptors._spare:
-        os.close(descriptors._spare.pop())
+from heterorl.common.process.files import make_directory
 
 
 @pytest.fixture
@@ -60,20 +51,6 @@ def test_limit_is_raised_to_what_the_system_allows():
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
     assert answer == "700 (700, 700)\n"
-
-
-@pytest.mark.usefixtures("spare", "exhausted")
-def test_names_are_made_durable_although_nothing_else_can_be_opened(tmp_path):
-    with pytest.raises(OSError, match="Too many open files"):
-        os.open(os.devnull, os.O_RDONLY)
-
-    make_directory(tmp_path / "a" / "b")
-    sync_directory(tmp_path / "a")
-
-    assert (tmp_path / "a" / "b").is_dir()
-    # The next one that needs it has it again.
-    for number in range(3 * descriptors.NUM_SPARE):
-        make_directory(tmp_path / str(number))
 
 
 @pytest.mark.usefixtures("exhausted")

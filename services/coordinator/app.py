@@ -154,8 +154,7 @@ async def _serve(
             incoming = tasks.create_task(core.parts.incoming.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
-            copies = tasks.create_task(core.parts.copies.run())
-            for loop in (gauges, composer, keeper, incoming, copies):
+            for loop in (gauges, composer, keeper, incoming):
                 loop.cancel()
     finally:
         _LOG.info("stopping")

@@ -17,7 +17,7 @@ from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
-from heterorl.coordinator.payloads.opening import name_store, open_payloads
+from heterorl.coordinator.payloads.opening import open_payloads
 from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.choice import open_engine
@@ -150,7 +150,6 @@ def _start(connection: Connection, config: CoordinatorConfig) -> None:
     if seed is None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
-    name_store(connection, is_bucket=bool(config.payloads.bucket))
     contract = lineage.read_contract(connection)
     problem = "" if contract is None else group_size.problem_of(contract, config)
     if problem:

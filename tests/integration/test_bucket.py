@@ -322,16 +322,6 @@ async def test_restart_on_another_host_needs_the_store_and_the_bucket_alone(buck
         await Coordinator.open(other, SystemClock())
 
 
-async def test_run_that_kept_files_moves_into_the_bucket(bucket, prefix, tmp_path):
-    async with run_at(tmp_path / "run", {}) as run:
-        config = run.core.config
-    moved = config.model_copy(update={"payloads": bucket.config(tmp_path, prefix=prefix)})
-    core = await Coordinator.open(moved, SystemClock())
-    await core.close()
-
-    assert [name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))] == [p.name for p in copies(run)]
-
-
 async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(bucket, prefix, tmp_path):
     payloads = bucket.config(tmp_path, prefix=prefix, cache_bytes=16 << 20)
     config = CoordinatorConfig(data_dir=tmp_path / "data", payloads=payloads, max_staleness_versions=1, keep_versions=1)

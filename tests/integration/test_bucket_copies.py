@@ -16,7 +16,6 @@ from heterorl.coordinator.payloads import keeper
 from heterorl.coordinator.payloads.snapshots import DamagedPayload
 from heterorl.coordinator.store import blobs
 from heterorl.coordinator.store.bucket import copies as bucket_copies
-from heterorl.coordinator.store.bucket import settling
 from heterorl.coordinator.store.bucket.objects import Objects
 from heterorl.coordinator.store.home import Cure
 from tests.support.bucketed import payloads_of
@@ -248,12 +247,10 @@ async def test_backup_that_lacks_one_payload_fetches_no_other_one_to_say_so(
         assert (await core.backups.make("one")).num_payloads == len(others) == 3
 
 
-async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
+async def test_start_puts_nothing_and_what_another_coordinator_retired_goes_after_two_versions(
     bucket, prefix, opened, url, tmp_path, monkeypatch
 ):
     clock = ManualClock()
-    # Versions are published after their files were written, by any clock.
-    clock.wall_offset = 4_000_000_000.0
     async with opened("a", clock=clock, url=url) as core:
         run = await begun(core, tmp_path, versions=8)
     before = {path.name for path in files_of(tmp_path / "a", "blobs")}
@@ -263,9 +260,6 @@ async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
         assert await core.keeper.collect(missing_bytes=1) > 0
     kept = {name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))}
     assert kept < before
-    # A foreign file, and one that the bucket lost.
-    lost = min(kept)
-    bucket.remove(prefix, f"blobs/{lost[:2]}/{lost}")
     puts, put = [], Objects.put
 
     async def noted(self, digest, path):
@@ -274,28 +268,17 @@ async def test_start_deletes_what_another_coordinator_retired_and_puts_nothing(
 
     monkeypatch.setattr(Objects, "put", noted)
     async with opened("a", clock=clock, url=url) as core:
-        assert puts == [], "the port opens first"
-        assert {path.name for path in files_of(tmp_path / "a", "blobs")} == kept
         assert is_counted_right(core, tmp_path / "a")
-        await core.parts.copies.run()
-        assert puts == [lost]
-        assert {name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))} == kept
+        await core.keeper.collect()
+        assert puts == []
         puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
         assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == run.roots[7]
-
-
-async def test_file_with_other_bytes_than_its_name_says_is_not_given_to_the_bucket(bucket, prefix, opened, tmp_path):
-    async with opened() as core:
-        await begun(core, tmp_path, versions=1)
-    (name,) = payloads_of(bucket.names(prefix))[:1]
-    bucket.remove(prefix, name)
-    (path,) = [path for path in files_of(tmp_path / "data", "blobs") if path.name == name.rpartition("/")[2]]
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    async with opened() as core:
-        await core.parts.copies.run()
-        assert name not in bucket.names(prefix)
-        assert not path.exists()
-        assert is_counted_right(core, tmp_path / "data")
+        run.api = core
+        for _ in range(2):
+            await run.publish(snapshot=True)
+        await core.keeper.collect()
+        assert not (before - kept) & {path.name for path in files_of(tmp_path / "a", "blobs")}
+        assert is_counted_right(core, tmp_path / "a")
 
 
 def damage(path):
@@ -405,11 +388,3 @@ async def test_payload_that_is_in_the_bucket_no_longer_is_forgotten(opened, tmp_
         gone, kept = sorted(core.parts.home.digests())
         await getattr(core.parts.home, end)(gone)
         assert [*core.parts.copies._order] == [kept]
-
-
-def test_what_whole_files_are():
-    files = [("at-home", 1.0), ("named", 2.0), ("stray", 9.0), ("upload", 11.0)]
-    found = settling.settle(files, at_home={"at-home"}, named={"named", "at-home"}, newest=10.0)
-    assert found == settling.Settlement(("at-home",), ("named",), ("stray",))
-    # Before the first version, whatever is there may become part of it.
-    assert settling.settle(files, at_home=(), named=(), newest=None) == settling.Settlement((), (), ())

@@ -1,18 +1,14 @@
-"""Whose payloads a prefix of a bucket has: a restored copy beside the live run, a prefix taken over, a run that moves."""
-
-import asyncio
+"""Whose payloads a prefix of a bucket has: chosen when a run begins, or copied there before a start; one store a prefix."""
 
 import pytest
 
-from heterorl.common.errors import Busy, ConfigError, CorruptStore
+from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline.restore import restore
-from heterorl.coordinator.payloads import opening
 from heterorl.coordinator.store.bucket.client import BucketClient
-from heterorl.coordinator.store.bucket.objects import Objects
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
 from tests.support.relayed import LargeRun
@@ -48,6 +44,13 @@ async def pulled(core, run, spool):
     return (await puller.pull(held=None, want_version=-1)).manifest
 
 
+def copy_payloads(bucket, data_dir, prefix):
+    """What a cloud's own command does: the tree of files becomes objects."""
+    for path in (data_dir / "blobs").rglob("*"):
+        if path.is_file():
+            bucket.replace(prefix, str(path.relative_to(data_dir)), path.read_bytes())
+
+
 def forget_copies(data_dir):
     for path in (data_dir / "blobs").rglob("*"):
         if path.is_file():
@@ -73,6 +76,10 @@ async def test_restored_copy_takes_nothing_from_the_live_run_and_goes_on_in_a_pr
     assert bucket.names(prefix) == before
 
     other = f"{prefix}-drill"
+    with pytest.raises(ConfigError, match="lacks 3 of the 3 payloads of this run.*begin a new run"):
+        await Coordinator.open(config("drill", where=other), SystemClock())
+    assert bucket.names(other) == []
+    copy_payloads(bucket, tmp_path / "drill", other)
     drill = await Coordinator.open(config("drill", where=other), SystemClock())
     assert {name.rpartition("/")[2] for name in payloads_of(bucket.names(other))} == drill.parts.home.digests()
     again = await begun(drill, tmp_path / "again", versions=0)
@@ -123,15 +130,17 @@ async def test_coordinator_on_the_directory_of_a_backup_has_no_right_to_the_pref
     await core.close()
 
 
-async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_ends(bucket, config, prefix, tmp_path):
+async def test_prefix_whose_mark_was_deleted_is_claimed_and_who_had_it_deletes_nothing_and_ends(
+    bucket, config, prefix, tmp_path
+):
     live = await Coordinator.open(config("live"), SystemClock())
     run = await begun(live, tmp_path / "run", versions=3)
     await live.backups.make("one")
     restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
-    mark = bucket.read(prefix, "run")
-    with pytest.raises(ConfigError, match=mark):
-        await Coordinator.open(config("new", take_over="f" * 32), SystemClock())
-    core = await Coordinator.open(config("new", take_over=mark), SystemClock())
+    with pytest.raises(ConfigError, match=f"{bucket.read(prefix, 'run')}.*delete the object run"):
+        await Coordinator.open(config("new"), SystemClock())
+    bucket.remove(prefix, "run")
+    core = await Coordinator.open(config("new"), SystemClock())
     before = bucket.names(prefix)
 
     digest = next(iter(live.parts.home.digests()))
@@ -140,87 +149,58 @@ async def test_prefix_is_taken_over_by_name_and_who_had_it_deletes_nothing_and_e
     with pytest.raises(CorruptStore):
         await live.parts.home.set_aside(digest)
     assert live.on_fatal.done(), "the process ends"
-    assert set(before) <= set(bucket.names(prefix))
+    assert bucket.names(prefix) == before
     await live.close()
     with pytest.raises(ConfigError, match="has the payloads of another store"):
         await Coordinator.open(config("live"), SystemClock())
 
     assert (await pulled(core, run, tmp_path / "spool")).state_root == run.roots[2]
     await core.close()
-    # The key may stay where it was: the name is no longer there.
-    core = await Coordinator.open(config("new", take_over=mark), SystemClock())
-    await core.close()
 
 
-@pytest.mark.parametrize("when", ["put", "turn"])
-async def test_who_had_the_prefix_puts_nothing_there_any_more_and_ends(bucket, config, prefix, tmp_path, when):
-    live = await Coordinator.open(config("live"), SystemClock())
-    run = await begun(live, tmp_path / "run", versions=1)
-    core = await Coordinator.open(config("new", take_over=bucket.read(prefix, "run")), SystemClock())
-    before = bucket.names(prefix)
-    with pytest.raises(CorruptStore, match="another store has taken the prefix"):
-        await (run.publish(snapshot=True) if when == "put" else live.parts.incoming.sweep())
-    await asyncio.wait([live.on_fatal], timeout=20)
-    assert live.on_fatal.done(), "the process ends"
-    assert bucket.names(prefix) == before
-    await live.close()
-    await core.close()
+async def test_two_that_claim_a_prefix_at_once_do_not_both_get_it(bucket, config, prefix, monkeypatch):
+    create = BucketClient.create
 
-
-async def test_two_that_take_over_at_once_do_not_both_get_the_prefix(bucket, config, prefix, tmp_path, monkeypatch):
-    live = await Coordinator.open(config("live"), SystemClock())
-    await live.close()
-    mark = bucket.read(prefix, "run")
-    small = BucketClient.small
-
-    async def overtaken(self, key):
-        found = await small(self, key)
+    async def overtaken(self, key, data, **options):
         # Between the look and the put somebody else was faster.
         bucket.replace(prefix, "run", b"somebody else")
-        return found
+        return await create(self, key, data, **options)
 
-    monkeypatch.setattr(BucketClient, "small", overtaken)
+    monkeypatch.setattr(BucketClient, "create", overtaken)
     with pytest.raises(ConfigError, match="somebody else"):
-        await Coordinator.open(config("new", take_over=mark), SystemClock())
+        await Coordinator.open(config("new"), SystemClock())
     assert bucket.read(prefix, "run") == "somebody else"
 
 
-async def test_run_that_moves_into_a_bucket_serves_once_all_is_there(bucket, config, prefix, tmp_path, monkeypatch):
+async def test_bucket_is_chosen_when_a_run_begins_or_has_a_copy_of_all_payloads(bucket, config, prefix, tmp_path):
     core = await Coordinator.open(config("data", where=""), SystemClock())
     run = await begun(core, tmp_path / "run", versions=3)
     await core.close()
-    put, puts = Objects.put, []
-
-    async def breaking(self, digest, path):
-        puts.append(digest)
-        if len(puts) == 3:
-            raise Busy("the bucket of the payloads is away")
-        await put(self, digest, path)
-
-    monkeypatch.setattr(Objects, "put", breaking)
-    monkeypatch.setattr(opening, "WAIT_S", 0.0)
-    with pytest.raises(Busy, match="is away"):
+    with pytest.raises(ConfigError, match=r"payloads\.bucket: lacks 3 of the 3 payloads of this run"):
         await Coordinator.open(config("data"), SystemClock())
-    assert len(payloads_of(bucket.names(prefix))) == 2
-    # Nothing was served from there yet, so it may still stay as it was.
+    assert bucket.names(prefix) == []
+    # Nothing has changed: it goes on in files.
     core = await Coordinator.open(config("data", where=""), SystemClock())
     await core.close()
+
+    copy_payloads(bucket, tmp_path / "data", prefix)
     core = await Coordinator.open(config("data"), SystemClock())
-    assert len(puts) == 4
     forget_copies(tmp_path / "data")
     assert (await pulled(core, run, tmp_path / "spool")).state_root == run.roots[2]
     await core.close()
     with pytest.raises(ConfigError, match="payloads of this run are in a bucket"):
         await Coordinator.open(config("data", where=""), SystemClock())
+    with pytest.raises(ConfigError, match="lacks 3 of the 3 payloads"):
+        await Coordinator.open(config("data", where=f"{prefix}-other"), SystemClock())
 
 
-async def test_coordinator_without_the_files_does_not_move_them(bucket, config, prefix, url, tmp_path):
+async def test_coordinator_without_the_files_has_no_right_to_the_prefix(bucket, config, prefix, url, tmp_path):
     core = await Coordinator.open(config("a", where="", url=url), SystemClock())
     run = await begun(core, tmp_path / "run", versions=2)
     await core.close()
+    copy_payloads(bucket, tmp_path / "a", prefix)
     with pytest.raises(ConfigError, match="has not the payloads of this store"):
         await Coordinator.open(config("b", url=url), SystemClock())
-    assert bucket.names(prefix) == []
     for name in ("a", "b"):
         core = await Coordinator.open(config(name, url=url), SystemClock())
         assert (await pulled(core, run, tmp_path / f"spool-{name}")).state_root == run.roots[1]

@@ -5,8 +5,8 @@
 
 What the place that is left behind acknowledged since is gone, and nobody who saw it can be asked from here. So the run
 says of itself that it went back: a row in the log of audit, and epochs of learners so far on that whoever held a lease
-in what is gone holds none here. It has no prefix of a bucket any more: payloads are files here, until a start with a
-bucket claims a prefix under a new name. Sites that saw newer versions refuse the run until a person there agrees
+in what is gone holds none here. It has no prefix of a bucket any more: payloads are files here, until they are
+copied to a prefix that has no mark. Sites that saw newer versions refuse the run until a person there agrees
 (`heterorl accept-rewind`).
 """
 
@@ -29,7 +29,7 @@ from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.offline.history import STORE_FILE, open_store
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.store.choice import MOVING, OWNER
+from heterorl.coordinator.store.choice import OWNER
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.room import operators_error
@@ -131,7 +131,7 @@ def _begin_anew(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
         set_meta(file, "lease_request_id", "")
         set_meta(file, "lease_incarnation", "")
     # The copy is a store of its own: a bucket's prefix stays with the run that has it, which may go on.
-    file.execute("DELETE FROM meta WHERE key IN (?, ?)", (OWNER, MOVING))
+    file.execute("DELETE FROM meta WHERE key = ?", (OWNER,))
     detail = f"to version {head}" if head != NO_VERSION else "before its first version"
     digest = audit.append(file, AuditKind.RESTORED, subject=get_meta(file, "run_id") or "", detail=detail, now=now)
     (num_groups,) = _one(file.execute("SELECT count(*) FROM groups WHERE state IN ('pending', 'leased')"))

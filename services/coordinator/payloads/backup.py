@@ -34,7 +34,7 @@ from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.choice import MOVING, OWNER
+from heterorl.coordinator.store.choice import OWNER
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import typed_error
@@ -219,7 +219,7 @@ def _take_store(path: Path) -> int:
     try:
         with contextlib.closing(sqlite3.connect(path)) as copy:
             # By this name the run has a bucket's prefix: who starts from the copy has no right to delete there.
-            copy.execute("DELETE FROM meta WHERE key IN (?, ?)", (OWNER, MOVING))
+            copy.execute("DELETE FROM meta WHERE key = ?", (OWNER,))
             copy.commit()
     except sqlite3.Error as error:
         raise _of_copy(error) from error

@@ -1,11 +1,8 @@
-"""Opens the home of the payloads: the data directory, or a bucket that they move into at the first start with one.
+"""Opens the home of the payloads: the data directory, or a bucket, which is chosen when a run begins.
 
-    meta                what it says
-    payloads_moving     the name of this store, which has claimed a prefix; payloads are files until all are there
-    payloads_owner      the same name, once the bucket has every payload that the store names: it is their home
-
-While it moves, nothing is served, and only the data_dir that has the files may do it. From then on a start lists the
-bucket and serves; a moment without it is waited for.
+The store's meta `payloads_owner` is the name that the mark of its prefix has; it is there only with a bucket. A prefix
+without a mark is claimed if it has every payload that the store names: none at the start of a run, all where they were
+copied there. A start lists the bucket and serves; a moment without it is waited for.
 """
 
 from __future__ import annotations
@@ -14,40 +11,30 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from heterorl.common.errors import Busy, ConfigError
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.common import Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.choice import MOVING, OWNER
+from heterorl.coordinator.store.bucket.client import BucketClient
+from heterorl.coordinator.store.bucket.copies import BucketCopies
+from heterorl.coordinator.store.bucket.files import SCRATCH, CopyFiles
+from heterorl.coordinator.store.bucket.home import BucketHome
+from heterorl.coordinator.store.bucket.incoming import BucketIncoming
+from heterorl.coordinator.store.bucket.objects import Objects
+from heterorl.coordinator.store.choice import OWNER
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.home import Copies, Home, Incoming
-from heterorl.coordinator.versions import lineage
-
-if TYPE_CHECKING:
-    from heterorl.coordinator.store.bucket.opening import Rows
 
 _LOG = logging.getLogger(__name__)
 WAIT_S = 60.0
 """For a bucket that does not answer; then the process ends and is started again, or a standby takes its place."""
 PAUSE_S = 1.0
 Opened = tuple[Home, BlobStore, Copies, Incoming]
-
-
-def name_store(connection: Connection, *, is_bucket: bool) -> None:
-    """Store operation: give the store the name under which it will claim a prefix, where it has none.
-
-    Raises:
-        ConfigError: its payloads are in a bucket, and none is named.
-    """
-    if not is_bucket:
-        if get_meta(connection, OWNER) is not None:
-            problem = "is empty, and the payloads of this run are in a bucket"
-            raise ConfigError("payloads.bucket", problem, action="name the bucket again")
-    elif get_meta(connection, OWNER) is None and not get_meta(connection, MOVING):
-        set_meta(connection, MOVING, secrets.token_hex(16))
 
 
 async def open_payloads(
@@ -65,6 +52,9 @@ async def open_payloads(
         Busy: it does not answer, or refuses, for a minute.
     """
     if not config.payloads.bucket:
+        if await database.run(_owner):
+            problem = "is empty, and the payloads of this run are in a bucket"
+            raise ConfigError("payloads.bucket", problem, action="name the bucket again, or begin a new run")
         files = await asyncio.to_thread(
             BlobStore,
             config.data_dir,
@@ -94,37 +84,71 @@ async def _open_bucket(
     make_room: Callable[[int], Awaitable[None]],
     on_full: Callable[[], None],
 ) -> Opened:
-    # Only where there is a bucket: its package is optional.
-    from heterorl.coordinator.store.bucket.opening import open_bucket
+    payloads = config.payloads
+    await asyncio.to_thread(_empty, config.data_dir / SCRATCH)
+    objects = Objects(BucketClient(payloads, run_id=config.run_id), on_lost=database.fail)
+    await _claim(objects, database)
 
-    rows, is_moving = await database.run(_read_rows)
-    home, files, copies, incoming = await open_bucket(
-        config.payloads,
-        config.data_dir,
-        rows,
-        run_id=config.run_id,
+    async def make_room_here(missing_bytes: int) -> None:
+        await copies.make_room(missing_bytes)
+
+    home = await BucketHome.open(
+        objects,
         store_bytes=config.store_bytes,
-        max_payload_bytes=config.max_payload_bytes,
         make_room=make_room,
-        on_full=on_full,
-        on_lost=database.fail,
-        clock=clock,
+        on_kept=lambda digest: copies.note(digest),
+        on_gone=lambda digest: copies.forget(digest),
     )
-    if is_moving:
-        await copies.give()
-        await database.run(_settle)
+    files = await asyncio.to_thread(
+        CopyFiles,
+        config.data_dir,
+        store_bytes=payloads.cache_bytes,
+        max_payload_bytes=config.max_payload_bytes,
+        bound="payloads.cache_bytes",
+        make_room=make_room_here,
+        on_full=on_full,
+        home=home,
+    )
+    copies = BucketCopies(files, home)
+    for digest in await asyncio.to_thread(files.whole):
+        if home.size(digest) is not None:
+            copies.note(digest)
+    incoming = BucketIncoming(objects, clock=clock, put_bytes=payloads.put_bytes, lifetime_s=payloads.url_lifetime_s)
+    await incoming.sweep()
     return home, files, copies, incoming
 
 
-def _read_rows(connection: Connection) -> tuple[Rows, bool]:
-    from heterorl.coordinator.store.bucket.opening import Rows
+async def _claim(objects: Objects, database: Database) -> None:
+    """Make the prefix this store's, or find that it is."""
+    owner, found = await database.run(_owner), await objects.owner()
+    if found and found != owner:
+        raise objects.of_another(found)
+    if not found:
+        named = await database.run(_named)
+        there = await objects.sizes()
+        if missing := [digest for digest, num_bytes in named.items() if there.get(digest) != num_bytes]:
+            raise ConfigError(
+                "payloads.bucket",
+                f"lacks {len(missing)} of the {len(named)} payloads of this run: a bucket is chosen when a run begins",
+                action="begin a new run, or copy the payloads to its prefix first: docs/operate.md has the steps",
+            )
+    if not owner:
+        # Before the mark: a mark whose store does not know its name would be nobody's.
+        owner = secrets.token_hex(16)
+        await database.run(lambda connection: set_meta(connection, OWNER, owner))
+    await objects.claim(owner)
 
-    owner, moving = get_meta(connection, OWNER), get_meta(connection, MOVING)
-    assert owner or moving, "named at the start"
-    named, newest = lineage.offered(connection)
-    return Rows(owner=owner or moving or "", named=named, newest=newest), owner is None
+
+def _owner(connection: Connection) -> str:
+    return get_meta(connection, OWNER) or ""
 
 
-def _settle(connection: Connection) -> None:
-    set_meta(connection, OWNER, get_meta(connection, MOVING) or "")
-    set_meta(connection, MOVING, "")
+def _named(connection: Connection) -> dict[Digest, int]:
+    rows = connection.execute("SELECT digest, num_bytes FROM payloads")
+    return {Digest(digest): int(num_bytes) for digest, num_bytes in rows}
+
+
+def _empty(directory: Path) -> None:
+    make_directory(directory)
+    for path in directory.iterdir():
+        path.unlink()

@@ -21,8 +21,8 @@ from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 if TYPE_CHECKING:
     from heterorl.coordinator.store.postgres.standby import Standby
 
-OWNER, MOVING = "payloads_owner", "payloads_moving"
-"""Keys of meta: the name under which a store has a bucket for its payloads, or moves them into one."""
+OWNER = "payloads_owner"
+"""Key of meta: the name under which a store has a prefix of a bucket for its payloads."""
 _ANOTHER = "choose another data_dir, or the store that this one belongs to"
 
 

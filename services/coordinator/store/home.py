@@ -98,9 +98,6 @@ class Copies:
         """
         return Cure.LOST
 
-    async def run(self) -> None:
-        """Give the home what it lacks and what is here, until that is done or cancelled."""
-
 
 class Incoming:
     """What learners put beside the coordinator, until it has taken it: there is no place for it."""

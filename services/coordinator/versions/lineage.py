@@ -18,7 +18,7 @@ from heterorl.common.errors import (
     StepConflict,
     UnknownVersion,
 )
-from heterorl.common.types.common import Contract, Digest
+from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import (
     NO_VERSION,
     SIGNATURE_BYTES,
@@ -99,13 +99,6 @@ def head_version(connection: Connection) -> int | None:
     """The number of the newest version, once there is one."""
     row = connection.execute("SELECT version FROM versions ORDER BY version DESC LIMIT 1").fetchone()
     return None if row is None else int(row[0])
-
-
-def offered(connection: Connection) -> tuple[frozenset[Digest], float | None]:
-    """Every payload that a version offers, and the wall time of the newest version, once there is one."""
-    rows = connection.execute("SELECT DISTINCT digest FROM payloads").fetchall()
-    (newest,) = connection.execute("SELECT max(published) FROM versions").fetchall()[0]
-    return frozenset(Digest(row[0]) for row in rows), None if newest is None else float(newest)
 
 
 def num_versions(connection: Connection) -> int:

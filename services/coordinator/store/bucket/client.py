@@ -90,29 +90,19 @@ class BucketClient:
                 return False
         return True
 
-    async def replace(self, key: str, data: bytes, *, tag: str) -> bool:
-        """Put an object in place of that with this tag; False where it is another one by now."""
-        async with self._asked("be written to"):
-            try:
-                await self._library.put_async(self._store, key, data, mode={"e_tag": tag})
-            except (self._errors.PreconditionError, self._errors.AlreadyExistsError):
-                return False
-        return True
-
     async def put_file(self, key: str, path: Path, *, action: str) -> None:
         """Put a file in parts, whatever is there under this key."""
         async with self._asked(action):
             await self._library.put_async(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
-    async def small(self, key: str) -> tuple[bytes, str]:
-        """A short object and its tag.
+    async def small(self, key: str) -> bytes:
+        """A short object.
 
         Raises:
             FileNotFoundError: it is not there.
         """
         async with self._asked("be read"):
-            answer = await self._library.get_async(self._store, key)
-            return bytes(await answer.bytes_async()), answer.meta.get("e_tag") or ""
+            return bytes(await (await self._library.get_async(self._store, key)).bytes_async())
 
     async def size(self, key: str) -> int:
         """Bytes of an object.

@@ -14,8 +14,8 @@ class BucketConfig(Config):
     """Where payloads are kept, beside what `store` keeps."""
 
     bucket: str = Field(default="", pattern=r"^([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])?$")
-    """Name of an S3-compatible bucket, which exists; empty: payloads are files in data_dir. Its credentials come from
-    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, from the machine's role, or from credentials_file."""
+    """Name of an S3-compatible bucket, which exists; empty: payloads are files in data_dir. Chosen when a run begins.
+    Its credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the machine's role, or credentials_file."""
     prefix: str = Field(default="", pattern=r"^([A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*)?$", max_length=256)
     """What the keys of this run begin with; empty: run_id. One run alone may use it."""
     endpoint: str = Field(default="", max_length=512)
@@ -30,14 +30,9 @@ class BucketConfig(Config):
     versions."""
     url_lifetime_s: float = Field(default=3600.0, ge=60.0, le=604800.0)
     """How long an address that a plan gives to a node can be read from, seconds."""
-
     put_bytes: int = Field(default=64 << 30, ge=0)
     """Largest payload that a learner puts into the bucket itself, in pieces of 64 MiB, instead of sending it through
     the coordinator, which verifies it before anybody sees it; 0: all come through the coordinator."""
-    take_over: str = Field(default="", max_length=64)
-    """Name of another store that has the prefix, as the refusal says it: the prefix is taken from that store, whose
-    coordinator ends before it next puts or deletes a payload there, and within five minutes in any case. Only where it
-    is never to run again."""
 
     @field_validator("endpoint")
     @classmethod

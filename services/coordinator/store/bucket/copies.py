@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Container, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from heterorl.common.errors import Busy
-from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
-from heterorl.coordinator.store.bucket import settling
 from heterorl.coordinator.store.bucket.files import CopyFiles
 from heterorl.coordinator.store.bucket.home import BucketHome
-from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.files import BUSY_S
 from heterorl.coordinator.store.home import Copies, Cure
-from heterorl.coordinator.store.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 FETCHES_AT_ONCE = 4
@@ -47,11 +43,9 @@ class _Fetch:
 class BucketCopies(Copies):
     """Copies of one bucket's payloads among the files of one directory. Belongs to the event loop."""
 
-    def __init__(self, files: CopyFiles, home: BucketHome, *, clock: Clock) -> None:
+    def __init__(self, files: CopyFiles, home: BucketHome) -> None:
         self._files = files
         self._home = home
-        self._clock = clock
-        self._owed: deque[Digest] = deque()
         self._in_use: Counter[Digest] = Counter()
         self._num_readers = 0
         """Those that have room for all that they want."""
@@ -75,37 +69,6 @@ class BucketCopies(Copies):
         """A payload is at home no longer: its file is no copy."""
         if digest not in self._begun:
             self._order.pop(digest, None)
-
-    async def settle(self, *, named: Container[Digest], newest: float | None) -> None:
-        """Sort the whole files that are here; see heterorl.coordinator.store.bucket.settling."""
-        whole = await asyncio.to_thread(self._files.whole)
-        found = settling.settle(whole, at_home=self._home.digests(), named=named, newest=newest)
-        for digest in found.copies:
-            self.note(digest)
-        for digest in found.strays:
-            await self._files.drop(digest)
-        self._owed.extend(found.owed)
-
-    async def give(self) -> None:
-        """Give the bucket what it lacks and the store names.
-
-        Raises:
-            Busy: it cannot be given now.
-        """
-        while self._owed:
-            digest = self._owed[0]
-            if self._files.has(digest) and not await self._files.offer(digest):
-                _LOG.error("payload %s is not in the bucket, and its file has other bytes and is deleted", digest[:12])
-            self._owed.popleft()
-
-    async def run(self) -> None:
-        """Give the bucket what it lacks, until that is done or cancelled."""
-        steady = Steady("copies", self._clock)
-        try:
-            while self._owed and not await steady.attempt(self.give):
-                await steady.pause(asyncio.Event())
-        except ENDED:
-            return
 
     @asynccontextmanager
     async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:

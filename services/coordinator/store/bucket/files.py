@@ -18,11 +18,10 @@ SCRATCH = "copies"
 class CopyFiles(BlobStore):
     """Payload files, of which each whole one is a copy of what its home has, or is about to be given to it."""
 
-    def whole(self) -> list[tuple[Digest, float]]:
-        """Whole files and the wall times of their bytes, the oldest first; blocks."""
+    def whole(self) -> list[Digest]:
+        """Whole files, the oldest first; blocks."""
         found = [path for path in self._blobs.rglob("*") if path.is_file() and is_digest(path.name)]
-        times = ((path.stat().st_mtime, path.name) for path in found)
-        return [(Digest(name), changed) for changed, name in sorted(times)]
+        return [Digest(path.name) for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name))]
 
     def has(self, digest: Digest) -> bool:
         """Whether there is a copy; blocks."""
@@ -41,19 +40,6 @@ class CopyFiles(BlobStore):
             return 0
         async with self._locks[digest]:
             return await self._remove_files(self.path(digest))
-
-    async def offer(self, digest: Digest) -> bool:
-        """Give the home a whole file that it lacks, where it has the bytes of its name; else the file is deleted.
-
-        Raises:
-            Busy: the home does not take it now.
-        """
-        async with self._locks[digest]:
-            if await asyncio.to_thread(self.is_right, digest):
-                await self._home.keep(digest, self.path(digest))
-                return True
-            await self._remove_files(self.path(digest))
-            return False
 
     def scratch(self, digest: Digest) -> Path:
         """Where bytes for a copy may be written."""

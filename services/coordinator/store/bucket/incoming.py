@@ -113,8 +113,6 @@ class BucketIncoming(Incoming):
             Busy: the bucket does not answer, or refuses.
             CorruptStore: the prefix is another store's by now.
         """
-        # At each turn: a coordinator that has nothing to put or to delete ends too.
-        await self._objects.check()
         now, wall = self._clock.monotonic(), self._clock.wall()
         found: dict[Digest, list[Piece]] = {}
         for piece in await self._objects.pieces():

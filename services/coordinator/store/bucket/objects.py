@@ -5,23 +5,26 @@
     PREFIX/incoming/DIGEST/OFFSET    pieces that a learner put there; no payload before the coordinator verified them
     PREFIX/damaged/DIGEST            payloads whose bytes changed; for a person to look at, never served
 
-Guarantees: no payload is put, and nothing is deleted or moved, before the mark was read again.
+Guarantees: a prefix has one mark, made by a conditional put; nothing is deleted or moved before it was read again, and
+a coordinator that finds another store's name in it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.types.common import Digest
 from heterorl.common.types.digests import file_name, is_digest
 from heterorl.coordinator.store.bucket.client import PART_BYTES, BucketClient
-from heterorl.coordinator.store.bucket.mark import Mark
 from heterorl.coordinator.store.files import open_file, write_all
 
 _TAKES = "take a payload"
+MARK = "run"
+"""Key of the mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +41,62 @@ class Piece:
 class Objects:
     """Payloads by digest, below one prefix."""
 
-    def __init__(self, client: BucketClient, mark: Mark) -> None:
+    def __init__(self, client: BucketClient, *, on_lost: Callable[[str], None]) -> None:
+        """Prepare; `claim` comes first.
+
+        Args:
+            client: of the prefix.
+            on_lost: told why, when the prefix is this store's no longer.
+        """
         self._client = client
-        self._mark = mark
+        self._on_lost = on_lost
+        self._owner = ""
+
+    async def owner(self) -> str:
+        """The name of the store that has the prefix; empty where none has."""
+        try:
+            return (await self._client.small(MARK)).decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+
+    async def claim(self, owner: str) -> None:
+        """Put the mark where none is.
+
+        Raises:
+            ConfigError: the prefix is another store's.
+            Busy: the bucket does not answer, or refuses.
+        """
+        if not await self._client.create(MARK, owner.encode()) and (found := await self.owner()) != owner:
+            raise self.of_another(found)
+        self._owner = owner
+
+    @staticmethod
+    def of_another(owner: str) -> ConfigError:
+        """What is said of a prefix that another store has."""
+        return ConfigError(
+            "payloads.prefix",
+            f"has the payloads of another store, {owner[:64]!r}",
+            action=f"name another prefix; or, where that store never runs again, delete the object {MARK} below it",
+        )
 
     async def sizes(self) -> dict[Digest, int]:
         """Every payload that is there, and its bytes."""
         names = ((entry.key.rpartition("/")[2], entry.num_bytes) for entry in await self._client.entries("blobs"))
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
-    async def check(self) -> None:
+    async def _check(self) -> None:
         """Look whether the prefix is still this store's.
 
         Raises:
             CorruptStore: it is not; the process must end.
         """
-        await self._mark.check()
+        if await self.owner() != self._owner:
+            problem = "another store has taken the prefix of the payloads in the bucket, or its mark is gone"
+            self._on_lost(problem)
+            raise CorruptStore(problem, action="see which coordinators name this prefix: one store alone may")
 
     async def put(self, digest: Digest, path: Path) -> None:
         """Store a file; what is there under this name already stays."""
-        await self._mark.check()
         key = _key(digest)
         if (await asyncio.to_thread(path.stat)).st_size <= PART_BYTES:
             await self._client.create(key, await asyncio.to_thread(path.read_bytes), action=_TAKES)
@@ -90,12 +129,12 @@ class Objects:
 
     async def delete(self, digest: Digest) -> None:
         """Delete a payload, there or not."""
-        await self._mark.check()
+        await self._check()
         await self._client.delete(_key(digest))
 
     async def set_aside(self, digest: Digest) -> None:
         """Give a payload a name under which it is never served."""
-        await self._mark.check()
+        await self._check()
         try:
             await self._client.rename(_key(digest), f"damaged/{file_name(digest)}")
         except FileNotFoundError:
@@ -137,7 +176,7 @@ class Objects:
     async def delete_pieces(self, pieces: Sequence[Piece]) -> None:
         """Delete what was put, there or not."""
         if pieces:
-            await self._mark.check()
+            await self._check()
             await self._client.delete(*[_piece(piece.digest, piece.offset) for piece in pieces])
 
 

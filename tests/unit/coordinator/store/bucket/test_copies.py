@@ -6,7 +6,6 @@ import contextlib
 import pytest
 from blake3 import blake3
 
-from heterorl.common.process.clock import SystemClock
 from heterorl.coordinator.store.bucket.copies import BucketCopies
 from heterorl.coordinator.store.bucket.files import SCRATCH, CopyFiles
 
@@ -66,7 +65,7 @@ def copies(home, tmp_path):
         await copies.make_room(missing_bytes)
 
     files = CopyFiles(tmp_path, store_bytes=13 * MIB, max_payload_bytes=64 * MIB, make_room=make_room, home=home)
-    copies = BucketCopies(files, home, clock=SystemClock())
+    copies = BucketCopies(files, home)
     return copies
 
 

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from heterorl.common.types.policy import Manifest
 from heterorl.coordinator.offline.history import History, read_histories
-from heterorl.coordinator.offline.kept import rebuildable, with_offered
-from heterorl.coordinator.offline.payloads import check_payloads, num_rebuilt, replay
+from heterorl.coordinator.offline.payloads import check_payloads, num_rebuilt, rebuildable, replay, with_offered
 from heterorl.coordinator.offline.verify import Check, Report, check_manifests
 
 SOUND, FAULTY = 0, 2

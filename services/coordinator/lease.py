@@ -19,7 +19,7 @@ from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage, rollback
 from heterorl.coordinator.versions.flavours import check_names, offer
 from heterorl.coordinator.versions.lease import Lease, decide_acquire
-from heterorl.coordinator.versions.statement import keep_statement
+from heterorl.coordinator.versions.lineage import keep_statement
 
 _LOG = logging.getLogger(__name__)
 MAX_INCARNATION = 64

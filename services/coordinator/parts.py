@@ -24,7 +24,7 @@ from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.home import Copies, Home, Incoming
 from heterorl.coordinator.store.room import Room
-from heterorl.coordinator.versions.standing import Standing
+from heterorl.coordinator.versions.lease import Standing
 
 ResultT = TypeVar("ResultT")
 

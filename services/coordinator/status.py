@@ -19,7 +19,7 @@ from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import flavours, lineage, rollback
 from heterorl.coordinator.versions.chain import Chain
-from heterorl.coordinator.versions.standing import Standing
+from heterorl.coordinator.versions.lease import Standing
 
 FACTS = "facts"
 """Where the store keeps what the learner said of the run."""

@@ -11,7 +11,7 @@ from heterorl.common.types.rollout import GroupId
 SIGNATURE_BYTES = 64
 """Length of an Ed25519 signature."""
 NO_VERSION = -1
-"""No version, in manifests and on the wire; inside, None."""
+"""A version where there is none, in manifests and on the wire; inside, None. Versions count from 0."""
 
 
 def version_or_none(version: int) -> int | None:
@@ -22,10 +22,6 @@ def version_or_none(version: int) -> int | None:
 def stated_version(version: int | None) -> int:
     """A version as manifests and the wire are to state it."""
     return NO_VERSION if version is None else version
-
-
-NO_VERSION = -1
-"""The number of a version where there is none: before the first one, or with nothing held. Versions count from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

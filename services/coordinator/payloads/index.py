@@ -13,12 +13,12 @@ from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.payloads.retention import Graph
+from heterorl.coordinator.payloads.retention import Graph, Needs, Retirement, decide_retirement
 from heterorl.coordinator.payloads.snapshots import Work
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage
-from heterorl.coordinator.versions.chain import Chain, MergedInto, payload_of
+from heterorl.coordinator.versions.chain import TRAINED, Chain, MergedInto, payload_of
 from heterorl.coordinator.versions.path import plan_pull
 
 
@@ -118,6 +118,26 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
         return plan_pull(into, have_version=None, want_version=head)[1]
     except UnknownVersion:
         return ()
+
+
+def decide(chain: Chain, needs: Needs) -> Retirement:
+    """Choose what nobody needs: all of a flavour that ended before the oldest version that may still be asked for."""
+    found = graph(chain)
+    oldest = lineage.num_versions(chain.connection) - 1 - needs.window
+    if chain.flavour != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
+        gone = tuple(payload for payload in found.payloads if payload.digest not in needs.leased)
+        return Retirement(payloads=gone, way=(), reason=f"flavour {chain.flavour} is published no more")
+    return decide_retirement(found, needs)
+
+
+def carry_out(chain: Chain, needs: Needs, *, proved: tuple[PayloadRef, ...]) -> None:
+    """Retire what nobody needs, unless the way that is then depended on is another than was proved.
+
+    Decided again in the transaction that retires: versions and leases may have come in between.
+    """
+    retirement = decide(chain, needs)
+    if retirement.way[: len(proved)] == proved and bool(retirement.way) == bool(proved):
+        retire(chain, retirement.payloads)
 
 
 def strike_out(connection: Connection, digest: Digest) -> None:

@@ -28,7 +28,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.payloads import disposal, index
+from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
@@ -225,7 +225,7 @@ class Keeper:
 
     async def _retire_unneeded(self, flavour: str, *, is_pressed: bool) -> None:
         needs = self._needs()
-        retirement = await self._ask(flavour, lambda chain: disposal.decide(chain, needs))
+        retirement = await self._ask(flavour, lambda chain: index.decide(chain, needs))
         is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
         if not retirement.payloads or not (is_pressed or is_worth_it):
             return
@@ -233,7 +233,7 @@ class Keeper:
         work = await self._ask(flavour, lambda chain: index.work(chain, proved))
         if not proved or await self._is_proved(work):
             needs = self._needs()
-            await self._ask(flavour, lambda chain: disposal.carry_out(chain, needs, proved=proved))
+            await self._ask(flavour, lambda chain: index.carry_out(chain, needs, proved=proved))
 
     def _needs(self) -> Needs:
         now = self._clock.monotonic()

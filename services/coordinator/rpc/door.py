@@ -23,13 +23,13 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.identity.identity import Peer
+from heterorl.common.identity.identity import Identity, Peer, Role
 from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.budget import Budget
 from heterorl.common.rpc.lanes import Holder, Room
+from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.gate import Gate
-from heterorl.coordinator.rpc.holders import holder_of
 from heterorl.coordinator.rpc.plain import read_push
 from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse, parse_soon
 
@@ -41,6 +41,26 @@ PUSH = "/heterorl.v1.RolloutService/PushGroups"
 PARSED_BYTES = 4
 """Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+_PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
+
+
+def holder_of(peer: Peer, method: str, address: str) -> Holder:
+    """The holder of a call that was admitted.
+
+    Args:
+        peer: what the gate knows of the caller.
+        method: full name of the rpc.
+        address: of the other end, as gRPC states it.
+    """
+    if isinstance(peer, Identity):
+        name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
+        return Holder(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
+    # Anybody may call anything here: what only a learner or an operator calls is taken for theirs.
+    is_privileged = Role.SAMPLER not in RULES[method].roles
+    kind = "learner or operator" if is_privileged else "node"
+    return Holder(f"{kind} at {address}", is_privileged, is_proven=False)
 
 
 class Requests:

@@ -19,7 +19,7 @@ from heterorl.common.types.policy import NO_VERSION
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.versions import lineage
-from heterorl.coordinator.versions.statement import read_statement
+from heterorl.coordinator.versions.lineage import read_statement
 from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from heterorl.common.types.common import Contract, LoraSettings, SamplingSemantics
+from heterorl.common.types.step import LearnerProgress
 
 _KEYS = {
     "lora.base_digest": "model_dir (the base model under the adapters)",
@@ -69,3 +70,22 @@ def contract_difference(stated: Contract, offered: Contract) -> str:
             name, mine, theirs = f"{name}.{part}", getattr(mine, part), getattr(theirs, part)
         return f"{_KEYS.get(name, name)}: the run has {mine}, this node {theirs}"
     return ""
+
+
+@dataclass(slots=True)
+class Standing:
+    """The newest word of a learner; used by store operations only."""
+
+    _epoch: int = 0
+    _progress: LearnerProgress | None = None
+    _heard: float = 0.0
+
+    def note(self, progress: LearnerProgress | None, *, epoch: int, now: float) -> None:
+        """Keep what the holder of an epoch said at an instant of the monotonic clock."""
+        self._epoch, self._progress, self._heard = epoch, progress, now
+
+    def of(self, epoch: int, now: float) -> tuple[LearnerProgress | None, float]:
+        """What the holder of this epoch said last, and seconds since then; of another epoch nothing is known."""
+        if epoch != self._epoch or self._progress is None:
+            return None, 0.0
+        return self._progress, max(0.0, now - self._heard)

@@ -29,6 +29,7 @@ from heterorl.common.types.policy import (
 )
 from heterorl.common.wire.common import bytes_digest, contract_from_bytes, contract_to_bytes
 from heterorl.common.wire.policy import manifest_digest
+from heterorl.common.wire.statement import statement_difference, statement_from_bytes
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions.chain import Chain
@@ -249,3 +250,23 @@ def _content(request: PublishRequest) -> str:
     flavours = "".join(f"{entry.flavour}/{manifest_digest(entry.manifest)};" for entry in request.flavours)
     text = f"{request.parent_version}/{request.lineage_version}/{ids}{flavours}"
     return bytes_digest(text.encode() + request.manifest)
+
+
+def read_statement(connection: Connection) -> bytes:
+    """What was stated; empty where no learner did."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'statement'").fetchone()
+    return b"" if row is None else bytes(row[0])
+
+
+def keep_statement(connection: Connection, statement: bytes) -> str:
+    """Keep the first statement of the run's contract; returns in what a later one differs, which changes nothing.
+
+    The contract is the same, so both mean the same prompts; a file may lie elsewhere on another learner.
+    """
+    if not statement:
+        return ""
+    kept = read_statement(connection)
+    if kept:
+        return statement_difference(statement_from_bytes(kept), statement_from_bytes(statement))
+    connection.execute("INSERT INTO meta VALUES ('statement', ?)", (statement,))
+    return ""

@@ -12,8 +12,7 @@ import pytest
 
 from heterorl.coordinator import core as core_module
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.opening import open_parts
+from heterorl.coordinator.core import Coordinator, open_parts
 from heterorl.coordinator.store.sqlite.engine import SqliteEngine
 from tests.support.clock import ManualClock
 from tests.support.run import Run

@@ -8,7 +8,7 @@ import pytest
 from heterorl.common.errors import InvalidRequest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.versions.statement import read_statement
+from heterorl.coordinator.versions.lineage import read_statement
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT
 from tests.support.statements import stated

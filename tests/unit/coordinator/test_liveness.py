@@ -17,7 +17,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.rollout import LEASE_BATCH
-from heterorl.coordinator.store.sqlite import soundness
+from heterorl.coordinator.store.sqlite import engine as sqlite_engine
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of
 
@@ -239,7 +239,7 @@ async def test_opening_a_store_looks_at_no_group_that_was_trained_on(begin, monk
 
     real = sqlite3.connect
     # SQLite checks small files as a whole at every start.
-    monkeypatch.setattr(soundness, "CHECKED_BYTES", 0)
+    monkeypatch.setattr(sqlite_engine, "CHECKED_BYTES", 0)
     core, run = await begin()
     await run.push(1)
     await core.close()

@@ -7,16 +7,17 @@ off is asked for again from the byte that is missing, as long as each attempt br
 
 from __future__ import annotations
 
+import configparser
 import datetime
+import stat
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heterorl.common.errors import Busy, DependencyMissing
+from heterorl.common.errors import Busy, ConfigError, DependencyMissing
 from heterorl.coordinator.store.bucket.config import BucketConfig
-from heterorl.coordinator.store.bucket.credentials import read_credentials
 from heterorl.coordinator.store.files import BUSY_S
 
 if TYPE_CHECKING:
@@ -190,3 +191,32 @@ def _obstore() -> tuple[Any, Any]:
     except ImportError:
         raise DependencyMissing("obstore", "s3") from None
     return obstore, obstore.exceptions
+
+
+MAX_CREDENTIALS_BYTES = 1 << 16
+
+
+def read_credentials(path: Path) -> dict[str, str]:
+    """Keys of a file in the form of ~/.aws/credentials.
+
+    Raises:
+        ConfigError: it cannot be read, others may read it, or it has no keys.
+    """
+    key = "payloads.credentials_file"
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise ConfigError(key, f"{path} is readable by others", action=f"chmod 600 {path}")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CREDENTIALS_BYTES)
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read_string(text)
+        section = parser["default"]
+        found = {"access_key_id": section["aws_access_key_id"], "secret_access_key": section["aws_secret_access_key"]}
+        if token := section.get("aws_session_token"):
+            found["session_token"] = token
+    except OSError as error:
+        raise ConfigError(key, f"{path} cannot be read: {error.strerror}") from None
+    except (configparser.Error, KeyError, UnicodeDecodeError):
+        problem = f"{path} has no section default with aws_access_key_id and aws_secret_access_key"
+        raise ConfigError(key, problem) from None
+    return found

@@ -10,7 +10,7 @@ import pytest
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
 from heterorl.coordinator.offline.history import read_histories
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
-from heterorl.coordinator.store.sqlite import soundness
+from heterorl.coordinator.store.sqlite import engine as sqlite_engine
 
 pytestmark = pytest.mark.sqlite
 
@@ -210,7 +210,7 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
     tmp_path, monkeypatch, table, stops_the_start
 ):
     path = tmp_path / "coordinator.sqlite"
-    monkeypatch.setattr(soundness, "CHECKED_BYTES", 4096)
+    monkeypatch.setattr(sqlite_engine, "CHECKED_BYTES", 4096)
     database = await Database.open(path)
 
     def fill(connection):

@@ -66,7 +66,8 @@ class PolicyColumn:
     ) -> int:
         """Append to a payload under the epoch's fence."""
         await self._parts.database.run(lambda connection: lineage.check_epoch(connection, epoch))
-        self._parts.room.check_payload(num_bytes - self._parts.blobs.query(digest))
+        if num_bytes <= self._parts.config.max_payload_bytes:
+            self._parts.room.check_payload(num_bytes - self._parts.blobs.query(digest))
         try:
             return await self._parts.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
         except CorruptStore as error:

@@ -14,14 +14,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from itertools import chain
-from typing import Protocol
 
 from heterorl.common.errors import NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import Group, PushOutcome, SealedGroup
+from heterorl.common.types.rollout import PushOutcome
 from heterorl.coordinator.groups.intake import Arrival
+from heterorl.coordinator.rollout import RolloutColumn
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.coordinator.servicers import arrivals
 from heterorl.coordinator.servicers.arrivals import Pushed
@@ -40,18 +40,10 @@ _Commit = tuple[list[int], _Answers]
 """How many groups each message has, and what becomes of all of them."""
 
 
-class Taker(Protocol):
-    """Takes groups in, and records those which nobody can read."""
-
-    async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]: ...
-
-    async def stated_contract(self) -> Contract | None: ...
-
-
 class PushStreams:
     """The push streams of one coordinator."""
 
-    def __init__(self, api: Taker, *, max_prompt_tokens: int) -> None:
+    def __init__(self, api: RolloutColumn, *, max_prompt_tokens: int) -> None:
         self._api = api
         self._max_prompt_tokens = max_prompt_tokens
         # Once stated, a contract stays; until then nobody is registered who could push.

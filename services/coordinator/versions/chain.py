@@ -79,9 +79,7 @@ class Chain:
         row = self._one("SELECT length(manifest) FROM stated WHERE flavour = ? AND version = ?", version)
         return 0 if row is None else int(row[0])
 
-    def manifests(
-        self, *, first: int, last: int, max_manifests: int = MAX_MANIFESTS, max_bytes: int = MAX_MANIFEST_BYTES
-    ) -> tuple[bytes, ...]:
+    def manifests(self, *, first: int, last: int, max_bytes: int = MAX_MANIFEST_BYTES) -> tuple[bytes, ...]:
         """Exact bytes of the manifests of versions last, last - 1, ..., first, as many as fit; at least one.
 
         Raises:
@@ -92,7 +90,7 @@ class Chain:
             raise InvalidRequest(f"versions {first} to {last} are no range")
         found = [self.manifest(last)]
         num_bytes = len(found[0])
-        for version in range(last - 1, max(first, last - max_manifests + 1) - 1, -1):
+        for version in range(last - 1, max(first, last - MAX_MANIFESTS + 1) - 1, -1):
             # Before the bytes are read: a range is a caller's, and one operation of the store must stay short.
             more = self.manifest_bytes(version)
             if more == 0 or num_bytes + more > max_bytes:

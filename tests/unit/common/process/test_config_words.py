@@ -1,5 +1,7 @@
 """What is said of a wrong configuration holds no secret of it."""
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
@@ -34,3 +36,14 @@ def test_value_that_may_be_a_secret_is_not_quoted(table):
 
 def test_other_values_are_quoted():
     assert "'ten'" in problem({"max_versions": "ten"})
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"ballast_bytes": 1}, "ballast_bytes: is a key no longer; .* see min_free_bytes"),
+        ({"payloads": {"take_over": "ab"}}, r"payloads\.take_over: is a key no longer; .*operate\.md"),
+    ],
+)
+def test_key_of_an_earlier_release_says_what_stands_in_its_place(table, said):
+    assert re.search(said, problem(table))

@@ -55,12 +55,14 @@ from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_snapshot
 from heterorl.common.wire.policy import manifest_to_bytes
+from heterorl.common.wire.rollout import pushes_to_pb
+from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 
 SITE, INCARNATION = SiteId("bench-1"), "b1946ac9"
 GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 8, 200, 150_000
@@ -254,26 +256,9 @@ def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: i
 
 
 def _request(group: Group) -> bytes:
-    """What a sampler sends, written here: a stranger's bytes, not this program's own."""
-    message = rollout_pb2.Group(
-        id=common_pb2.GroupId(site=group.id.site, incarnation=group.id.incarnation, sequence=group.id.sequence),
-        assignment=group.assignment,
-        prompt_index=group.prompt_index,
-        prompt_token_ids=group.prompt_token_ids.tolist(),
-        oldest_version=group.oldest_version,
-        state_root=group.state_root,
-        generation_s=group.generation_s,
-    )
-    for rollout in group.rollouts:
-        message.rollouts.add(
-            token_ids=rollout.token_ids.tolist(),
-            sampler_logprobs=rollout.sampler_logprobs.tolist(),
-            spans=[rollout_pb2.VersionSpan(version=s.version, start=s.start, end=s.end) for s in rollout.spans],
-            reward=rollout.reward,
-            reward_parts=[rollout_pb2.RewardPart(name=part.name, value=part.value) for part in rollout.reward_parts],
-            finish_reason=rollout_pb2.FINISH_REASON_LENGTH,
-        )
-    return rollout_pb2.PushGroupsRequest(group=message).SerializeToString(deterministic=True)
+    """What a sampler sends."""
+    ((message, _),) = pushes_to_pb([seal(group)], limit_bytes=1 << 30)
+    return message.SerializeToString(deterministic=True)
 
 
 async def measure(directory: Path, *, num_tokens: int, count: int, repeats: int) -> dict[str, Any]:
@@ -292,7 +277,7 @@ async def measure(directory: Path, *, num_tokens: int, count: int, repeats: int)
             outcomes = await bench.call("PushGroups", requests, answers=count)
             times["in"] = time.process_time() - started
             assert all(
-                rollout_pb2.PushGroupsResponse.FromString(one).status == rollout_pb2.PUSH_STATUS_ACCEPTED
+                rollout_pb2.PushGroupsResponse.FromString(one).outcomes[0].status == rollout_pb2.PUSH_STATUS_ACCEPTED
                 for one in outcomes
             ), "every group is taken"
             wanted = rollout_pb2.StreamGroupsRequest(epoch=bench.epoch, credits=count).SerializeToString()

@@ -23,7 +23,7 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import PushStatus, SealedGroup, WorkAssignment
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.wire.seal import as_bytes, read_sealed, seal
+from heterorl.common.wire.seal import group_message, read_sealed, seal
 from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 
@@ -83,7 +83,7 @@ class Groups:
     def __init__(self, *, num_tokens: int, root: Digest) -> None:
         work = WorkAssignment(id=0, prompt_index=0, seed=0, lease_s=1.0)
         group = group_of(work, 1, root=root, num_tokens=num_tokens)
-        self._raw = as_bytes("Group").FromString(seal(group).data)
+        self._raw = group_message(seal(group).data)
         self.num_bytes = len(self.make(SiteId("bench-0"), 1, work).data)
 
     def make(self, site: SiteId, sequence: int, work: WorkAssignment) -> SealedGroup:

@@ -44,6 +44,8 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.common.types.rollout import Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
+from heterorl.common.wire.columns import columns_of
+from heterorl.common.wire.seal import group_message, seal
 from heterorl.coordinator.groups.admission import ending_problem
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.learner.backends.torch import TorchBackend
@@ -97,9 +99,10 @@ def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, 
     replays = site.replayer.replay(group, key=key)
     verdicts = []
     for rollout, replay in zip(group.rollouts, replays, strict=True):
+        alone = seal(dataclasses.replace(group, rollouts=(rollout,)))
         verdicts.append(
             {
-                "ending": bool(ending_problem(rollout, contract)),
+                "ending": bool(ending_problem(columns_of(group_message(alone.data)), contract)),
                 "reward": _is_reward_wrong(site, group, rollout),
                 "log-probs": logprob_difference(rollout.sampler_logprobs, replay.logprobs) > CONFIG.logprob_tolerance,
                 "draws": not judge_margins([replay], CONFIG).is_sound,

@@ -15,6 +15,7 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.manifest import chunks_of
+from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common import contract_from_pb, report_from_pb
 from heterorl.common.wire.policy import (
     grant_from_pb,
@@ -23,7 +24,7 @@ from heterorl.common.wire.policy import (
     plan_from_pb,
     publish_from_pb,
 )
-from heterorl.common.wire.rollout import outcome_from_pb, rejections_from_pb, work_grant_from_pb
+from heterorl.common.wire.rollout import outcomes_from_pb, rejections_from_pb, work_grant_from_pb
 from heterorl.common.wire.run import (
     commands_from_pb,
     heartbeat_from_pb,
@@ -31,17 +32,16 @@ from heterorl.common.wire.run import (
     registration_from_pb,
     status_from_pb,
 )
-from heterorl.common.wire.seal import receive
 from heterorl.common.wire.statement import TABLES, statement_from_bytes, statement_to_bytes
 from heterorl.coordinator.versions.path import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
-    (rollout_pb2.Group, receive),
+    (rollout_pb2.Group, columns_of),
     (common_pb2.Contract, contract_from_pb),
     (policy_pb2.PayloadRef, payload_from_pb),
     (common_pb2.StepReport, report_from_pb),
-    (rollout_pb2.PushGroupsResponse, outcome_from_pb),
+    (rollout_pb2.PushGroupsResponse, outcomes_from_pb),
     (rollout_pb2.LeaseWorkResponse, work_grant_from_pb),
     (rollout_pb2.RejectGroupsRequest, rejections_from_pb),
     (policy_pb2.AcquireLeaseResponse, grant_from_pb),

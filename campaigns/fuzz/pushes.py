@@ -1,25 +1,29 @@
-"""Target: pushed bytes as the coordinator's own reader takes them, beside the scan and protobuf's parser."""
+"""Target: pushed bytes as the coordinator reads and judges them; what it takes, a learner can open and train on."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+import struct
 
-from google.protobuf.message import DecodeError, Message
+import numpy as np
 
 from campaigns.fuzz.messages import any_message
 from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator.groups.intake import Arrival
-from heterorl.coordinator.rpc.plain import OBJECT_BYTES, REST_BYTES, SMALL_BYTES, PlainPush, read_push
-from heterorl.coordinator.rpc.scan import parse
-from heterorl.coordinator.servicers.arrivals import Pushed, read_all
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan
+from heterorl.common.wire.rollout import pushed_from_pb
+from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
+from heterorl.coordinator.rpc.parsing import check, parse
+from heterorl.coordinator.servicers.arrivals import read
 from heterorl.v1 import rollout_pb2
 from tests.support.run import CONTRACT
 
 END = 300
 LONGEST = 12
-"""Tokens of a completion in the contract; longer ones are bytes like any other until they are judged."""
+"""Tokens of a completion in the contract."""
 ROUTED = 4
 """Bytes of a token's record of experts."""
 _CONTRACT = dataclasses.replace(
@@ -30,128 +34,105 @@ _CONTRACT = dataclasses.replace(
     sampling=dataclasses.replace(CONTRACT.sampling, max_new_tokens=LONGEST),
 )
 _MAX_PROMPT = 64
-_FIRST, _MORE = 0x0A, 0x12
-"""Tags of a push's groups."""
 _NEWER = b"\xf2\x3f\x03new"
 """A field of a program that is newer."""
-_LONG = SMALL_BYTES // 6
-"""Tokens with which a group's lists are looked at before it is parsed."""
-
-
-def _length(data: bytes) -> bytes:
-    """A length in front of bytes, in its shortest form."""
-    out, number = bytearray(), len(data)
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*out, number])
+_COLUMNS = [field.name for field in rollout_pb2.Group.DESCRIPTOR.fields if field.type == field.TYPE_BYTES]
+_ODD = (b"\xff" * 4, bytes(4), struct.pack("<f", float("nan")), struct.pack("<d", float("inf")), b"\1")
 
 
 class PushTarget:
-    """read_push: nothing that the scan or the parser refuses, the fields that they find, and all that is canonical."""
+    """The way of a push from its bytes to arrivals: a group without a problem keeps every rule when it is opened."""
 
     def case(self, draw: random.Random) -> bytes:
-        """A push of honest groups or of any; damaged in half of the cases."""
-        count = draw.choice((1, 1, 2, 3))
-        groups = [_honest(draw) if draw.random() < 0.8 else _any(draw) for _ in range(count)]
-        parts = [group.SerializeToString(deterministic=True) for group in groups]
-        tags = [_FIRST] + [_MORE] * (count - 1)
-        if draw.random() < 0.1:
-            tags = [draw.choice((_FIRST, _MORE)) for _ in tags]
-        if draw.random() < 0.1:
-            parts[draw.randrange(count)] += _NEWER
-        data = b"".join(bytes([tag]) + _length(part) + part for tag, part in zip(tags, parts, strict=True))
-        return mutated(data, draw, other=data) if draw.random() < 0.5 and data else data
+        """A push of honest groups, of groups with a changed column, or of any; damaged in a third of the cases."""
+        parts = []
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            message = rollout_pb2.Group.FromString(seal(_honest(draw)).data)
+            kind = draw.random()
+            if kind < 0.4:
+                _change(message, draw)
+            elif kind < 0.5:
+                message = any_message(rollout_pb2.Group, draw)  # type: ignore[assignment]
+            parts.append(message.SerializeToString() + (_NEWER if draw.random() < 0.1 else b""))
+        sizes = [len(part) + (draw.random() < 0.02) for part in parts]
+        push = rollout_pb2.PushGroupsRequest(groups=b"".join(parts), sizes=struct.pack(f"<{len(sizes)}I", *sizes))
+        data = push.SerializeToString()
+        return mutated(data, draw, other=data) if draw.random() < 0.33 else data
 
     def run(self, case: bytes) -> None:
-        """Read it both ways."""
-        plain = read_push(case)
-        refusal: InvalidRequest | None = None
-        message: Message = rollout_pb2.PushGroupsRequest()
-        try:
-            message = parse(case, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
-        except InvalidRequest as error:
-            refusal = error
-        if refusal is not None:
-            assert plain is None or _refused_inside(plain), f"taken, and refused by the scan: {refusal}"
-            raise refusal
+        """Read it, and open what is taken."""
+        message = parse(case, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
         assert isinstance(message, rollout_pb2.PushGroupsRequest)
-        if plain is None:
-            assert not _must_be_taken(message, case), "canonical, and not taken"
-            return
-        groups = [message.group, *message.more]
-        stated = [group.SerializeToString(deterministic=True) for group in groups]
-        assert [_again(group.SerializeToString()) for group in plain.groups] == stated, "other fields than the parser's"
-        assert [_again(data) for data in plain.data] == stated, "other bytes than the fields"
-        assert _arrivals(plain) == _arrivals(message), "judged otherwise"
+        problems = []
+        for group in pushed_from_pb(message, limit_groups=PUSH_GROUPS):
+            check(group)
+            arrived = read(group, contract=_CONTRACT, max_prompt_tokens=_MAX_PROMPT)
+            if arrived.problem:
+                problems.append(arrived.problem)
+                continue
+            assert arrived.sealed is not None
+            assert read_sealed(arrived.sealed.data) == arrived.sealed, "the store reads other facts than were sealed"
+            _must_hold(open_group(arrived.sealed))
+        if problems:
+            raise InvalidRequest(problems[0])
 
 
-def _again(data: bytes) -> bytes:
-    """A group's bytes as the parser understands them."""
-    return rollout_pb2.Group.FromString(data).SerializeToString(deterministic=True)
+def _must_hold(group: Group) -> None:
+    assert 0 < group.prompt_token_ids.size <= _MAX_PROMPT
+    assert len(group.rollouts) == _CONTRACT.group_size
+    assert group.oldest_version == min(span.version for rollout in group.rollouts for span in rollout.spans)
+    for rollout in group.rollouts:
+        ids, size = rollout.token_ids, rollout.token_ids.size
+        assert 0 < size <= LONGEST
+        assert 0 <= ids.min() <= ids.max() < _CONTRACT.vocab_size
+        assert rollout.sampler_logprobs.size == size
+        assert np.isfinite(rollout.sampler_logprobs).all()
+        assert rollout.sampler_logprobs.max() <= 0
+        assert not np.isin(ids[:-1], _CONTRACT.end_token_ids).any()
+        assert (ids[-1] in _CONTRACT.end_token_ids) == (rollout.finish_reason is FinishReason.EOS)
+        assert [span.start for span in rollout.spans] == [0, *(span.end for span in rollout.spans[:-1])]
+        assert rollout.spans[-1].end == size
+        assert np.isfinite([rollout.reward, *(part.value * part.weight for part in rollout.reward_parts)]).all()
+        assert len(rollout.routed_experts) in (0, ROUTED * (group.prompt_token_ids.size + size - 1))
 
 
-def _refused_inside(plain: PlainPush) -> bool:
-    """Whether the parser refuses one of the groups alone: what is inside lists is looked at later."""
-    try:
-        for data in plain.data:
-            rollout_pb2.Group.FromString(data)
-    except DecodeError:
-        return isinstance(read_all([plain], contract=_CONTRACT, max_prompt_tokens=_MAX_PROMPT)[1], InvalidRequest)
-    return False
+def _change(message: rollout_pb2.Group, draw: random.Random) -> None:
+    """Change one column: a byte of it, its end, or an odd number in it."""
+    name = draw.choice(_COLUMNS)
+    column = bytearray(getattr(message, name))
+    kind = draw.randrange(4)
+    if kind == 0 and column:
+        column[draw.randrange(len(column))] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        del column[draw.randrange(len(column) + 1) :]
+    elif kind == 2:
+        column += draw.choice(_ODD)
+    else:
+        odd = draw.choice(_ODD)
+        at = draw.randrange(max(1, len(column) // len(odd))) * len(odd)
+        column[at : at + len(odd)] = odd
+    setattr(message, name, bytes(column))
+    message.id_bytes = draw.choice((message.id_bytes, message.id_bytes, 0, 1, 4, 5))
 
 
-def _must_be_taken(message: rollout_pb2.PushGroupsRequest, data: bytes) -> bool:
-    """Whether it is what our own samplers send: canonical, with few messages inside and little beside its lists; the scan allowed it."""
-    known = rollout_pb2.PushGroupsRequest.FromString(data)
-    known.DiscardUnknownFields()
-    if not message.HasField("group") or known.SerializeToString(deterministic=True) != data:
-        return False
-    return all(
-        (group.ByteSize() <= SMALL_BYTES or _rest(group) <= REST_BYTES)
-        and _num_objects(group) * OBJECT_BYTES <= group.ByteSize()
-        for group in (message.group, *message.more)
-    )
-
-
-def _rest(group: rollout_pb2.Group) -> int:
-    """Bytes beside the lists, and some for each rollout's own frame."""
-    rest = rollout_pb2.Group.FromString(group.SerializeToString())
-    del rest.prompt_token_ids[:]
-    for rollout in rest.rollouts:
-        del rollout.token_ids[:]
-        del rollout.sampler_logprobs[:]
-    return rest.ByteSize() + 32 * len(rest.rollouts)
-
-
-def _num_objects(group: rollout_pb2.Group) -> int:
-    return sum(1 + len(rollout.spans) + len(rollout.reward_parts) for rollout in group.rollouts)
-
-
-def _arrivals(push: Pushed) -> tuple[list[list[Arrival]], str]:
-    arrivals, error = read_all([push], contract=_CONTRACT, max_prompt_tokens=_MAX_PROMPT)
-    return arrivals, str(error or "")
-
-
-def _honest(draw: random.Random) -> rollout_pb2.Group:
-    length = draw.choice((_LONG, LONGEST, LONGEST)) if draw.random() < 0.1 else draw.randint(1, LONGEST)
-    prompt = [draw.randrange(1000) for _ in range(draw.randint(1, 8))]
-    group = rollout_pb2.Group(
+def _honest(draw: random.Random) -> Group:
+    prompt = np.array([draw.randrange(1000) for _ in range(draw.randint(1, 8))], np.int32)
+    return Group(
+        id=GroupId(site=SiteId("eu-1"), incarnation="b1946ac9", sequence=draw.randrange(1, 300)),
         assignment=draw.randrange(1000),
         prompt_index=draw.randrange(50),
         prompt_token_ids=prompt,
-        rollouts=[_rollout(draw, length, num_prompt=len(prompt)) for _ in range(2)],
+        rollouts=tuple(_rollout(draw, num_prompt=prompt.size) for _ in range(_CONTRACT.group_size)),
         oldest_version=3,
-        state_root="a" * 64,
+        state_root=Digest("a" * 64),
         generation_s=draw.choice((0.0, 1.5)),
         is_seeded=draw.random() < 0.5,
-        traceparent=draw.choice(("", f"00-{'1' * 32}-{'2' * 16}-01")),
+        trace=draw.choice(("", f"00-{'1' * 32}-{'2' * 16}-01")),
     )
-    group.id.site, group.id.incarnation, group.id.sequence = "eu-1", "b1946ac9", draw.randrange(1, 300)
-    return group
 
 
-def _rollout(draw: random.Random, length: int, *, num_prompt: int) -> rollout_pb2.Rollout:
+def _rollout(draw: random.Random, *, num_prompt: int) -> Rollout:
+    length = draw.randint(1, LONGEST)
     ids = [draw.choice((0, 5, 127, 128, 999)) for _ in range(length)]
     if draw.random() < 0.05:
         ids[draw.randrange(length)] = draw.choice((1000, 1001, 2, END))
@@ -160,17 +141,13 @@ def _rollout(draw: random.Random, length: int, *, num_prompt: int) -> rollout_pb
         ids[-1] = draw.choice((2, END))
     cut = draw.randrange(length)
     bounds = [(3, 0, length)] if not cut else [(3, 0, cut), (4, cut, length)]
-    read = num_prompt + length - 1 + (draw.random() < 0.1)
-    return rollout_pb2.Rollout(
-        routed_experts=draw.randbytes(ROUTED * read) if draw.random() < 0.3 else b"",
-        token_ids=ids,
-        sampler_logprobs=[-draw.random()] * length,
-        spans=[rollout_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in bounds],
+    read = num_prompt + length - 1 + (draw.random() < 0.05)
+    return Rollout(
+        token_ids=np.array(ids, np.int32),
+        sampler_logprobs=np.full(length, -draw.random(), np.float32),
+        spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in bounds),
         reward=draw.choice((0.0, 1.0)),
-        reward_parts=[rollout_pb2.RewardPart(name="correct", value=1.0)] * draw.randrange(2),
-        finish_reason=rollout_pb2.FINISH_REASON_EOS if is_end else rollout_pb2.FINISH_REASON_LENGTH,
+        reward_parts=(RewardPart(name="correct", value=1.0),) * draw.randrange(2),
+        finish_reason=FinishReason.EOS if is_end else FinishReason.LENGTH,
+        routed_experts=draw.randbytes(ROUTED * read) if draw.random() < 0.3 else b"",
     )
-
-
-def _any(draw: random.Random) -> Message:
-    return any_message(rollout_pb2.Group, draw)

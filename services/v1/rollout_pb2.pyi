@@ -189,32 +189,6 @@ DROP_REASON_UNIFORM: DropReason.ValueType  # 60
 Global___DropReason: typing_extensions.TypeAlias = DropReason
 
 @typing.final
-class VersionSpan(google.protobuf.message.Message):
-    """VersionSpan stamps tokens with the version that produced them."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    VERSION_FIELD_NUMBER: builtins.int
-    START_FIELD_NUMBER: builtins.int
-    END_FIELD_NUMBER: builtins.int
-    version: builtins.int
-    """Policy version."""
-    start: builtins.int
-    """First token, inclusive."""
-    end: builtins.int
-    """Last token, exclusive."""
-    def __init__(
-        self,
-        *,
-        version: builtins.int = ...,
-        start: builtins.int = ...,
-        end: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "start", b"start", "version", b"version"]) -> None: ...
-
-Global___VersionSpan: typing_extensions.TypeAlias = VersionSpan
-
-@typing.final
 class RewardPart(google.protobuf.message.Message):
     """RewardPart is one named component of a reward."""
 
@@ -222,96 +196,54 @@ class RewardPart(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
-    WEIGHT_FIELD_NUMBER: builtins.int
-    SIGNATURE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the component."""
     value: builtins.float
     """Value of the component."""
-    weight: builtins.float
-    """How often the value counts in the reward; unset: once."""
-    signature: builtins.bytes
-    """Ed25519 signature of the service that computed the value; empty where the learner can compute it again."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         value: builtins.float = ...,
-        weight: builtins.float | None = ...,
-        signature: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_weight", b"_weight", "weight", b"weight"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_weight", b"_weight", "name", b"name", "signature", b"signature", "value", b"value", "weight", b"weight"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_weight", b"_weight"]) -> typing.Literal["weight"] | None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "value", b"value"]) -> None: ...
 
 Global___RewardPart: typing_extensions.TypeAlias = RewardPart
 
 @typing.final
-class Rollout(google.protobuf.message.Message):
-    """Rollout is one completion with the log-probs of the policy that produced it."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TOKEN_IDS_FIELD_NUMBER: builtins.int
-    SAMPLER_LOGPROBS_FIELD_NUMBER: builtins.int
-    SPANS_FIELD_NUMBER: builtins.int
-    REWARD_FIELD_NUMBER: builtins.int
-    REWARD_PARTS_FIELD_NUMBER: builtins.int
-    FINISH_REASON_FIELD_NUMBER: builtins.int
-    ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
-    reward: builtins.float
-    """Reward: the sum of its components, each by its weight."""
-    finish_reason: Global___FinishReason.ValueType
-    """Why the rollout ended."""
-    routed_experts: builtins.bytes
-    """Experts of each token that was read, of prompt and completion, by layer; empty, or the contract's bytes for each."""
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids, the end-of-sequence token included."""
-
-    @property
-    def sampler_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Log-probs of the tokens under the sampler's policy, one per token, finite and at most 0."""
-
-    @property
-    def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
-        """Spans that cover all tokens in order."""
-
-    @property
-    def reward_parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RewardPart]:
-        """Components of the reward."""
-
-    def __init__(
-        self,
-        *,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        sampler_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
-        spans: collections.abc.Iterable[Global___VersionSpan] | None = ...,
-        reward: builtins.float = ...,
-        reward_parts: collections.abc.Iterable[Global___RewardPart] | None = ...,
-        finish_reason: Global___FinishReason.ValueType = ...,
-        routed_experts: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "routed_experts", b"routed_experts", "sampler_logprobs", b"sampler_logprobs", "spans", b"spans", "token_ids", b"token_ids"]) -> None: ...
-
-Global___Rollout: typing_extensions.TypeAlias = Rollout
-
-@typing.final
 class Group(google.protobuf.message.Message):
-    """Group is the G rollouts of one prompt: the unit that travels."""
+    """Group is the G rollouts of one prompt: the unit that travels, always as bytes in a field of another message.
+
+    Fields of type bytes that say "each" are columns: little-endian numbers without gaps, those of the first rollout first.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
     ASSIGNMENT_FIELD_NUMBER: builtins.int
     PROMPT_INDEX_FIELD_NUMBER: builtins.int
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    ROLLOUTS_FIELD_NUMBER: builtins.int
     OLDEST_VERSION_FIELD_NUMBER: builtins.int
     STATE_ROOT_FIELD_NUMBER: builtins.int
     GENERATION_S_FIELD_NUMBER: builtins.int
     IS_SEEDED_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    ID_BYTES_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LENGTHS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    ENDINGS_FIELD_NUMBER: builtins.int
+    SPAN_COUNTS_FIELD_NUMBER: builtins.int
+    SPAN_VERSIONS_FIELD_NUMBER: builtins.int
+    SPAN_LENGTHS_FIELD_NUMBER: builtins.int
+    REWARDS_FIELD_NUMBER: builtins.int
+    PART_COUNTS_FIELD_NUMBER: builtins.int
+    PART_NAMES_FIELD_NUMBER: builtins.int
+    PART_NAME_POSITIONS_FIELD_NUMBER: builtins.int
+    PART_VALUES_FIELD_NUMBER: builtins.int
+    PART_WEIGHTS_FIELD_NUMBER: builtins.int
+    PART_SIGNATURES_FIELD_NUMBER: builtins.int
+    RECORD_LENGTHS_FIELD_NUMBER: builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
     assignment: builtins.int
     """Work assignment that asked for the group."""
     prompt_index: builtins.int
@@ -325,18 +257,44 @@ class Group(google.protobuf.message.Message):
     is_seeded: builtins.bool
     """Whether each token was drawn with the noise that its assignment's seed, version and position name."""
     traceparent: builtins.str
-    """Trace context of the generation, as the W3C header of this name; empty when nobody follows the group."""
+    """Trace context of the generation, as the W3C header of this name; empty when the group is not traced."""
+    id_bytes: builtins.int
+    """Bytes of each token id, 1 to 4: as many as the group's largest id needs."""
+    token_ids: builtins.bytes
+    """Token ids, `id_bytes` each: the prompt's, then each rollout's, its end-of-sequence token included."""
+    lengths: builtins.bytes
+    """Tokens of the prompt, then of each rollout; uint32 each."""
+    logprobs: builtins.bytes
+    """Log-probs of the rollouts' tokens under the sampler's policy, finite and at most 0; float32 each."""
+    endings: builtins.bytes
+    """Why each rollout ended, a FinishReason; uint8 each."""
+    span_counts: builtins.bytes
+    """Spans of each rollout; uint32 each. A span is a run of tokens that one policy version drew."""
+    span_versions: builtins.bytes
+    """Policy version of each span; int64 each."""
+    span_lengths: builtins.bytes
+    """Tokens of each span, which begins where the one before ends; uint32 each."""
+    rewards: builtins.bytes
+    """Reward of each rollout, the sum of its parts, each by its weight; float64 each."""
+    part_counts: builtins.bytes
+    """Parts of each rollout's reward; uint32 each."""
+    part_names: builtins.str
+    """Names of parts, each once, separated by line feeds."""
+    part_name_positions: builtins.bytes
+    """Position of each part's name in `part_names`; uint16 each."""
+    part_values: builtins.bytes
+    """Value of each part; float64 each."""
+    part_weights: builtins.bytes
+    """How often each part's value counts in the reward; float64 each, or empty where all count once."""
+    part_signatures: builtins.bytes
+    """Ed25519 signature of the service that computed each part, zeros where there is none; 64 bytes each, or empty."""
+    record_lengths: builtins.bytes
+    """Bytes of each rollout's record of experts; uint32 each, or empty where no rollout has one."""
+    routed_experts: builtins.bytes
+    """Experts of each token that was read, of prompt and completion, by layer."""
     @property
     def id(self) -> heterorl.v1.common_pb2.GroupId:
         """Identity."""
-
-    @property
-    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids of the prompt."""
-
-    @property
-    def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Rollout]:
-        """Rollouts, all of the run's group size."""
 
     def __init__(
         self,
@@ -344,16 +302,31 @@ class Group(google.protobuf.message.Message):
         id: heterorl.v1.common_pb2.GroupId | None = ...,
         assignment: builtins.int = ...,
         prompt_index: builtins.int = ...,
-        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        rollouts: collections.abc.Iterable[Global___Rollout] | None = ...,
         oldest_version: builtins.int = ...,
         state_root: builtins.str = ...,
         generation_s: builtins.float = ...,
         is_seeded: builtins.bool = ...,
         traceparent: builtins.str = ...,
+        id_bytes: builtins.int = ...,
+        token_ids: builtins.bytes = ...,
+        lengths: builtins.bytes = ...,
+        logprobs: builtins.bytes = ...,
+        endings: builtins.bytes = ...,
+        span_counts: builtins.bytes = ...,
+        span_versions: builtins.bytes = ...,
+        span_lengths: builtins.bytes = ...,
+        rewards: builtins.bytes = ...,
+        part_counts: builtins.bytes = ...,
+        part_names: builtins.str = ...,
+        part_name_positions: builtins.bytes = ...,
+        part_values: builtins.bytes = ...,
+        part_weights: builtins.bytes = ...,
+        part_signatures: builtins.bytes = ...,
+        record_lengths: builtins.bytes = ...,
+        routed_experts: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "generation_s", b"generation_s", "id", b"id", "is_seeded", b"is_seeded", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_token_ids", b"prompt_token_ids", "rollouts", b"rollouts", "state_root", b"state_root", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "endings", b"endings", "generation_s", b"generation_s", "id", b"id", "id_bytes", b"id_bytes", "is_seeded", b"is_seeded", "lengths", b"lengths", "logprobs", b"logprobs", "oldest_version", b"oldest_version", "part_counts", b"part_counts", "part_name_positions", b"part_name_positions", "part_names", b"part_names", "part_signatures", b"part_signatures", "part_values", b"part_values", "part_weights", b"part_weights", "prompt_index", b"prompt_index", "record_lengths", b"record_lengths", "rewards", b"rewards", "routed_experts", b"routed_experts", "span_counts", b"span_counts", "span_lengths", b"span_lengths", "span_versions", b"span_versions", "state_root", b"state_root", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group
 
@@ -497,34 +470,29 @@ Global___AbandonWorkResponse: typing_extensions.TypeAlias = AbandonWorkResponse
 
 @typing.final
 class PushGroupsRequest(google.protobuf.message.Message):
-    """PushGroupsRequest carries one group, or several."""
+    """PushGroupsRequest carries groups, at most as many as the coordinator said at registration that it takes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    GROUP_FIELD_NUMBER: builtins.int
-    MORE_FIELD_NUMBER: builtins.int
-    @property
-    def group(self) -> Global___Group:
-        """Group."""
-
-    @property
-    def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Group]:
-        """Groups after it, in order; only as many as the coordinator said at registration that it takes."""
-
+    GROUPS_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    groups: builtins.bytes
+    """Groups, one behind the other."""
+    sizes: builtins.bytes
+    """Bytes of each group; uint32 each, little-endian."""
     def __init__(
         self,
         *,
-        group: Global___Group | None = ...,
-        more: collections.abc.Iterable[Global___Group] | None = ...,
+        groups: builtins.bytes = ...,
+        sizes: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["group", b"group"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "more", b"more"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "sizes", b"sizes"]) -> None: ...
 
 Global___PushGroupsRequest: typing_extensions.TypeAlias = PushGroupsRequest
 
 @typing.final
 class GroupOutcome(google.protobuf.message.Message):
-    """GroupOutcome is the outcome of one of several groups of a request."""
+    """GroupOutcome is the outcome of one group."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -561,44 +529,21 @@ Global___GroupOutcome: typing_extensions.TypeAlias = GroupOutcome
 
 @typing.final
 class PushGroupsResponse(google.protobuf.message.Message):
-    """PushGroupsResponse is the outcome of one request's groups, in the order of the requests."""
+    """PushGroupsResponse is the outcomes of one request's groups."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ID_FIELD_NUMBER: builtins.int
-    STATUS_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    MESSAGE_FIELD_NUMBER: builtins.int
-    RETRY_AFTER_S_FIELD_NUMBER: builtins.int
-    MORE_FIELD_NUMBER: builtins.int
-    status: Global___PushStatus.ValueType
-    """Outcome."""
-    reason: Global___DropReason.ValueType
-    """Reason of a drop."""
-    message: builtins.str
-    """Sentence for the sampler's log."""
-    retry_after_s: builtins.float
-    """Delay before a retry, seconds."""
+    OUTCOMES_FIELD_NUMBER: builtins.int
     @property
-    def id(self) -> heterorl.v1.common_pb2.GroupId:
-        """Identity of the group."""
-
-    @property
-    def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupOutcome]:
-        """Outcomes of the request's groups after the first one, in order."""
+    def outcomes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupOutcome]:
+        """Outcomes, in the order of the groups."""
 
     def __init__(
         self,
         *,
-        id: heterorl.v1.common_pb2.GroupId | None = ...,
-        status: Global___PushStatus.ValueType = ...,
-        reason: Global___DropReason.ValueType = ...,
-        message: builtins.str = ...,
-        retry_after_s: builtins.float = ...,
-        more: collections.abc.Iterable[Global___GroupOutcome] | None = ...,
+        outcomes: collections.abc.Iterable[Global___GroupOutcome] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "message", b"message", "more", b"more", "reason", b"reason", "retry_after_s", b"retry_after_s", "status", b"status"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes"]) -> None: ...
 
 Global___PushGroupsResponse: typing_extensions.TypeAlias = PushGroupsResponse
 
@@ -642,6 +587,8 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     FLAVOUR_FIELD_NUMBER: builtins.int
     WANTS_NOTE_FIELD_NUMBER: builtins.int
+    group: builtins.bytes
+    """A Group."""
     policy_age_s: builtins.float
     """Time since the publication of its oldest version, seconds."""
     queue_age_s: builtins.float
@@ -652,21 +599,17 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     """Flavour of the weights that it was generated with; empty for those that are trained."""
     wants_note: builtins.bool
     """Whether it is kept as a sample once it is trained on, so that the learner's note of it is wanted."""
-    @property
-    def group(self) -> Global___Group:
-        """Group."""
-
     def __init__(
         self,
         *,
-        group: Global___Group | None = ...,
+        group: builtins.bytes = ...,
         policy_age_s: builtins.float = ...,
         queue_age_s: builtins.float = ...,
         seed: builtins.int | None = ...,
         flavour: builtins.str = ...,
         wants_note: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "group", b"group", "seed", b"seed"]) -> builtins.bool: ...
+    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "seed", b"seed"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "flavour", b"flavour", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed", "wants_note", b"wants_note"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 

@@ -452,13 +452,11 @@ class GetSampleResponse(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     NOTE_FIELD_NUMBER: builtins.int
     EVALUATION_FIELD_NUMBER: builtins.int
+    group: builtins.bytes
+    """A Group; unset for an evaluation."""
     @property
     def summary(self) -> Global___SampleSummary:
         """Its line in the list."""
-
-    @property
-    def group(self) -> heterorl.v1.rollout_pb2.Group:
-        """The group."""
 
     @property
     def note(self) -> Global___SampleNote:
@@ -472,7 +470,7 @@ class GetSampleResponse(google.protobuf.message.Message):
         self,
         *,
         summary: Global___SampleSummary | None = ...,
-        group: heterorl.v1.rollout_pb2.Group | None = ...,
+        group: builtins.bytes | None = ...,
         note: Global___SampleNote | None = ...,
         evaluation: Global___EvaluationSample | None = ...,
     ) -> None: ...

@@ -36,7 +36,7 @@ from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.learner.publish.upload import MAX_MISMATCHES, upload
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
-from tests.support.groups import group_to_pb
+from tests.support.groups import group_to_pb, push_of
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 
@@ -343,15 +343,16 @@ async def test_messages_that_no_value_can_hold_are_refused_one_by_one(served, ru
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
         rollouts = rollout_pb2_grpc.RolloutServiceStub(channel)
         policy = policy_pb2_grpc.PolicyServiceStub(channel)
-        nameless = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+        nameless = push_of(rollout_pb2.Group(lengths=bytes(8)))
         with pytest.raises(grpc.aio.AioRpcError, match="is not registered"):
             _ = [answer async for answer in rollouts.PushGroups(iter_of(nameless))]
-        bad = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()] * 2))
-        bad.group.id.site, bad.group.id.incarnation, bad.group.id.sequence = SITE, INCARNATION, 1
+        group = rollout_pb2.Group(lengths=bytes(12), endings=b"\x63\x63")
+        group.id.site, group.id.incarnation, group.id.sequence = SITE, INCARNATION, 1
+        bad = push_of(group)
         answers = [answer async for answer in rollouts.PushGroups(iter_of(bad, bad))]
         statuses = [rollout_pb2.PUSH_STATUS_DROPPED, rollout_pb2.PUSH_STATUS_DUPLICATE]
-        assert [answer.status for answer in answers] == statuses
-        assert "finish_reason" in answers[0].message
+        assert [answer.outcomes[0].status for answer in answers] == statuses
+        assert "id_bytes" in answers[0].outcomes[0].message
         ledger = (await served.client.get_status()).ledger
         assert (ledger.acked, ledger.dropped, ledger.is_balanced) == (1, {DropReason.INVALID: 1}, True)
         headless = policy_pb2.UploadPayloadRequest(frame=b"x")
@@ -373,15 +374,14 @@ async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_inval
     """Its sampler is answered for good, so the ledger and the watermark know of it too."""
     work = await run.lease(3)
     groups = [group_to_pb(run.group(one)) for one in work]
-    groups[1].rollouts[0].finish_reason = 99
+    groups[1].endings = b"\x63" + groups[1].endings[1:]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
         rollouts = rollout_pb2_grpc.RolloutServiceStub(channel)
 
         async def push(*chosen):
-            requests = iter_of(*(rollout_pb2.PushGroupsRequest(group=group) for group in chosen))
-            return [
-                (answer.id.sequence, answer.status, answer.reason) async for answer in rollouts.PushGroups(requests)
-            ]
+            requests = iter_of(*(push_of(group) for group in chosen))
+            answers = [answer async for answer in rollouts.PushGroups(requests)]
+            return [(one.id.sequence, one.status, one.reason) for answer in answers for one in answer.outcomes]
 
         accepted, dropped = rollout_pb2.PUSH_STATUS_ACCEPTED, rollout_pb2.PUSH_STATUS_DROPPED
         assert await push(*groups) == [
@@ -503,7 +503,7 @@ def _huge(run, work):
 async def test_oversized_message_is_refused_before_parsing_by_an_error_of_its_own(served, run):
     (work,) = await run.lease(1)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
-        message = rollout_pb2.PushGroupsRequest(group=group_to_pb(_huge(run, work)))
+        message = push_of(group_to_pb(_huge(run, work)))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).PushGroups(iter_of(message)):
                 pass

@@ -27,7 +27,7 @@ from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, run_pb2_grpc
 from tests.support.certificates import DAY, Certificates, now, paths
-from tests.support.groups import group_to_pb
+from tests.support.groups import group_to_pb, push_of
 from tests.support.links import PLAINTEXT
 from tests.support.run import INCARNATION, SITE, credits_of
 from tests.support.secure_run import SecureRun, refusals
@@ -154,22 +154,18 @@ async def test_groups_before_one_of_another_site_are_kept_and_the_stream_ends_ty
     (first, second) = await secure.run.lease(2)
     foreign = group_to_pb(secure.run.group(second))
     foreign.id.site = "us-1"
-    own = rollout_pb2.PushGroupsRequest(group=group_to_pb(secure.run.group(first)))
+    own = push_of(group_to_pb(secure.run.group(first)))
     pair = secure.certificates.pair("sampler", "eu-1")
     answers = []
 
-    error = await secure.attempt(
-        pair, "PushGroups", iter([own, rollout_pb2.PushGroupsRequest(group=foreign)]), answers=answers
-    )
+    error = await secure.attempt(pair, "PushGroups", iter([own, push_of(foreign)]), answers=answers)
 
     assert type(error) is PermissionDenied
     assert (await secure.operator.get_status()).ledger.acked == len(answers) == 1
 
 
 async def test_group_that_comes_after_the_revocation_is_not_taken(secure):
-    messages = [
-        rollout_pb2.PushGroupsRequest(group=group_to_pb(secure.run.group(work))) for work in await secure.run.lease(2)
-    ]
+    messages = [push_of(group_to_pb(secure.run.group(work))) for work in await secure.run.lease(2)]
     pair = secure.certificates.pair("sampler", SITE)
     credentials = grpc.ssl_channel_credentials(secure.certificates.ca, pair.key, pair.cert)
     async with grpc.aio.secure_channel(secure.address, credentials) as channel:

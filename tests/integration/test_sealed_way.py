@@ -16,7 +16,7 @@ from heterorl.coordinator.rpc.door import INLINE_BYTES
 from heterorl.coordinator.servicers import arrivals
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.v1 import rollout_pb2
-from tests.support.groups import group_to_bytes, group_to_pb
+from tests.support.groups import group_to_bytes, group_to_pb, push_of
 from tests.support.run import credits_of
 from tests.support.secure_run import SecureRun
 
@@ -55,6 +55,11 @@ async def _raw(secure, role, name, *messages):
         return [answer async for answer in call]
 
 
+def _outcome(answer):
+    (outcome,) = rollout_pb2.PushGroupsResponse.FromString(answer).outcomes
+    return outcome
+
+
 async def test_bytes_are_the_same_at_every_station(secure, outbox):
     (work,) = await secure.run.lease(1)
     group = secure.run.group(work)
@@ -71,26 +76,23 @@ async def test_bytes_are_the_same_at_every_station(secure, outbox):
     assert spooled.data == payload == seal(queued.group).data == group_to_bytes(group)
     # As they are: what left is a field of the message, byte for byte.
     assert payload in answer
-    assert rollout_pb2.StreamGroupsResponse.FromString(answer).group == group_to_pb(group)
+    assert rollout_pb2.StreamGroupsResponse.FromString(answer).group == payload
     assert (digest, num_bytes) == (bytes_digest(payload), len(payload))
 
 
 async def test_push_again_in_another_form_is_the_same_group(secure, outbox):
-    """Programs of before and after push to each other's rows: an outbox outlives them."""
     work = await secure.run.lease(2)
     groups = [dataclasses.replace(secure.run.group(one), trace="evil") for one in work]
     outbox.put(groups, release=[0.0, 0.0])
     spooled, _ = outbox.due(1.0, limit=2, max_bytes=1 << 20)
-    earlier = rollout_pb2.PushGroupsRequest(group=group_to_pb(groups[0])).SerializeToString()
-    newer = rollout_pb2.PushGroupsRequest(
-        group=rollout_pb2.Group.FromString(seal(groups[1]).data + _UNKNOWN)
-    ).SerializeToString()
+    earlier = push_of(group_to_pb(groups[0])).SerializeToString()
+    newer = push_of(rollout_pb2.Group.FromString(seal(groups[1]).data + _UNKNOWN)).SerializeToString()
 
     first = await _raw(secure, "sampler", _PUSH, earlier, newer)
     again = await secure.sampler.push_groups(spooled)
     third = await _raw(secure, "sampler", _PUSH, earlier, newer)
 
-    statuses = [rollout_pb2.PushGroupsResponse.FromString(answer).status for answer in [*first, *third]]
+    statuses = [_outcome(answer).status for answer in [*first, *third]]
     accepted, duplicate = rollout_pb2.PUSH_STATUS_ACCEPTED, rollout_pb2.PUSH_STATUS_DUPLICATE
     assert statuses == [accepted, accepted, duplicate, duplicate]
     assert [outcome.status for outcome in again] == [PushStatus.DUPLICATE] * 2
@@ -99,29 +101,25 @@ async def test_push_again_in_another_form_is_the_same_group(secure, outbox):
     assert [payload for payload, _, _ in await _rows(secure)] == clean
 
 
-async def test_group_with_ids_of_no_vocabulary_is_refused_and_its_digest_is_that_of_before(secure):
+async def test_group_with_ids_of_no_vocabulary_is_refused_and_counted(secure):
     (work,) = await secure.run.lease(1)
     message = group_to_pb(secure.run.group(work))
-    message.rollouts[0].token_ids[0] = 2**32 - 1
-    data = rollout_pb2.PushGroupsRequest(group=message).SerializeToString()
+    message.id_bytes, message.token_ids = 4, b"\xff" * 4 * (len(message.token_ids) // message.id_bytes)
+    data = message.SerializeToString(deterministic=True)
 
-    (answer,) = await _raw(secure, "sampler", _PUSH, data)
+    (answer,) = await _raw(secure, "sampler", _PUSH, push_of(message).SerializeToString())
 
-    assert rollout_pb2.PushGroupsResponse.FromString(answer).reason == rollout_pb2.DROP_REASON_INVALID
-    message.rollouts[0].token_ids[0] = 2**31 - 1
-    clamped = message.SerializeToString(deterministic=True)
-    assert await _rows(secure) == [(None, bytes_digest(clamped), len(clamped))]
+    assert _outcome(answer).reason == rollout_pb2.DROP_REASON_INVALID
+    assert await _rows(secure) == [(None, bytes_digest(data), len(data))]
     assert (await secure.operator.get_status()).ledger.dropped == {DropReason.INVALID: 1}
 
 
 @pytest.mark.parametrize("prompt", [2, INLINE_BYTES], ids=["short", "long"])
 async def test_stores_thread_never_looks_inside_a_group(secure, monkeypatch, prompt):
     looked_by, opened_by = [], []
-    real, sound = seals.unpack_ids, arrivals.are_sound
-    monkeypatch.setattr(seals, "unpack_ids", lambda parts: opened_by.append(threading.get_ident()) or real(parts))
-    monkeypatch.setattr(
-        arrivals, "are_sound", lambda *some, **more: looked_by.append(threading.get_ident()) or sound(*some, **more)
-    )
+    real = arrivals.columns_of
+    monkeypatch.setattr(seals, "columns_of", lambda one: opened_by.append(threading.get_ident()) or real(one))
+    monkeypatch.setattr(arrivals, "columns_of", lambda one: looked_by.append(threading.get_ident()) or real(one))
     store = await secure.core.database.run(lambda _: threading.get_ident())
     loop = threading.get_ident()
     (work,) = await secure.run.lease(1)

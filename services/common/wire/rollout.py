@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import cast
+
+import numpy as np
+from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import SiteId
@@ -23,16 +25,16 @@ from heterorl.common.types.rollout import (
 )
 from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import MAX_INT64
-from heterorl.common.wire.seal import as_bytes, open_group, receive, shell_of
+from heterorl.common.wire.seal import open_group, read_sealed, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2
 
 _LOG = logging.getLogger(__name__)
 TOGETHER_BYTES = 1 << 18
-"""What several groups of one message have at most; a larger one travels alone. So many bytes of groups have
-fewer fields than a coordinator reads of a message."""
-FRAME_BYTES = 8
-"""Of a tag and a length."""
-_PUSHED, _STREAMED = as_bytes("PushGroupsRequest"), as_bytes("StreamGroupsResponse")
+"""Most bytes of several groups in one message; a larger group travels alone."""
+FRAME_BYTES = 16
+"""Of a message around its groups: two tags and lengths."""
+SIZE_BYTES = 4
+"""Of a group's own size in the message."""
 
 
 def group_id_to_pb(value: GroupId) -> common_pb2.GroupId:
@@ -66,27 +68,18 @@ _RETURN_REASON_OF = {pb: value for value, pb in _RETURN_REASON.items()}
 
 
 def outcomes_to_pb(values: Sequence[PushOutcome]) -> rollout_pb2.PushGroupsResponse:
-    """Convert the outcomes of one request's groups, of which there is one at least."""
-    message = outcome_to_pb(values[0])
-    for value in values[1:]:
-        more = message.more.add(
-            status=_STATUS[value.status],
-            reason=_REASON[value.reason] if value.reason else rollout_pb2.DROP_REASON_UNSPECIFIED,
-            message=value.message,
-            retry_after_s=value.retry_after_s,
-        )
-        more.id.site, more.id.incarnation, more.id.sequence = value.id.site, value.id.incarnation, value.id.sequence
-    return message
+    """Convert the outcomes of one request's groups."""
+    return rollout_pb2.PushGroupsResponse(outcomes=[outcome_to_pb(value) for value in values])
 
 
 def outcomes_from_pb(message: rollout_pb2.PushGroupsResponse) -> list[PushOutcome]:
     """Convert the outcomes of one request's groups."""
-    return [outcome_from_pb(message), *(outcome_from_pb(more) for more in message.more)]
+    return [outcome_from_pb(outcome) for outcome in message.outcomes]
 
 
-def outcome_to_pb(value: PushOutcome) -> rollout_pb2.PushGroupsResponse:
+def outcome_to_pb(value: PushOutcome) -> rollout_pb2.GroupOutcome:
     """Convert the outcome of one group."""
-    return rollout_pb2.PushGroupsResponse(
+    return rollout_pb2.GroupOutcome(
         id=group_id_to_pb(value.id),
         status=_STATUS[value.status],
         reason=_REASON[value.reason] if value.reason else rollout_pb2.DROP_REASON_UNSPECIFIED,
@@ -95,7 +88,7 @@ def outcome_to_pb(value: PushOutcome) -> rollout_pb2.PushGroupsResponse:
     )
 
 
-def outcome_from_pb(message: rollout_pb2.PushGroupsResponse | rollout_pb2.GroupOutcome) -> PushOutcome:
+def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
     """Convert the outcome of one group; a status of a newer peer reads as RETRY, so that nothing is forgotten."""
     return PushOutcome(
         id=group_id_from_pb(message.id),
@@ -140,7 +133,7 @@ def work_from_pb(message: rollout_pb2.WorkAssignment) -> WorkAssignment:
 
 def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
     """Group on its way to the learner -> message, around the bytes as they are."""
-    message = _STREAMED(
+    return rollout_pb2.StreamGroupsResponse(
         group=value.sealed.data,
         policy_age_s=value.policy_age_s,
         queue_age_s=value.queue_age_s,
@@ -148,18 +141,16 @@ def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
         flavour=value.flavour,
         wants_note=value.wants_note,
     )
-    # It has the same bytes and the same methods; whoever writes it sees no difference.
-    return cast("rollout_pb2.StreamGroupsResponse", message)
 
 
 def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
     """Message -> group as the learner has it.
 
     Raises:
-        InvalidRequest: an enum value is unknown.
+        MalformedPayload: its bytes are not a group.
     """
     return QueuedGroup(
-        group=receive(message.group)[1],
+        group=open_group(read_sealed(message.group)),
         policy_age_s=message.policy_age_s,
         queue_age_s=message.queue_age_s,
         seed=message.seed if message.HasField("seed") else None,
@@ -231,34 +222,56 @@ def pushes_to_pb(
 ) -> list[tuple[rollout_pb2.PushGroupsRequest, int]]:
     """The messages of groups, in order, each with how many it carries; small groups go together.
 
-    Of a group that no message has room for goes its shell, which has no rollouts, so the coordinator refuses it for
-    good and counts it. Were it never sent, everything behind it in the outbox would wait for ever; were it dropped
-    here, its sequence would be missing for ever.
+    A group larger than any message is sent as its shell, which has no rollouts: the coordinator refuses it for good and
+    counts it. Were it never sent, everything behind it in the outbox would wait for ever; were it dropped here, its
+    sequence would be missing for ever.
     """
     pushed: list[tuple[rollout_pb2.PushGroupsRequest, int]] = []
     together: list[bytes] = []
-    num_bytes = 0
+    num_bytes = FRAME_BYTES
     for sealed in groups:
         data = sealed.data
-        # A tag and a length stand in front of each.
-        if len(data) + FRAME_BYTES > limit_bytes and _PUSHED(group=data).ByteSize() > limit_bytes:
+        if FRAME_BYTES + SIZE_BYTES + len(data) > limit_bytes:
             _LOG.error(
-                "group %d of site %s is lost: its message has %d bytes, the coordinator's max_message_bytes is %d",
+                "group %d of site %s is lost: it has %d bytes, the coordinator's max_message_bytes is %d",
                 sealed.id.sequence,
                 sealed.id.site,
-                _PUSHED(group=data).ByteSize(),
+                len(data),
                 limit_bytes,
             )
             data = shell_of(sealed)
-        size = len(data) + FRAME_BYTES
+        size = len(data) + SIZE_BYTES
         if together and (len(together) >= limit_groups or num_bytes + size > min(TOGETHER_BYTES, limit_bytes)):
             pushed.append(_push_of(together))
-            together, num_bytes = [], 0
+            together, num_bytes = [], FRAME_BYTES
         together.append(data)
         num_bytes += size
     return [*pushed, _push_of(together)] if together else pushed
 
 
 def _push_of(groups: Sequence[bytes]) -> tuple[rollout_pb2.PushGroupsRequest, int]:
-    message = _PUSHED(group=groups[0], more=groups[1:])
-    return cast("rollout_pb2.PushGroupsRequest", message), len(groups)
+    sizes = np.array([len(data) for data in groups], "<u4").tobytes()
+    return rollout_pb2.PushGroupsRequest(groups=b"".join(groups), sizes=sizes), len(groups)
+
+
+def pushed_from_pb(message: rollout_pb2.PushGroupsRequest, *, limit_groups: int) -> list[rollout_pb2.Group]:
+    """The groups of a push, in order.
+
+    Raises:
+        InvalidRequest: the sizes are not those of its groups, there are too many, or one is no group.
+    """
+    if len(message.sizes) % SIZE_BYTES:
+        raise InvalidRequest(f"sizes: {len(message.sizes)} bytes, {SIZE_BYTES} for each group")
+    sizes = np.frombuffer(message.sizes, "<u4").tolist()
+    if not 0 < len(sizes) <= limit_groups:
+        raise InvalidRequest(f"sizes: {len(sizes)} groups, a message carries 1 to {limit_groups}")
+    if sum(sizes) != len(message.groups):
+        raise InvalidRequest(f"groups: {len(message.groups)} bytes, sizes states {sum(sizes)}")
+    groups, start = [], 0
+    for size in sizes:
+        try:
+            groups.append(rollout_pb2.Group.FromString(message.groups[start : start + size]))
+        except DecodeError as error:
+            raise InvalidRequest(f"groups: not a group: {error}") from error
+        start += size
+    return groups

@@ -1,7 +1,7 @@
 """Protobuf <-> kept samples: lines of a list, and whole samples.
 
 What is kept is bytes: of a group its canonical ones (heterorl.common.wire.seal), of a note and of an evaluation those
-of their messages. `outline` reads of a group what a list needs, without making numbers of its tokens.
+of their messages. `outline` reads of a group what a list needs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from heterorl.common.types.sample import (
     SampleRollout,
     SampleSummary,
 )
+from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
 from heterorl.common.wire.sample_notes import evaluation_from_pb, floats, ids, note_from_pb
-from heterorl.common.wire.seal import as_bytes, open_group, read_sealed
+from heterorl.common.wire.seal import group_message, open_group, read_sealed
 from heterorl.v1 import rollout_pb2, sample_pb2
 
 _KIND = {
@@ -36,8 +37,6 @@ _KIND = {
     SampleKind.EVALUATION: sample_pb2.SAMPLE_KIND_EVALUATION,
 }
 _KIND_OF = {pb: value for value, pb in _KIND.items()}
-_GROUP = as_bytes("Group")
-_LOGPROB_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +62,11 @@ class StoredSample:
 
 def outline(data: bytes) -> Outline:
     """The outline of a group's canonical bytes."""
-    rollouts = _GROUP.FromString(data).rollouts
+    columns = columns_of(group_message(data))
     return _outline(
-        [rollout.reward for rollout in rollouts],
-        num_truncated=sum(rollout.finish_reason == rollout_pb2.FINISH_REASON_LENGTH for rollout in rollouts),
-        num_tokens=sum(len(rollout.sampler_logprobs) for rollout in rollouts) // _LOGPROB_BYTES,
+        columns.rewards.tolist(),
+        num_truncated=int((columns.endings == rollout_pb2.FINISH_REASON_LENGTH).sum()),
+        num_tokens=columns.token_ids.size,
     )
 
 
@@ -140,7 +139,7 @@ def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
     if value.summary.kind is SampleKind.EVALUATION:
         message.evaluation.MergeFromString(value.content)
         return message
-    message.group.MergeFromString(value.content)
+    message.group = value.content
     if value.note:
         message.note.MergeFromString(value.note)
     return message
@@ -156,7 +155,7 @@ def sample_from_pb(message: sample_pb2.GetSampleResponse) -> Sample:
     if message.HasField("evaluation"):
         evaluation = evaluation_from_pb(message.evaluation)
         return Sample(summary=summary, prompt=evaluation.prompt, answer=evaluation.answer, rollouts=evaluation.rollouts)
-    group = open_group(read_sealed(message.group.SerializeToString(deterministic=True)))
+    group = open_group(read_sealed(message.group))
     return _of_group(summary, group, note_from_pb(message.note) if message.HasField("note") else None)
 
 

@@ -6,17 +6,12 @@ import numpy as np
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Float32Array, Int32Array, SiteId
-from heterorl.common.types.rollout import FinishReason, RewardPart
+from heterorl.common.types.rollout import RewardPart
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, SampleRollout
+from heterorl.common.wire.columns import FINISH, FINISH_OF
 from heterorl.common.wire.common import MAX_INT32
 from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
 from heterorl.v1 import rollout_pb2, sample_pb2
-
-_FINISH = {
-    FinishReason.EOS: rollout_pb2.FINISH_REASON_EOS,
-    FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
-}
-_FINISH_OF = {pb: value for value, pb in _FINISH.items()}
 
 
 def note_to_pb(value: SampleNote) -> sample_pb2.SampleNote:
@@ -74,7 +69,7 @@ def evaluation_to_pb(value: EvaluationSample) -> sample_pb2.EvaluationSample:
                 completion=_text(rollout.completion),
                 reward=rollout.reward,
                 reward_parts=_parts_to_pb(rollout.reward_parts),
-                finish_reason=_FINISH[rollout.finish_reason],
+                finish_reason=FINISH[rollout.finish_reason],
                 token_ids=rollout.token_ids.tolist(),
                 logprobs=rollout.sampler_logprobs.tolist(),
             )
@@ -101,7 +96,7 @@ def evaluation_from_pb(message: sample_pb2.EvaluationSample) -> EvaluationSample
 
 
 def _evaluated(message: sample_pb2.EvaluatedRollout) -> SampleRollout:
-    finish = _FINISH_OF.get(message.finish_reason)
+    finish = FINISH_OF.get(message.finish_reason)
     if finish is None:
         raise InvalidRequest(f"evaluations.rollouts.finish_reason: {message.finish_reason} is not a reason")
     return SampleRollout(

@@ -1,6 +1,6 @@
 """Whether a pushed group may be trained on: pure, with the reason and a sentence that names the field.
 
-What is inside is judged of the opened group, before its commit begins; its surroundings of the sealed one, within it.
+The numbers are judged of their columns, before the commit begins; the surroundings of the sealed group, within it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import (
@@ -16,10 +17,9 @@ from heterorl.common.types.rollout import (
     MAX_REWARD_PARTS,
     DropReason,
     FinishReason,
-    Group,
-    Rollout,
     SealedGroup,
 )
+from heterorl.common.wire.columns import FINISH, FINISH_OF, Columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,76 +79,99 @@ def size_problem(num_bytes: int, max_group_bytes: int) -> str:
     return f"group: {num_bytes} bytes, at most {max_group_bytes} fit max_message_bytes"
 
 
-def content_problem(group: Group, contract: Contract, *, max_prompt_tokens: int) -> str:
-    """What is wrong with what a group says, whatever surrounds it; empty when nothing is."""
-    if group.prompt_token_ids.size > max_prompt_tokens:
-        return f"prompt_token_ids: {group.prompt_token_ids.size} tokens, max_prompt_tokens is {max_prompt_tokens}"
-    if len(group.rollouts) != contract.group_size:
-        return f"rollouts: {len(group.rollouts)}, the group size is {contract.group_size}"
-    prompt = group.prompt_token_ids
-    if prompt.size == 0 or prompt.min() < 0 or prompt.max() >= contract.vocab_size:
-        return f"prompt_token_ids: empty or outside 0..{contract.vocab_size - 1}"
+def content_problem(group: Columns, contract: Contract, *, max_prompt_tokens: int) -> str:
+    """What is wrong with the numbers of a group, of which columns are known to agree; empty when nothing is.
+
+    One pass of each column over all rollouts: no rollout becomes an object.
+    """
+    if group.prompt.size > max_prompt_tokens:
+        return f"prompt: {group.prompt.size} tokens, max_prompt_tokens is {max_prompt_tokens}"
+    if group.lengths.size != contract.group_size:
+        return f"lengths: {group.lengths.size} rollouts, the group size is {contract.group_size}"
+    if group.prompt.size == 0 or group.prompt.max() >= contract.vocab_size:
+        return f"prompt: empty or outside 0..{contract.vocab_size - 1}"
     if not math.isfinite(group.generation_s) or group.generation_s < 0:
         return "generation_s: not a duration"
-    for number, rollout in enumerate(group.rollouts):
-        problem = _rollout_problem(rollout, contract) or record_problem(
-            len(rollout.routed_experts), contract, num_read=prompt.size + rollout.token_ids.size - 1
-        )
-        if problem:
-            return f"rollouts[{number}].{problem}"
-    oldest = min(span.version for rollout in group.rollouts for span in rollout.spans)
+    problem = _lengths_problem(group, contract) or _tokens_problem(group, contract) or _rewards_problem(group)
+    if problem:
+        return problem
+    ends = np.cumsum(group.lengths)
+    span_ends = np.cumsum(group.span_lengths)
+    if (group.span_lengths < 1).any() or not np.array_equal(span_ends[np.cumsum(group.span_counts) - 1], ends):
+        return "span_lengths: the spans do not cover each rollout's tokens"
+    oldest = int(group.span_versions.min())
     if oldest != group.oldest_version:
         return f"oldest_version: {group.oldest_version}, the spans say {oldest}"
     return ""
 
 
-def record_problem(num_bytes: int, contract: Contract, *, num_read: int) -> str:
-    """What is wrong with the size of a record of experts, where `num_read` tokens were read; none is always right.
+def _lengths_problem(group: Columns, contract: Contract) -> str:
+    longest = contract.sampling.max_new_tokens
+    if (wrong := _first((group.lengths < 1) | (group.lengths > longest))) is not None:
+        return f"lengths: rollout {wrong} has {group.lengths[wrong]} tokens, allowed are 1..{longest}"
+    if (wrong := _first(group.span_counts < 1)) is not None:
+        return f"span_counts: rollout {wrong} has no span"
+    records = (group.prompt.size + group.lengths - 1) * contract.routed_token_bytes
+    if (wrong := _first((group.record_lengths != 0) & (group.record_lengths != records))) is not None:
+        return (
+            f"record_lengths: rollout {wrong} has {group.record_lengths[wrong]} bytes of experts;"
+            f" 0 or {records[wrong]} is right"
+        )
+    return ""
 
-    Which experts a model has, the learner knows.
-    """
-    expected = num_read * contract.routed_token_bytes
-    return "" if num_bytes in (0, expected) else f"routed_experts: {num_bytes} bytes; empty or {expected} is right"
 
-
-def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
-    length, logprobs = rollout.token_ids.size, rollout.sampler_logprobs
-    if not 0 < length <= contract.sampling.max_new_tokens:
-        return f"token_ids: {length} tokens, allowed are 1..{contract.sampling.max_new_tokens}"
-    if logprobs.size != length:
-        return f"sampler_logprobs: {logprobs.size} for {length} tokens"
-    if rollout.token_ids.min() < 0 or rollout.token_ids.max() >= contract.vocab_size:
-        return f"token_ids: outside 0..{contract.vocab_size - 1}"
-    problem = ending_problem(rollout, contract)
+def _tokens_problem(group: Columns, contract: Contract) -> str:
+    if group.token_ids.max() >= contract.vocab_size:
+        wrong = _rollout_of(group, int(group.token_ids.argmax()))
+        return f"token_ids: rollout {wrong} has a token outside 0..{contract.vocab_size - 1}"
+    problem = ending_problem(group, contract)
     if problem:
         return problem
-    if not np.isfinite(logprobs).all() or logprobs.max() > 0:
-        return "sampler_logprobs: not all finite and at most 0"
-    parts = rollout.reward_parts
-    if not math.isfinite(rollout.reward) or not all(
-        math.isfinite(part.value) and math.isfinite(part.weight) for part in parts
-    ):
-        return "reward: not finite"
-    if len(parts) > MAX_REWARD_PARTS or any(len(part.name) > MAX_PART_NAME for part in parts):
-        return "reward_parts: too many or too long names"
-    position = 0
-    for span in rollout.spans:
-        if span.start != position or span.end <= span.start:
-            return "spans: do not cover the tokens in order"
-        position = span.end
-    return "" if position == length else "spans: do not cover the tokens in order"
+    if not np.isfinite(group.logprobs).all() or group.logprobs.max() > 0:
+        wrong = _rollout_of(group, int((~(np.isfinite(group.logprobs) & (group.logprobs <= 0))).argmax()))
+        return f"logprobs: those of rollout {wrong} are not all finite and at most 0"
+    return ""
 
 
-def ending_problem(rollout: Rollout, contract: Contract) -> str:
+def ending_problem(group: Columns, contract: Contract) -> str:
     """A completion ends with an end token or at the longest length, and has no end token before its end."""
     ends = contract.end_token_ids
     if not ends:
         return ""
-    is_end = np.isin(rollout.token_ids, ends)
-    if is_end[:-1].any():
-        return f"token_ids: the end token {rollout.token_ids[int(is_end.argmax())]} stands before the end"
-    if bool(is_end[-1]) != (rollout.finish_reason is FinishReason.EOS):
-        return f"finish_reason: {rollout.finish_reason.value}, the last token is {rollout.token_ids[-1]}"
-    if not is_end[-1] and rollout.token_ids.size < contract.sampling.max_new_tokens:
-        return f"token_ids: {rollout.token_ids.size} tokens without the end token {' or '.join(map(str, ends))}"
+    is_end = np.zeros(group.token_ids.size, np.bool_)
+    for token in ends:
+        is_end |= group.token_ids == token
+    last = np.cumsum(group.lengths) - 1
+    is_ended = is_end[last]
+    is_end[last] = False
+    if is_end.any():
+        at = int(is_end.argmax())
+        return f"token_ids: rollout {_rollout_of(group, at)} has end token {group.token_ids[at]} before its end"
+    says_ended = group.endings == FINISH[FinishReason.EOS]
+    if (wrong := _first(is_ended != says_ended)) is not None:
+        said = FINISH_OF[int(group.endings[wrong])].value
+        return f"endings: rollout {wrong} says {said}, its last token is {group.token_ids[last[wrong]]}"
+    if (wrong := _first(~is_ended & (group.lengths < contract.sampling.max_new_tokens))) is not None:
+        tokens = " or ".join(map(str, ends))
+        return f"token_ids: rollout {wrong} has {group.lengths[wrong]} tokens without the end token {tokens}"
     return ""
+
+
+def _rewards_problem(group: Columns) -> str:
+    if not (np.isfinite(group.rewards).all() and np.isfinite(group.part_values).all()):
+        return "rewards: not finite"
+    if not np.isfinite(group.part_weights).all():
+        return "part_weights: not finite"
+    if (wrong := _first(group.part_counts > MAX_REWARD_PARTS)) is not None:
+        return f"part_counts: rollout {wrong} has {group.part_counts[wrong]} parts, at most {MAX_REWARD_PARTS}"
+    if any(len(name) > MAX_PART_NAME or not name.isprintable() for name in group.names):
+        return f"part_names: a name has at most {MAX_PART_NAME} characters, all printable"
+    return ""
+
+
+def _rollout_of(group: Columns, token: int) -> int:
+    return int(np.searchsorted(np.cumsum(group.lengths), token, side="right"))
+
+
+def _first(is_wrong: NDArray[np.bool_]) -> int | None:
+    return int(is_wrong.argmax()) if is_wrong.any() else None

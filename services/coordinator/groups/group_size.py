@@ -17,7 +17,7 @@ ACTION = (
 
 def worst_bytes(contract: Contract, *, max_prompt_tokens: int) -> int:
     """Bytes of the largest group that the contract allows."""
-    token_bytes = _varint_bytes(max(0, contract.vocab_size - 1))
+    token_bytes = max(1, -(-max(0, contract.vocab_size - 1).bit_length() // 8))
     rollout = contract.sampling.max_new_tokens * (token_bytes + LOGPROB_BYTES) + ROLLOUT_OVERHEAD_BYTES
     # Every rollout has the experts of its prompt's tokens, too.
     rollout += (max_prompt_tokens + contract.sampling.max_new_tokens) * contract.routed_token_bytes
@@ -36,7 +36,3 @@ def problem_of(contract: Contract, config: CoordinatorConfig) -> str:
         f" {contract.group_size} rollouts of {contract.sampling.max_new_tokens} tokens and a prompt of"
         f" {config.max_prompt_tokens}, which needs up to {worst} bytes"
     )
-
-
-def _varint_bytes(number: int) -> int:
-    return max(1, -(-number.bit_length() // 7))

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.sample import kind_of
+from heterorl.common.wire.columns import Columns, columns_of
 from heterorl.common.wire.common import bytes_digest
-from heterorl.common.wire.seal import open_group, sealed
+from heterorl.common.wire.seal import group_message, sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
 from heterorl.coordinator.groups.admission import Facts, content_problem, judge, size_problem
@@ -54,20 +55,15 @@ class Surroundings:
     instant: float
 
 
-def examined(group: SealedGroup, inside: Group, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
+def examined(group: SealedGroup, columns: Columns, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
     """Judge a group's content and digest its bytes: all that takes its tokens, so that no commit waits for it."""
-    return sound(group, problem=content_problem(inside, contract, max_prompt_tokens=max_prompt_tokens))
-
-
-def sound(group: SealedGroup, *, problem: str = "") -> Arrival:
-    """Digest the bytes of a group whose content was judged; nothing is wrong with it where no problem is named."""
     return Arrival(
         id=group.id,
         assignment=group.assignment,
         oldest_version=group.oldest_version,
         num_bytes=len(group.data),
         digest=bytes_digest(group.data),
-        problem=problem,
+        problem=content_problem(columns, contract, max_prompt_tokens=max_prompt_tokens),
         sealed=group,
     )
 
@@ -76,8 +72,9 @@ def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config:
     """The same, of a group that a caller in this process pushed; one that was examined stays as it is."""
     if isinstance(entry, Arrival):
         return entry
-    inside = entry if isinstance(entry, Group) else open_group(entry)
-    return examined(sealed(entry), inside, contract, max_prompt_tokens=config.max_prompt_tokens)
+    group = sealed(entry)
+    columns = columns_of(group_message(group.data))
+    return examined(group, columns, contract, max_prompt_tokens=config.max_prompt_tokens)
 
 
 def take(connection: Connection, arrived: Arrival, around: Surroundings) -> PushOutcome:

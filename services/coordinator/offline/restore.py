@@ -177,7 +177,7 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
     except ImportError:
         raise DependencyMissing("psycopg", "postgres") from None
     from heterorl.coordinator.store.postgres.engine import connect, lock_soon
-    from heterorl.coordinator.store.postgres.schema import MIGRATIONS, WRITER
+    from heterorl.coordinator.store.postgres.schema import WHOLE, WRITER
 
     with contextlib.closing(connect(url)) as raw:
         if not lock_soon(raw):
@@ -188,7 +188,7 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
                     raise ConfigError(
                         "store.url", "there is a store already", action="name an empty database or schema"
                     )
-                raw.execute((WRITER + MIGRATIONS.whole).encode())
+                raw.execute((WRITER + WHOLE).encode())
                 yield raw
         except psycopg.Error as error:
             raise OperatorError(f"PostgreSQL refuses: {' '.join(str(error).split())[:300]}") from error

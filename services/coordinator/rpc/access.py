@@ -1,6 +1,6 @@
 """Who may call what: one table of rpc against role, and everything that is not in it is refused.
 
-What a request may contain stands in a table beside it, heterorl.coordinator.rpc.bounds.
+Bounds on a request's content are in heterorl.coordinator.rpc.bounds.
 
 Guarantees: decisions are pure. An rpc without a row is refused for everybody; a sampler speaks for its own site only.
 """
@@ -18,17 +18,15 @@ from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal
 class Rule:
     """Who may call one rpc, where its requests state a site that must be the caller's own, and how often at once.
 
-    `more` is the field of the request with further entries like the first one, whose site stands at the same place.
     `of_learner` is the field that a learner has to state. `at_once` is how many calls of it one certificate may have
     under way; 0 is no bound but that on all its calls.
 
     Example:
-        Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4)
+        Rule(frozenset({Role.SAMPLER}), site=("id", "site"), at_once=4)
     """
 
     roles: frozenset[Role]
     site: tuple[str, ...] = ()
-    more: str = ""
     at_once: int = 0
     of_learner: str = ""
 
@@ -66,9 +64,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.PolicyService/ReadPayload": _READS_PAYLOADS,
         "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/AbandonWork": _OWN_SITE,
-        "/heterorl.v1.RolloutService/PushGroups": Rule(
-            frozenset({Role.SAMPLER}), site=("group", "id", "site"), more="more", at_once=4
-        ),
+        "/heterorl.v1.RolloutService/PushGroups": Rule(frozenset({Role.SAMPLER}), site=("id", "site"), at_once=4),
         # The learner names groups of all sites: it holds their lease.
         "/heterorl.v1.RolloutService/StreamGroups": _LEARNER,
         "/heterorl.v1.RolloutService/AbandonGroups": _LEARNER,
@@ -125,10 +121,7 @@ def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
         return Refusal(reason=RefusalReason.ROLE, message=f"a learner states {rule.of_learner} with {method}")
     if not rule.site or not isinstance(peer, Identity):
         return None
-    stated = [_at(request, rule.site)]
-    if rule.more:
-        stated += [_at(entry, rule.site[1:]) for entry in getattr(request, rule.more)]
-    for value in stated:
+    for value in (_at(entry, rule.site) for entry in (request if isinstance(request, list) else [request])):
         if value != peer.site:
             return Refusal(reason=RefusalReason.SITE, message=f"{peer.site} may not speak for site {str(value)[:64]!r}")
     return None

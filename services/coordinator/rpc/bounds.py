@@ -1,4 +1,4 @@
-"""How much of what a peer may state: one table of bounds on every repeated field, text and bytes field of a request.
+"""Bounds on a request: one table for every repeated field, text and bytes field, and the length of messages.
 
 A field without a row has the bound of its type, so a new field is bounded before anybody thinks of it. Bounds are what
 no honest program reaches; what a run allows beyond them (its contract, its quotas) is judged later and field by field.
@@ -17,6 +17,7 @@ from heterorl.common.types.common import MAX_END_TOKENS
 from heterorl.common.types.evaluation import MAX_PARTS, MAX_SAMPLES, MAX_TEXT, PART_SAMPLES
 from heterorl.common.weights.container import FRAME_BYTES
 from heterorl.common.wire.statement import MAX_STATEMENT_BYTES
+from heterorl.v1.rollout_pb2 import Group
 
 
 class Text(enum.Enum):
@@ -52,14 +53,16 @@ _NAME = Bound(length=64, text=Text.NAME)
 _DIGEST = Bound(length=64)
 _PROSE = Bound(length=4096, text=Text.PROSE)
 _TOKENS = Bound(count=MAX_TOKENS)
+_COLUMN = Bound(length=512 << 20)
+"""The message's own length is the bound."""
 _EVALUATION_TEXT = Bound(length=MAX_TEXT, text=Text.PROSE)
 _TEXTS = Bound(length=MAX_TOKENS, text=Text.PROSE)
 """Of prompts and completions; how much of them one message holds, its own limit says."""
 _OF_LEARNER = Bound(count=1 << 15)
 """Entries that only a learner sends, one for each group or step of a version."""
-MAX_TAGS = 1 << 16
-"""Fields of all kinds in one message, those inside others included: 256 completions with 64 reward parts each."""
-TAGS: Mapping[str, int] = MappingProxyType(
+MAX_FIELDS = 1 << 16
+"""Fields of all kinds in one message, those inside others included."""
+FIELDS: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(
         (
             "PublishVersionRequest",
@@ -72,6 +75,23 @@ TAGS: Mapping[str, int] = MappingProxyType(
     )
 )
 """The same for messages that only a learner sends."""
+SMALL_BYTES = 1 << 20
+"""Of a request without a row below. Parsed, a request of many small entries takes some 50 times its bytes."""
+LONG = frozenset(
+    {
+        "PushGroupsRequest",
+        "PushEvaluationRequest",
+        "UploadPayloadRequest",
+        "PublishVersionRequest",
+        "StreamGroupsRequest",
+        "AbandonGroupsRequest",
+        "RejectGroupsRequest",
+        "NoteSamplesRequest",
+        "PushLearnerMetricsRequest",
+        "DiagnoseRequest",
+    }
+)
+"""Requests that may be as long as `max_message_bytes`."""
 
 BOUNDS: Mapping[str, Bound] = MappingProxyType(
     {
@@ -113,13 +133,10 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "LeaseWorkRequest.incarnation": _NAME,
         "AbandonWorkRequest.site": _NAME,
         "AbandonWorkRequest.incarnation": _NAME,
-        "PushGroupsRequest.more": Bound(count=PUSH_GROUPS - 1),
-        "Group.prompt_token_ids": _TOKENS,
-        "Rollout.token_ids": _TOKENS,
-        "Rollout.sampler_logprobs": _TOKENS,
-        "Rollout.reward_parts": Bound(count=256),
-        "Rollout.routed_experts": Bound(length=512 << 20),
-        "RewardPart.signature": Bound(length=64),
+        "PushGroupsRequest.groups": _COLUMN,
+        "PushGroupsRequest.sizes": _COLUMN,
+        **{f"Group.{field.name}": _COLUMN for field in Group.DESCRIPTOR.fields if field.type == field.TYPE_BYTES},
+        "Group.part_names": Bound(length=1 << 20, text=Text.PROSE),
         "StreamGroupsRequest.held": _OF_LEARNER,
         "AbandonGroupsRequest.ids": _OF_LEARNER,
         "AbandonGroupsRequest.reason": _PROSE,
@@ -188,9 +205,9 @@ def bound_of(message: str, field: str) -> Bound:
     return BOUNDS.get(f"{message}.{field}", DEFAULT)
 
 
-def tags_of(message: str) -> int:
-    """Most fields of all kinds in a request (its name without the package)."""
-    return TAGS.get(message, MAX_TAGS)
+def bytes_problem(data: bytes, bound: Bound) -> str:
+    """What is wrong with bytes; empty when nothing is."""
+    return f"{len(data)} bytes, at most {bound.length} are taken" if len(data) > bound.length else ""
 
 
 def text_problem(text: str, bound: Bound) -> str:

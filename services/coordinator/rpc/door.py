@@ -2,7 +2,7 @@
 
 gRPC reads and parses the one message of a unary call before any handler runs. On the wire a unary call is a stream of
 one message, so every handler is installed as one of streams, and its messages are read here: admitted first, counted,
-bounded field by field, then parsed, long ones on a thread. Answers that can be long are written as streams of one
+parsed, long ones on a thread, and bounded field by field. Answers that can be long are written as streams of one
 too, so that a place is held until the answer has left.
 
 Guarantees: no handler runs before its caller is admitted, and no byte of a request is read before either. A certificate
@@ -27,16 +27,18 @@ from heterorl.common.identity.identity import Identity, Peer, Role
 from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.budget import Budget
 from heterorl.common.rpc.lanes import Holder, Room
+from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.coordinator.rpc.access import RULES
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.gate import Gate
-from heterorl.coordinator.rpc.plain import read_push
-from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse, parse_soon
+from heterorl.coordinator.rpc.parsing import can_be_long, check, parse
+from heterorl.v1 import rollout_pb2
 
 INLINE_BYTES = 1 << 14
-"""Messages up to this size are parsed on the event loop, unless they have many fields."""
-PLAIN_BYTES = 1 << 22
-"""Pushes up to this size are tried as plain ones, on the event loop too: they are copied, and little more."""
+"""Messages up to this size are parsed on the event loop."""
+PUSH_INLINE_BYTES = 1 << 22
+"""The same for pushes, which parsing copies."""
 PUSH = "/heterorl.v1.RolloutService/PushGroups"
 PARSED_BYTES = 4
 """Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
@@ -129,23 +131,20 @@ class Door(grpc.aio.ServerInterceptor):
         self._parsing = asyncio.Semaphore(1)
 
     async def message(self, method: str, peer: Peer, data: bytes) -> Any:
-        """Check and parse one message; a push in canonical form is read as a plain one.
+        """Check and parse one message; a push becomes its groups.
 
         Raises:
             InvalidRequest: it breaks its format or a bound.
             Unauthenticated, PermissionDenied: not from this caller.
         """
         self._gate.recheck(peer)
-        request = _descriptor(method).input_type
-        message: Any = None
-        if method == PUSH and len(data) <= PLAIN_BYTES:
-            message = read_push(data)
-        if message is None and (len(data) <= INLINE_BYTES or not has_repeated(request)):
-            message = parse_soon(data, request)
-        if message is None:
+        read = _pushed if method == PUSH else functools.partial(parse, descriptor=_descriptor(method).input_type)
+        if len(data) <= (PUSH_INLINE_BYTES if method == PUSH else INLINE_BYTES):
+            message: Any = read(data)
+        else:
             async with self._parsing:
                 # To its end: a call that goes away keeps its room and the place while its thread runs.
-                message = await in_thread(parse, data, request)
+                message = await in_thread(read, data)
         self._gate.check_request(method, peer, message)
         return message
 
@@ -208,6 +207,15 @@ class Door(grpc.aio.ServerInterceptor):
                 yield peer, requests
             finally:
                 requests.close()
+
+
+def _pushed(data: bytes) -> list[rollout_pb2.Group]:
+    message = parse(data, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+    assert isinstance(message, rollout_pb2.PushGroupsRequest)
+    groups = pushed_from_pb(message, limit_groups=PUSH_GROUPS)
+    for group in groups:
+        check(group)
+    return groups
 
 
 @functools.cache

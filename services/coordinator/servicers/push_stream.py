@@ -24,7 +24,6 @@ from heterorl.coordinator.groups.intake import Arrival
 from heterorl.coordinator.rollout import RolloutColumn
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.coordinator.servicers import arrivals
-from heterorl.coordinator.servicers.arrivals import Pushed
 from heterorl.v1 import rollout_pb2
 
 READ_AHEAD = 16
@@ -33,6 +32,8 @@ BATCH_BYTES = 4 << 20
 """Of those that are looked at together and share a commit; a larger one is alone."""
 COMMITS = 3
 """Commits of one push stream that are under way."""
+Pushed = Sequence[rollout_pb2.Group]
+"""A push as the door has it."""
 _Sized = tuple[Pushed, int]
 """A push and its bytes on the wire."""
 _Answers = asyncio.Future[list[PushOutcome]]
@@ -50,9 +51,7 @@ class PushStreams:
         self._contract: Contract | None = None
         self._converting = asyncio.Semaphore(1)
 
-    async def outcomes(
-        self, requests: AsyncIterator[rollout_pb2.PushGroupsRequest]
-    ) -> AsyncIterator[Sequence[PushOutcome]]:
+    async def outcomes(self, requests: AsyncIterator[Pushed]) -> AsyncIterator[Sequence[PushOutcome]]:
         """The outcomes of each message's groups, in order.
 
         Raises:
@@ -107,7 +106,7 @@ class PushStreams:
                         break
                     batch.append(entry[0])
                     num_bytes += entry[1]
-                entries, error = await self._look_at(batch, num_bytes)
+                entries = await self._look_at(batch, num_bytes)
                 batch.clear()
                 if entries:
                     await commits.acquire()
@@ -116,8 +115,6 @@ class PushStreams:
                     # Nobody may ask any more.
                     answers.add_done_callback(_note)
                     await committing.put(([len(groups) for groups in entries], answers))
-                if error is not None:
-                    raise error
                 if waiting is None and is_open:
                     waiting = await arrived.get()
         except Exception:
@@ -125,8 +122,8 @@ class PushStreams:
             raise
         await committing.put(None)
 
-    async def _look_at(self, batch: list[Pushed], num_bytes: int) -> tuple[list[list[Arrival]], Exception | None]:
-        """The arrivals of each message, in order; a group that no value can hold is invalid like any other."""
+    async def _look_at(self, batch: list[Pushed], num_bytes: int) -> list[list[Arrival]]:
+        """The arrivals of each message, in order."""
         BYTES.labels("groups", "in").inc(num_bytes)
         if self._contract is None:
             self._contract = await self._api.stated_contract()
@@ -141,11 +138,11 @@ class PushStreams:
             return await in_thread(arrivals.read_all, batch, contract=contract, max_prompt_tokens=limit)
 
 
-async def _read(requests: AsyncIterator[rollout_pb2.PushGroupsRequest], arrived: asyncio.Queue[_Sized | None]) -> None:
+async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized | None]) -> None:
     try:
         async for message in requests:
             # Known where it came in; a message counts its bytes by writing them.
-            num_bytes = requests.num_bytes if isinstance(requests, Requests) else message.ByteSize()
+            num_bytes = requests.num_bytes if isinstance(requests, Requests) else sum(g.ByteSize() for g in message)
             await arrived.put((message, num_bytes))
     except Exception:
         # Whatever it is. Groups before it are committed and answered; then it ends the call.

@@ -58,8 +58,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.AbandonWorkResponse()
 
     async def PushGroups(
-        self, request_iterator: AsyncIterator[rollout_pb2.PushGroupsRequest], context: Context
+        self, request_iterator: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
+        # The door gives each message as its groups.
         async for outcomes in self._pushes.outcomes(request_iterator):
             for outcome in outcomes:
                 observe.observe_push(outcome)

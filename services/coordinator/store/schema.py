@@ -1,4 +1,4 @@
-"""The tables of the store, and the way from those of an earlier program.
+"""The tables of the store.
 
 A flavour is named in a column of its own, empty for the weights that are trained: manifests, payloads, signatures,
 verified snapshots and canaries of every flavour lie side by side, and the view `stated` reads the versions of all.
@@ -7,9 +7,12 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 7
-ANOTHER_PROGRAM = "start the release of heterorl that wrote it, or a newer one"
-"""What to do about a store of a schema that this program does not know."""
+SCHEMA_VERSION = 8
+ANOTHER_PROGRAM = (
+    "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
+    " begin a run from it with this one"
+)
+"""What to do about a store of another schema: its groups have another form."""
 _BY_FLAVOUR = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -69,28 +72,28 @@ CREATE TABLE sample_payloads (id INTEGER PRIMARY KEY, content BLOB NOT NULL, not
 CREATE TABLE sample_totals (kind TEXT PRIMARY KEY, num_samples INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
 """
 _EVALUATIONS = """
-CREATE TABLE IF NOT EXISTS evaluation_jobs (
+CREATE TABLE evaluation_jobs (
     job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
     state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
     task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
     sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
-CREATE INDEX IF NOT EXISTS evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
-CREATE TABLE IF NOT EXISTS evaluation_parts (
+CREATE INDEX evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
+CREATE TABLE evaluation_parts (
     part INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL,
     site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
     is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
-CREATE INDEX IF NOT EXISTS evaluation_parts_of_job ON evaluation_parts (job, is_done);
-CREATE INDEX IF NOT EXISTS evaluation_parts_open ON evaluation_parts (job, part) WHERE is_leased = 0 AND is_done = 0;
-CREATE INDEX IF NOT EXISTS evaluation_parts_out ON evaluation_parts (site, incarnation, part) WHERE is_leased = 1;
-CREATE TABLE IF NOT EXISTS evaluation_results (
+CREATE INDEX evaluation_parts_of_job ON evaluation_parts (job, is_done);
+CREATE INDEX evaluation_parts_open ON evaluation_parts (job, part) WHERE is_leased = 0 AND is_done = 0;
+CREATE INDEX evaluation_parts_out ON evaluation_parts (site, incarnation, part) WHERE is_leased = 1;
+CREATE TABLE evaluation_results (
     job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
     PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
 """
 _PROMPTS = """
-CREATE TABLE IF NOT EXISTS prompts (
+CREATE TABLE prompts (
     prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 """
 _RETURNERS = """
 CREATE TABLE returners (site TEXT PRIMARY KEY, accepted INTEGER NOT NULL, num_returns INTEGER NOT NULL) WITHOUT ROWID;
@@ -140,48 +143,3 @@ CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);
 CREATE INDEX IF NOT EXISTS audit_by_subject ON audit (kind, subject);
 """
 """Of a store of this schema. In a file they can wait for room: they hold nothing that the tables do not."""
-_MOVED = ("payloads", "signatures", "verified", "canaries")
-FROM_1 = (
-    """
-CREATE TABLE IF NOT EXISTS signatures (version INTEGER PRIMARY KEY, signature BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS verified (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS canaries (version INTEGER PRIMARY KEY, logprobs BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
-ALTER TABLE sites ADD COLUMN flavour TEXT NOT NULL DEFAULT '';
-"""
-    + "".join(f"ALTER TABLE {name} RENAME TO old_{name};\n" for name in _MOVED)
-    + _BY_FLAVOUR
-    + _CHECKS
-    + "".join(f"INSERT INTO {name} SELECT *, '' FROM old_{name}; DROP TABLE old_{name};\n" for name in _MOVED)
-)
-"""Makes a store of schema 1, which knew no flavours, one of schema 2."""
-FROM_2 = """
-ALTER TABLE sites ADD COLUMN max_delay_s REAL NOT NULL DEFAULT 0;
-ALTER TABLE work ADD COLUMN request_id TEXT NOT NULL DEFAULT '';
-"""
-"""Makes a store of schema 2, which knew neither declared delays nor requests for work, one of schema 3."""
-FROM_3 = """
-ALTER TABLE sites ADD COLUMN work_ahead_s REAL NOT NULL DEFAULT 0;
-"""
-"""Makes a store of schema 3, where no site worked ahead, one of schema 4."""
-FROM_4 = _SAMPLES
-"""Makes a store of schema 4, which kept no samples, one of schema 5."""
-FROM_5 = _EVALUATIONS + _PROMPTS
-"""Makes a store of schema 5 one of schema 6. Programs of schema 5 made these tables from some release on, hence the IF
-NOT EXISTS; no table since has any."""
-FROM_6 = (
-    """
-ALTER TABLE work ADD COLUMN returned TEXT NOT NULL DEFAULT '{}';
-ALTER TABLE work ADD COLUMN open_from INTEGER NOT NULL DEFAULT 0;
-"""
-    + _RETURNERS
-)
-"""Makes a store of schema 6, which counted no returns of rows that give no group, one of schema 7."""
-STEPS = {1: FROM_1, 2: FROM_2, 3: FROM_3, 4: FROM_4, 5: FROM_5, 6: FROM_6}
-"""What makes a store of each earlier schema one of the next."""
-
-
-def steps_from(version: int) -> str:
-    """The statements that migrate a store of an earlier schema, a key of STEPS, to this one."""
-    return "".join(STEPS[each] for each in range(version, SCHEMA_VERSION))

@@ -16,12 +16,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from heterorl.common.errors import DiskFull, HeterorlError, MalformedPayload
+from heterorl.common.errors import DiskFull, MalformedPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
-from heterorl.common.wire.seal import read_sealed, seal
+from heterorl.common.wire.seal import seal
 from heterorl.sampler.outbox.level import Gauge, Level
 from heterorl.sampler.outbox.row import checksum_of, empty_group, group_of
 from heterorl.sampler.outbox.spool_file import NAME, lock_spool, open_spool, set_aside, typed
@@ -122,7 +122,7 @@ class Outbox:
             limit: most groups.
             max_bytes: most bytes; one group is always returned if any is due.
         """
-        chosen: list[tuple[int, bytes, bytes | None]] = []
+        chosen: list[tuple[int, bytes, bytes]] = []
         num_bytes = 0
         with self._reading():
             rows = self._connection.execute(
@@ -210,15 +210,9 @@ class Outbox:
     def _owner(self) -> str:
         with self._reading():
             row = self._connection.execute("SELECT value FROM meta WHERE key = 'site'").fetchone()
-            first = self._connection.execute("SELECT payload FROM groups ORDER BY sequence LIMIT 1").fetchone()
-        if row is not None:
-            return str(row[0])
-        # A spool of an earlier program does not say whose it is; its groups do.
-        with contextlib.suppress(HeterorlError):
-            return read_sealed(first[0]).id.site if first is not None else ""
-        return ""
+        return "" if row is None else str(row[0])
 
-    def _read(self, sequence: int, payload: bytes, checksum: bytes | None) -> SealedGroup:
+    def _read(self, sequence: int, payload: bytes, checksum: bytes) -> SealedGroup:
         """The group of a row; an empty one where the row is not what was spooled."""
         found = group_of(sequence, payload, checksum)
         if isinstance(found, SealedGroup):
@@ -227,7 +221,7 @@ class Outbox:
         return self._empty(sequence)
 
     def _set_row_aside(
-        self, sequence: int, payload: bytes, checksum: bytes | None, problem: str, *, is_refused: bool = False
+        self, sequence: int, payload: bytes, checksum: bytes, problem: str, *, is_refused: bool = False
     ) -> bool:
         metrics.OUTBOX_SET_ASIDE.labels("refused" if is_refused else "row").inc()
         what, advice = ("REFUSED", "see what the reward returns") if is_refused else ("DAMAGED", "check this disk")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from heterorl.common.errors import InvalidRequest, MalformedPayload
+from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
-from heterorl.common.wire.seal import open_group, read_sealed
+from heterorl.common.wire.seal import read_sealed
 
 
 def checksum_of(sequence: int, data: bytes) -> bytes:
@@ -16,16 +16,13 @@ def checksum_of(sequence: int, data: bytes) -> bytes:
     return xxhash.xxh3_64_digest(data, seed=sequence)
 
 
-def group_of(sequence: int, payload: bytes, checksum: bytes | None) -> SealedGroup | str:
-    """The group of a row, or what is wrong with it; a row of an earlier program has no checksum."""
-    if checksum is not None and checksum != checksum_of(sequence, payload):
+def group_of(sequence: int, payload: bytes, checksum: bytes) -> SealedGroup | str:
+    """The group of a row, or what is wrong with it."""
+    if checksum != checksum_of(sequence, payload):
         return "its bytes changed on disk"
     try:
         group = read_sealed(payload)
-        if checksum is None:
-            # There, only what is inside can tell.
-            open_group(group)
-    except (MalformedPayload, InvalidRequest) as error:
+    except MalformedPayload as error:
         return str(error)
     return group if group.id.sequence == sequence else "it is another group"
 

@@ -28,11 +28,19 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
     sequence INTEGER PRIMARY KEY, release REAL NOT NULL, num_bytes INTEGER NOT NULL, payload BLOB NOT NULL,
-    checksum BLOB, assignment INTEGER);
+    checksum BLOB NOT NULL, assignment INTEGER);
 CREATE TABLE IF NOT EXISTS set_aside (
     sequence INTEGER PRIMARY KEY, reason TEXT NOT NULL, payload BLOB NOT NULL, checksum BLOB);
 """
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+_FORMAT = 2
+"""Of the groups in a file, stated in it; an earlier release states none."""
+
+
+class _EarlierFormat(Exception):
+    """The file's groups are in the format of an earlier release."""
 
 
 class _DamagedFile(Exception):
@@ -62,6 +70,14 @@ def open_spool(directory: Path) -> sqlite3.Connection:
     path = directory / NAME
     try:
         return _connect(path)
+    except _EarlierFormat:
+        kept = set_aside(path, "earlier-release")
+        metrics.OUTBOX_SET_ASIDE.labels("file").inc()
+        _LOG.error(
+            "the outbox is of an earlier release, whose groups this one cannot read: it is kept as %s and a new one "
+            "begins; the prompts of what was not delivered are handed out again",
+            kept,
+        )
     except _DamagedFile as error:
         kept = set_aside(path, "damaged")
         metrics.OUTBOX_SET_ASIDE.labels("file").inc()
@@ -128,11 +144,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise _DamagedFile(verdict)
-        connection.executescript(_SCHEMA)
-        columns = {row[1] for row in connection.execute("PRAGMA table_info(groups)")}
-        for name, kind in (("checksum", "BLOB"), ("assignment", "INTEGER")):
-            if name not in columns:
-                connection.execute(f"ALTER TABLE groups ADD COLUMN {name} {kind}")
+        is_new = not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not is_new and connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+            raise _EarlierFormat
+        connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT;")
     except BaseException as error:
         if connection is not None:
             connection.close()

@@ -659,11 +659,12 @@ async def test_damaged_foreign_or_busy_store_is_refused_with_advice(tmp_path, cl
     import sqlite3
 
     path.unlink()
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version=99")
-    connection.close()
-    with pytest.raises(CorruptStore, match="schema 99"):
-        await Coordinator.open(config(tmp_path), clock)
+    for number in (7, 99):
+        with sqlite3.connect(path) as connection:
+            connection.execute(f"PRAGMA user_version={number}")
+        connection.close()
+        with pytest.raises(CorruptStore, match=f"schema {number}.*export the model"):
+            await Coordinator.open(config(tmp_path), clock)
 
 
 @pytest.mark.sqlite

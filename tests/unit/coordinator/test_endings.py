@@ -5,15 +5,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from heterorl.common.types.rollout import DropReason, FinishReason, PushStatus
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushStatus
+from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common import contract_from_pb, contract_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.admission import ending_problem
 from heterorl.coordinator.versions.lease import contract_difference
 from tests.support.clock import ManualClock
-from tests.support.run import CONTRACT, Run, rollout
+from tests.support.groups import group_to_pb
+from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 
+GROUP = Group(
+    id=GroupId(site=SITE, incarnation=INCARNATION, sequence=1), assignment=1, prompt_index=1,
+    prompt_token_ids=np.array([3], np.int32), rollouts=(), oldest_version=0, state_root=Digest(""), generation_s=0.0,
+)  # fmt: skip
 END = 1
 OTHER_END = 9
 STATED = dataclasses.replace(CONTRACT, end_token_ids=(END,))
@@ -22,7 +29,10 @@ SEVERAL = dataclasses.replace(CONTRACT, end_token_ids=(END, OTHER_END))
 
 def ending(ids, finish_reason, contract=STATED):
     """Of a run whose completions have at most 4 tokens."""
-    return ending_problem(rollout(0, token_ids=np.array(ids, np.int32), finish_reason=finish_reason), contract)
+    two = rollout(0, token_ids=np.array(ids, np.int32), sampler_logprobs=-np.ones(len(ids), np.float32),
+                  finish_reason=finish_reason)  # fmt: skip
+    group = dataclasses.replace(GROUP, rollouts=(two, two))
+    return ending_problem(columns_of(group_to_pb(group)), contract)
 
 
 @pytest.mark.parametrize(
@@ -33,10 +43,10 @@ def ending(ids, finish_reason, contract=STATED):
         ([5, 6, 7, END], FinishReason.EOS, ""),
         ([5, 6, 7, 8], FinishReason.LENGTH, ""),
         ([5, 6, 7], FinishReason.LENGTH, "3 tokens without the end token 1"),
-        ([5, 6, 7], FinishReason.EOS, "finish_reason: eos, the last token is 7"),
-        ([5, 6, 7, END], FinishReason.LENGTH, "finish_reason: length, the last token is 1"),
-        ([5, END, 7, 8], FinishReason.LENGTH, "stands before the end"),
-        ([END, END], FinishReason.EOS, "stands before the end"),
+        ([5, 6, 7], FinishReason.EOS, "endings: rollout 0 says eos, its last token is 7"),
+        ([5, 6, 7, END], FinishReason.LENGTH, "endings: rollout 0 says length, its last token is 1"),
+        ([5, END, 7, 8], FinishReason.LENGTH, "before its end"),
+        ([END, END], FinishReason.EOS, "before its end"),
     ],
 )
 def test_ending_is_plausible_or_named(ids, finish_reason, problem):
@@ -51,11 +61,11 @@ def test_ending_is_plausible_or_named(ids, finish_reason, problem):
     [
         ([5, 6, END], FinishReason.EOS, ""),
         ([5, 6, OTHER_END], FinishReason.EOS, ""),
-        ([5, 6, 7, OTHER_END], FinishReason.LENGTH, "finish_reason: length, the last token is 9"),
-        ([5, 6, 7], FinishReason.EOS, "finish_reason: eos, the last token is 7"),
+        ([5, 6, 7, OTHER_END], FinishReason.LENGTH, "endings: rollout 0 says length, its last token is 9"),
+        ([5, 6, 7], FinishReason.EOS, "endings: rollout 0 says eos, its last token is 7"),
         ([5, 6, 7], FinishReason.LENGTH, "3 tokens without the end token 1 or 9"),
-        ([5, OTHER_END, 7, END], FinishReason.EOS, "the end token 9 stands before the end"),
-        ([END, OTHER_END], FinishReason.EOS, "the end token 1 stands before the end"),
+        ([5, OTHER_END, 7, END], FinishReason.EOS, "rollout 0 has end token 9 before its end"),
+        ([END, OTHER_END], FinishReason.EOS, "rollout 0 has end token 1 before its end"),
     ],
 )
 def test_any_of_several_end_tokens_ends_a_completion_and_no_other_does(ids, finish_reason, problem):
@@ -106,6 +116,6 @@ async def test_group_with_a_cut_completion_is_dropped_and_its_prompt_handed_out_
     (outcome,) = await core.push_groups([run.group(work, rollouts=(rollout(0), cut))])
 
     assert (outcome.status, outcome.reason) == (PushStatus.DROPPED, DropReason.INVALID)
-    assert "rollouts[1].token_ids: 3 tokens without the end token" in outcome.message
+    assert "token_ids: rollout 1 has 3 tokens without the end token" in outcome.message
     assert [again.id for again in await run.lease()] == [work.id]
     await core.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import sqlite3
 import threading
 
 import pytest
@@ -16,7 +15,6 @@ from heterorl.common.types.sample import SampleFilter, SamplePage
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
-from tests.support.earlier_store import SINCE_6
 from tests.support.run import INCARNATION, SITE, Run
 
 DIGEST, OTHER = Digest("d" * 64), Digest("e" * 64)
@@ -439,25 +437,3 @@ async def test_a_list_goes_on_behind_whole_versions(tmp_path):
     assert [(each.version, each.task_set) for each in first] == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
     assert [(each.version, each.task_set) for each in rest] == [(2, "a"), (2, "b")]
     assert [each.version for each in of_b] == [0, 1, 2]
-
-
-@pytest.mark.sqlite
-async def test_a_store_of_an_earlier_program_is_opened(tmp_path):
-    world = await World(tmp_path).open(tmp_path)
-    await world.core.close()
-    with sqlite3.connect(tmp_path / "data" / "coordinator.sqlite") as connection:
-        for table in ("jobs", "parts", "results", "sets"):
-            connection.execute(f"DROP TABLE evaluation_{table}")
-        connection.executescript(SINCE_6)
-        connection.execute("PRAGMA user_version=5")
-    connection.close()
-    await world.again()
-    try:
-        world.run.head = 0
-        world.run.api = world.core
-        assert await world.core.list_evaluations() == ()
-        await world.run.publish()
-        await world.run.publish()
-        assert (await world.ask()).parts[0].version == 2
-    finally:
-        await world.core.close()

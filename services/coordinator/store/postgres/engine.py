@@ -22,8 +22,8 @@ from heterorl.common.errors import CorruptStore, HeterorlError, OperatorError, S
 from heterorl.coordinator.store.engine import Fault
 from heterorl.coordinator.store.postgres import faults, tallies
 from heterorl.coordinator.store.postgres.connection import PostgresConnection
-from heterorl.coordinator.store.postgres.schema import MIGRATIONS, WRITER
-from heterorl.coordinator.store.schema import ANOTHER_PROGRAM
+from heterorl.coordinator.store.postgres.schema import WHOLE, WRITER
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)
 MIN_SERVER = 150000
@@ -262,20 +262,16 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
         raw.execute(WRITER)
         row = raw.execute("SELECT schema_version FROM store FOR UPDATE").fetchone()
         version = 0 if row is None else int(row[0])
-        try:
-            script = MIGRATIONS.statements(version)
-        except KeyError as error:
+        if version not in (0, SCHEMA_VERSION):
             raise CorruptStore(
-                f"the store has schema {version}, this program needs {MIGRATIONS.version}", action=ANOTHER_PROGRAM
-            ) from error
-        if version not in (0, MIGRATIONS.version):
-            _LOG.info("the store is brought from schema %d to %d", version, MIGRATIONS.version)
-        raw.execute((script + tallies.BEGIN).encode())
+                f"the store has schema {version}, this program needs {SCHEMA_VERSION}", action=ANOTHER_PROGRAM
+            )
+        raw.execute(((WHOLE if version == 0 else "") + tallies.BEGIN).encode())
         if row is None:
             name_store(raw)
         row = raw.execute(
             "UPDATE store SET schema_version = %s, epoch = epoch + 1, taken = now() RETURNING id, epoch",
-            (MIGRATIONS.version,),
+            (SCHEMA_VERSION,),
         ).fetchone()
     assert row is not None
     return str(row[0]), int(row[1])
@@ -284,5 +280,5 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
 def name_store(raw: psycopg.Connection[Any]) -> str:
     """Give a store that has just been made its name; returns it."""
     name = uuid.uuid4().hex
-    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, MIGRATIONS.version))
+    raw.execute("INSERT INTO store VALUES (%s, %s, 0, now()) ON CONFLICT DO NOTHING", (name, SCHEMA_VERSION))
     return name

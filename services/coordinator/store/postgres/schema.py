@@ -1,6 +1,6 @@
 """The tables of the store in PostgreSQL: those of `store/schema.py`, in its types, and a row that says who writes.
 
-Both engines have the same schema numbers and the same migrations. Texts are compared by their bytes, as in SQLite, and
+Both engines have the same schema number. Texts are compared by their bytes, as in SQLite, and
 what groups consist of is stored as it is: it is compressed already. All that a database has of a store is made under a
 number, the counts beside it too: a coordinator that takes a store of this schema changes rows alone, for which it waits
 for no reader.
@@ -9,8 +9,6 @@ for no reader.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from heterorl.coordinator.store import schema
 from heterorl.coordinator.store.postgres import tallies
@@ -52,31 +50,5 @@ def in_postgres(script: str) -> str:
     return script
 
 
-@dataclass(frozen=True, slots=True)
-class Migrations:
-    """The schema of a program, and the way to it.
-
-    `whole` makes it where there is none, and each of `steps` a store of an earlier schema one of the next.
-    """
-
-    version: int
-    whole: str
-    steps: Mapping[int, str]
-
-    def statements(self, version: int) -> str:
-        """What makes a store of a schema, 0 for none, one of this.
-
-        Raises:
-            KeyError: this program does not know that schema.
-        """
-        if version > self.version:
-            raise KeyError(version)
-        return self.whole if version == 0 else "".join(self.steps[each] for each in range(version, self.version))
-
-
-MIGRATIONS = Migrations(
-    version=schema.SCHEMA_VERSION,
-    whole=in_postgres(schema.SCHEMA + schema.INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + tallies.TABLES,
-    # None in PostgreSQL has an earlier one than 5, whose programs made indexes and counts without a number.
-    steps={5: in_postgres(schema.FROM_5 + schema.INDEXES) + tallies.TABLES, 6: in_postgres(schema.FROM_6)},
-)
+WHOLE = in_postgres(schema.SCHEMA + schema.INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + tallies.TABLES
+"""All that a new store has, beside its row of WRITER."""

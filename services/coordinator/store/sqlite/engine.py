@@ -16,7 +16,7 @@ from heterorl.common.errors import CorruptStore, DiskFull
 from heterorl.common.process.files import make_directory
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.engine import Fault
-from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, INDEXES, SCHEMA, SCHEMA_VERSION, STEPS, steps_from
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
@@ -104,9 +104,6 @@ def connect(path: Path) -> sqlite3.Connection:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version in STEPS:
-            _LOG.info("%s is brought from schema %d to %d", path, version, SCHEMA_VERSION)
-            connection.executescript(f"BEGIN; {steps_from(version)} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise CorruptStore(
                 f"{path} has schema {version}, this program needs {SCHEMA_VERSION}", action=ANOTHER_PROGRAM

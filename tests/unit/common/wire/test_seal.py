@@ -1,21 +1,28 @@
-"""Sealed bytes are those that programs wrote field by field, whoever packed the group and however."""
+"""Sealed bytes are the same whichever way a group's numbers were written, and what does not agree is no group."""
 
 import dataclasses
-import struct
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
 from heterorl.common.process.tracing import NO_TRACE
-from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, RewardPart, SealedGroup
-from heterorl.common.wire.common import MAX_INT64, bytes_digest
-from heterorl.common.wire.rollout import outcomes_from_pb, outcomes_to_pb, pushes_to_pb
-from heterorl.common.wire.seal import open_group, read_sealed, receive, seal
-from heterorl.v1 import common_pb2, rollout_pb2
-from tests.support.groups import cleaned, group_to_bytes
+from heterorl.common.types.rollout import (
+    DropReason,
+    Group,
+    GroupId,
+    PushOutcome,
+    PushStatus,
+    RewardPart,
+    SealedGroup,
+)
+from heterorl.common.wire.columns import columns_of
+from heterorl.common.wire.common import MAX_INT64
+from heterorl.common.wire.rollout import outcomes_from_pb, outcomes_to_pb, pushed_from_pb, pushes_to_pb
+from heterorl.common.wire.seal import canonical, open_group, read_sealed, seal
+from heterorl.v1 import rollout_pb2
+from tests.support.groups import GROUPS, group_to_bytes, group_to_pb, push_of
 from tests.support.run import INCARNATION, SITE, rollout
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -27,50 +34,14 @@ GROUP = Group(
 _UNKNOWN = bytes([0xF2, 0x3F, 3]) + b"new"
 """Field 1022 of a newer program, three bytes of it."""
 
-uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-texts = st.text(max_size=6)
-part_messages = st.builds(
-    rollout_pb2.RewardPart,
-    name=texts,
-    value=st.floats(),
-    weight=st.none() | st.sampled_from([0.0, 0.5, 1.0, -2.0]),
-    signature=st.binary(max_size=4),
-)
-rollout_messages = st.builds(
-    rollout_pb2.Rollout,
-    token_ids=st.lists(uint32, max_size=40),
-    sampler_logprobs=st.lists(st.floats(width=32), max_size=40),
-    spans=st.lists(
-        st.builds(rollout_pb2.VersionSpan, version=st.integers(-1, 2**40), start=uint32, end=uint32), max_size=3
-    ),
-    reward=st.floats(),
-    reward_parts=st.lists(part_messages, max_size=2),
-    finish_reason=st.sampled_from([rollout_pb2.FINISH_REASON_EOS, rollout_pb2.FINISH_REASON_LENGTH]),
-)
-messages = st.builds(
-    rollout_pb2.Group,
-    id=st.builds(common_pb2.GroupId, site=texts, incarnation=texts, sequence=uint64),
-    assignment=uint64,
-    prompt_index=uint64,
-    prompt_token_ids=st.lists(uint32, max_size=40),
-    rollouts=st.lists(rollout_messages, max_size=3),
-    oldest_version=st.integers(-1, 2**40),
-    state_root=texts,
-    generation_s=st.floats(),
-    is_seeded=st.booleans(),
-    traceparent=st.sampled_from(["", TRACE, "evil", TRACE.upper()]),
-)
 
+@given(GROUPS)
+def test_groups_come_back_as_they_were_and_their_bytes_are_those_of_their_numbers(group):
+    sealed = seal(group)
 
-@given(messages)
-def test_bytes_of_a_peers_message_are_those_that_stores_remember(message):
-    expected = cleaned(message)
-
-    sealed, group = receive(rollout_pb2.Group.FromString(message.SerializeToString()))
-
-    # A push again from an outbox of before has the digest of its row, and the other way round.
-    assert sealed.data == seal(group).data == group_to_bytes(group) == expected
-    assert sealed == read_sealed(sealed.data) == seal(open_group(sealed))
+    assert sealed.data == group_to_bytes(group)
+    assert seal(open_group(sealed)) == sealed == read_sealed(sealed.data)
+    assert canonical(rollout_pb2.Group.FromString(sealed.data)) == sealed
 
 
 @pytest.mark.parametrize(
@@ -80,97 +51,81 @@ def test_bytes_of_a_peers_message_are_those_that_stores_remember(message):
         ({"traceparent": TRACE}, ("trace", TRACE)),
         ({"assignment": 2**64 - 1}, ("assignment", MAX_INT64)),
         ({"prompt_index": 2**63}, ("prompt_index", MAX_INT64)),
-        ({"prompt_token_ids": [2**31]}, ("prompt_token_ids", [2**31 - 1])),
-        ({"prompt_token_ids": [2**32 - 1]}, ("prompt_token_ids", [2**31 - 1])),
     ],
 )
-def test_what_is_cleaned_when_a_group_is_opened_is_clean_in_its_bytes(change, opened):
-    message = rollout_pb2.Group.FromString(seal(GROUP).data)
+def test_a_peers_numbers_are_clean_in_its_bytes(change, opened):
+    message = group_to_pb(GROUP)
     for name, value in change.items():
-        message.ClearField(name)
-        message.MergeFrom(rollout_pb2.Group(**{name: value}))
+        setattr(message, name, value)
 
-    sealed, group = receive(message)
+    sealed = canonical(message)
 
     name, value = opened
-    found = getattr(group, name)
-    assert (found.tolist() if isinstance(found, np.ndarray) else found) == value
-    assert sealed.data == group_to_bytes(group)
-    assert [r.token_ids.tolist() for r in open_group(sealed).rollouts] == [r.token_ids.tolist() for r in group.rollouts]
+    assert getattr(sealed, name) == value
+    assert seal(open_group(sealed)) == sealed
+
+
+def test_token_ids_beyond_int32_stay_outside_every_vocabulary():
+    message = group_to_pb(GROUP)
+    message.token_ids = message.token_ids[:12] + b"\xff" * 4 + message.token_ids[16:]
+
+    assert columns_of(message).prompt.tolist() == [2, 300, 70_000, 2**31 - 1]
 
 
 def test_fields_of_a_newer_program_are_dropped():
     plain = seal(GROUP)
     message = rollout_pb2.Group.FromString(plain.data + _UNKNOWN)
-    message.rollouts[0].MergeFromString(_UNKNOWN)
-    message.rollouts[1].spans[0].MergeFromString(_UNKNOWN)
-    assert len(message.SerializeToString()) > len(plain.data) + len(_UNKNOWN)
+    assert len(message.SerializeToString()) == len(plain.data) + len(_UNKNOWN)
 
-    assert receive(message)[0] == plain
+    assert canonical(message) == plain
 
 
-def test_message_that_is_refused_keeps_its_bytes_so_that_it_has_the_same_digest_again():
-    message = rollout_pb2.Group.FromString(seal(GROUP).data + _UNKNOWN)
-    message.rollouts[1].finish_reason = 99
-    before = message.SerializeToString(deterministic=True)
-
-    with pytest.raises(InvalidRequest, match=r"finish_reason: 99"):
-        receive(message)
-    assert message.SerializeToString(deterministic=True) == before
-
-
-def _varint(number):
-    out = b""
-    while number > 127:
-        out += bytes([number & 127 | 128])
-        number >>= 7
-    return out + bytes([number])
-
-
-def _field(number, data):
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
-
-
-def test_another_packing_of_the_same_group_gives_the_same_bytes():
-    """A list unpacked or in pieces, a message in two parts, a number longer than it need be: protobuf takes them all."""
-    plain = seal(GROUP)
-    ids = GROUP.prompt_token_ids.tolist()
-    pieces = b"".join(_varint(4 << 3) + _varint(number) for number in ids[:1])
-    pieces += _field(4, _varint(ids[1])) + _field(4, bytes([ids[2] & 127 | 128, ids[2] >> 7 & 127 | 128, 0x84, 0x00]))
-    pieces += _field(4, _varint(ids[3]))
-    message = rollout_pb2.Group.FromString(plain.data)
-    message.ClearField("prompt_token_ids")
-    name = message.id.site
-    message.id.site = "another"
-    data = pieces + message.SerializeToString() + _field(1, _field(1, name.encode()))
-
-    other = rollout_pb2.Group.FromString(data)
-
-    assert other.prompt_token_ids == ids
-    assert receive(other)[0] == plain
+SOUND = group_to_pb(GROUP)
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("change", "problem"),
     [
-        b"\xff\xff",
-        _field(4, b"\x80"),
-        _field(4, b"\x81\x80\x80\x80\x80\x01"),
-        _field(5, _field(1, b"\x05\x80") + b"\x30\x01"),
-        _field(5, _field(2, b"\x00\x00\x00") + b"\x30\x01"),
+        ({"id_bytes": 0}, "id_bytes: 0, a token id has 1 to 4"),
+        ({"id_bytes": 5}, "id_bytes: 5, a token id has 1 to 4"),
+        ({"token_ids": SOUND.token_ids + b"\0"}, "token_ids: .* bytes, 4 for each id"),
+        ({"token_ids": SOUND.token_ids + bytes(4)}, "token_ids: .* entries, lengths states"),
+        ({"lengths": SOUND.lengths + b"\0"}, "lengths: .* bytes, 4 for each entry"),
+        ({"lengths": b"\xff" * 12}, "token_ids: .* entries, lengths states 12884901885"),
+        ({"logprobs": SOUND.logprobs + bytes(4)}, "logprobs: .* entries, lengths states"),
+        ({"logprobs": SOUND.logprobs + b"\0"}, "logprobs: .* bytes, 4 for each entry"),
+        ({"endings": b"\x01"}, "endings: 1 entries, lengths states 2"),
+        ({"endings": b"\x01\x63"}, "endings: 99 is no FinishReason"),
+        ({"endings": b"\x01\x00"}, "endings: 0 is no FinishReason"),
+        ({"rewards": bytes(8)}, "rewards: 1 entries, lengths states 2"),
+        ({"span_counts": bytes(4)}, "span_counts: 1 entries, lengths states 2"),
+        ({"span_counts": b"\x01\0\0\0\x02\0\0\0"}, "span_lengths: 2 entries, span_counts states 3"),
+        ({"span_versions": bytes(8)}, "span_versions: 1 entries, span_counts states 2"),
+        ({"span_versions": bytes(7)}, "span_versions: 7 bytes, 8 for each entry"),
+        ({"part_counts": b"\x01\0\0\0\x02\0\0\0"}, "part_name_positions: 2 entries, part_counts states 3"),
+        ({"part_counts": b"\xff" * 8}, "part_name_positions: 2 entries, part_counts states 8589934590"),
+        ({"part_name_positions": b"\0\0\x01\0"}, "part_name_positions: 1, part_names has 1"),
+        ({"part_values": bytes(8)}, "part_values: 1 entries, part_counts states 2"),
+        ({"part_weights": bytes(8)}, "part_weights: 1 entries, part_counts states 2"),
+        ({"part_signatures": bytes(64)}, "part_signatures: 64 bytes for 2 parts"),
+        ({"record_lengths": bytes(4)}, "record_lengths: 1 entries, lengths states 2"),
+        ({"routed_experts": b"x"}, "routed_experts: 1 entries, record_lengths states 0"),
     ],
-    ids=["framing", "open number", "long number", "open number in a rollout", "three bytes of a float"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bytes_that_are_no_group_are_said_to_be_none(data):
-    with pytest.raises(MalformedPayload):
-        open_group(read_sealed(data))
+def test_columns_that_do_not_agree_are_no_group(change, problem):
+    message = rollout_pb2.Group.FromString(SOUND.SerializeToString())
+    for name, value in change.items():
+        setattr(message, name, value)
+
+    with pytest.raises(MalformedPayload, match=problem):
+        columns_of(message)
 
 
-def test_list_that_does_not_end_takes_nothing_from_the_next():
-    data = _field(5, _field(1, b"\x05\x80") + b"\x30\x01") + _field(5, _field(1, b"\x01") + b"\x30\x01")
-
-    with pytest.raises(MalformedPayload, match="does not end"):
-        open_group(read_sealed(data))
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x7a\x05\x01"], ids=["framing", "length beyond the end"])
+def test_bytes_that_are_no_message_are_said_to_be_none(data):
+    with pytest.raises(MalformedPayload, match="not a group"):
+        read_sealed(data)
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0), (3, 0, 2), (0, 1, 0), (2000, 1, 0, 700)])
@@ -195,6 +150,30 @@ def test_lists_are_cut_where_they_were_joined(lengths):
     assert seal(group).data == group_to_bytes(group)
 
 
+@pytest.mark.parametrize(("largest", "width"), [(255, 1), (256, 2), (65_535, 2), (65_536, 3), (151_935, 3), (2**24, 4)])
+def test_token_ids_take_the_bytes_that_the_largest_needs(largest, width):
+    group = dataclasses.replace(GROUP, prompt_token_ids=np.array([1, largest], np.int32))
+
+    message = rollout_pb2.Group.FromString(seal(group).data)
+
+    assert message.id_bytes == width
+    assert open_group(seal(group)).prompt_token_ids.tolist() == [1, largest]
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        (RewardPart(name="a\nb", value=1.0), "line feed"),
+        (RewardPart(name="a", value=1.0, signature=b"short"), "64 bytes"),
+    ],
+)
+def test_parts_that_columns_cannot_hold_are_a_defect_of_this_program(part, problem):
+    first, *others = GROUP.rollouts
+
+    with pytest.raises(ValueError, match=problem):
+        seal(dataclasses.replace(GROUP, rollouts=(dataclasses.replace(first, reward_parts=(part,)), *others)))
+
+
 def test_negative_id_is_a_defect_of_this_program_and_never_leaves_it():
     with pytest.raises(ValueError, match="-1 is negative"):
         seal(dataclasses.replace(GROUP, prompt_token_ids=np.array([3, -1], np.int32)))
@@ -209,35 +188,29 @@ def test_what_routing_needs_is_read_without_the_tokens():
     )  # fmt: skip
 
 
-def test_shell_of_a_group_that_is_too_large_is_the_group_without_its_tokens():
+def test_shell_of_a_group_that_is_too_large_is_the_group_without_its_numbers():
     sealed = seal(GROUP)
-    ((whole, _),) = pushes_to_pb([sealed], limit_bytes=1 << 20)
-    whole = whole.SerializeToString()
-    shell = rollout_pb2.PushGroupsRequest.FromString(
-        pushes_to_pb([sealed], limit_bytes=10)[0][0].SerializeToString()
-    ).group
-    empty = dataclasses.replace(GROUP, rollouts=(), prompt_token_ids=np.zeros(0, np.int32))
+    (shell,) = pushed_from_pb(pushes_to_pb([sealed], limit_bytes=10)[0][0], limit_groups=1)
 
-    assert whole == rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group.FromString(sealed.data)).SerializeToString()
-    assert shell.SerializeToString(deterministic=True) == group_to_bytes(empty)
-    assert bytes_digest(seal(empty).data) == bytes_digest(receive(shell)[0].data)
+    columns = columns_of(shell)
+    assert (canonical(shell).id, columns.lengths.size, columns.prompt.size) == (GROUP.id, 0, 0)
+    assert shell.assignment == GROUP.assignment
 
 
 @pytest.mark.parametrize(
-    ("limit_groups", "limit_bytes", "expected"),
-    [(1, 1 << 20, [1] * 5), (2, 1 << 20, [2, 2, 1]), (256, 1 << 20, [5]), (256, 700, [2, 2, 1])],
+    ("limit_groups", "groups_of_limit", "expected"),
+    [(1, 99, [1] * 5), (2, 99, [2, 2, 1]), (256, 99, [5]), (256, 2, [2, 2, 1])],
 )
-def test_small_groups_travel_together_in_order(limit_groups, limit_bytes, expected):
+def test_small_groups_travel_together_in_order(limit_groups, groups_of_limit, expected):
     groups = [seal(dataclasses.replace(GROUP, id=dataclasses.replace(GROUP.id, sequence=n))) for n in range(1, 6)]
-    assert 2 * len(groups[0].data) < 690 < 3 * len(groups[0].data)
+    limit_bytes = groups_of_limit * (len(groups[0].data) + 4) + 16
 
     pushed = pushes_to_pb(groups, limit_bytes=limit_bytes, limit_groups=limit_groups)
 
     assert [count for _, count in pushed] == expected
     assert all(message.ByteSize() <= limit_bytes for message, _ in pushed)
-    read = [rollout_pb2.PushGroupsRequest.FromString(message.SerializeToString()) for message, _ in pushed]
-    sent = [group.SerializeToString(deterministic=True) for one in read for group in (one.group, *one.more)]
-    assert sent == [group.data for group in groups]
+    sent = [group for message, _ in pushed for group in pushed_from_pb(message, limit_groups=limit_groups)]
+    assert [group.SerializeToString(deterministic=True) for group in sent] == [group.data for group in groups]
 
 
 def test_shell_of_a_group_that_is_too_large_travels_with_its_neighbours():
@@ -249,9 +222,28 @@ def test_shell_of_a_group_that_is_too_large_travels_with_its_neighbours():
 
     ((message, count),) = pushes_to_pb([small, large, small], limit_bytes=4000, limit_groups=9)
 
-    read = rollout_pb2.PushGroupsRequest.FromString(message.SerializeToString())
     assert count == 3
-    assert [len(group.rollouts) for group in (read.group, *read.more)] == [len(GROUP.rollouts), 0, len(GROUP.rollouts)]
+    assert [len(group.endings) for group in pushed_from_pb(message, limit_groups=9)] == [2, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"sizes": b""}, "sizes: 0 groups, a message carries 1 to 2"),
+        ({"sizes": b"\x01\0\0"}, "sizes: 3 bytes, 4 for each group"),
+        ({"sizes": bytes(12)}, "sizes: 3 groups, a message carries 1 to 2"),
+        ({"sizes": b"\xff\xff\xff\xff"}, "groups: .* bytes, sizes states 4294967295"),
+        ({"groups": b"\xff\xff", "sizes": b"\x02\0\0\0"}, "groups: not a group"),
+    ],
+    ids=["none", "left over", "too many", "too long", "no group"],
+)
+def test_pushes_that_are_no_groups_are_refused(change, problem):
+    message = push_of(SOUND)
+    for name, value in change.items():
+        setattr(message, name, value)
+
+    with pytest.raises(InvalidRequest, match=problem):
+        pushed_from_pb(message, limit_groups=2)
 
 
 def test_outcomes_of_a_message_are_those_of_its_groups_in_order():
@@ -266,16 +258,10 @@ def test_outcomes_of_a_message_are_those_of_its_groups_in_order():
     assert outcomes_from_pb(outcomes_to_pb(outcomes[:1])) == outcomes[:1]
 
 
-def test_parts_travel_with_weights_and_signatures_and_old_ones_keep_their_bytes():
-    old = seal(GROUP)
+def test_parts_travel_with_weights_and_signatures():
     (first, *others), part = GROUP.rollouts, RewardPart(name="judge", value=0.5, weight=0.0, signature=b"s" * 64)
     parts = (RewardPart(name="correct", value=1.0), part)
     group = dataclasses.replace(GROUP, rollouts=(dataclasses.replace(first, reward_parts=parts), *others))
 
     assert open_group(seal(group)).rollouts[0].reward_parts == parts
-    # Written before there were weights: the bytes of a part are its name and its value.
-    assert b"\x0a\x07correct\x11" + struct.pack("<d", 1.0) in old.data
-    assert open_group(old).rollouts[0].reward_parts == (RewardPart(name="correct", value=1.0),)
-    message = rollout_pb2.Group.FromString(old.data)
-    message.rollouts[0].reward_parts[0].weight = 1.0
-    assert receive(message)[0] == old
+    assert not rollout_pb2.Group.FromString(seal(GROUP).data).part_weights

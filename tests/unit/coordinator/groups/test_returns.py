@@ -1,7 +1,6 @@
 """Rows that give no group: counted when they come back, never before all others, closed in the end."""
 
 import json
-import sqlite3
 
 import pytest
 
@@ -12,7 +11,6 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.returns import MAX_IN_ROW, MAX_RETURNS, is_hopeless
 from tests.support.clock import ManualClock
-from tests.support.earlier_store import SINCE_6
 from tests.support.run import INCARNATION, SITE, credits_of
 
 FAILED = ReturnReason.REWARD_FAILED
@@ -203,19 +201,4 @@ async def test_counts_outlive_a_restart(config, core, run, tmp_path):
     await rounds(again, lambda work: work.id == 0, turns=8)
 
     assert await closed(again) == {FAILED: 1}
-    await again.close()
-
-
-@pytest.mark.sqlite
-async def test_store_of_schema_6_keeps_its_work(config, core, run):
-    held = [work.id for work in await ask(core, 4)]
-    await core.close()
-    with sqlite3.connect(config.data_dir / "coordinator.sqlite") as connection:
-        connection.executescript(f"{SINCE_6} PRAGMA user_version = 6;")
-    connection.close()
-    again = await Coordinator.open(config, ManualClock())
-
-    await give_back(again, held[:1])
-    await give_back(again, held[1:], reason=None)
-    assert [work.id for work in await ask(again, 4)] == [1, 2, 3, 4]
     await again.close()

@@ -5,8 +5,10 @@ import pytest
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import DropReason, Group, GroupId, VersionSpan
+from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.groups.admission import Facts, content_problem, judge
+from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
 ROOT = Digest("a" * 64)
@@ -35,7 +37,7 @@ def test_staleness_counts_from_the_oldest_token(bound, head, oldest, expected):
         state_root=ROOT, assignment_prompt=7, is_answered=False,
     )  # fmt: skip
 
-    message = content_problem(group, CONTRACT, max_prompt_tokens=9)
+    message = content_problem(columns_of(group_to_pb(group)), CONTRACT, max_prompt_tokens=9)
     reason, message = (DropReason.INVALID, message) if message else judge(seal(group), facts)
 
     assert reason is expected, message

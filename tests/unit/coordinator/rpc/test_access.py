@@ -13,6 +13,7 @@ from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
 from heterorl.v1 import (
     backup_pb2,
+    common_pb2,
     diagnosis_pb2,
     evaluation_pb2,
     metrics_pb2,
@@ -119,30 +120,28 @@ def _site_paths(message: descriptors.Descriptor, prefix: tuple[str, ...] = ()) -
 @pytest.mark.parametrize("method", sorted(name for name, rule in RULES.items() if Role.SAMPLER in rule.roles))
 def test_every_site_that_a_sampler_can_state_is_compared(method):
     request, rule = METHODS[method].input_type, RULES[method]
-    compared = {rule.site, (rule.more, *rule.site[1:])} if rule.more else {rule.site}
+    # A push is a list of groups where it is checked.
+    request = rollout_pb2.Group.DESCRIPTOR if method.endswith("/PushGroups") else request
 
-    assert _site_paths(request) == (compared if rule.site else set())
+    assert _site_paths(request) == ({rule.site} if rule.site else set())
 
 
 def test_site_in_a_request_must_be_the_certificates():
     method = "/heterorl.v1.RolloutService/PushGroups"
-    request = rollout_pb2.PushGroupsRequest()
-    request.group.id.site = "a"
+    request = [rollout_pb2.Group(id=common_pb2.GroupId(site="a"))]
 
     assert refuse_request(method, identity(Role.SAMPLER), request) is None
     assert refuse_request(method, identity(Role.SAMPLER, site="b"), request).reason is RefusalReason.SITE
-    assert refuse_request(method, identity(Role.SAMPLER), rollout_pb2.PushGroupsRequest()) is not None
+    assert refuse_request(method, identity(Role.SAMPLER), [rollout_pb2.Group()]) is not None
     assert refuse_request(method, LocalPeer(), request) is None
 
 
 def test_site_of_every_group_in_a_request_must_be_the_certificates():
     method = "/heterorl.v1.RolloutService/PushGroups"
-    request = rollout_pb2.PushGroupsRequest()
-    request.group.id.site = "a"
-    request.more.add().id.site = "a"
+    request = [rollout_pb2.Group(id=common_pb2.GroupId(site="a")) for _ in range(2)]
     assert refuse_request(method, identity(Role.SAMPLER), request) is None
 
-    request.more.add().id.site = "b"
+    request.append(rollout_pb2.Group(id=common_pb2.GroupId(site="b")))
     assert refuse_request(method, identity(Role.SAMPLER), request).reason is RefusalReason.SITE
 
 

@@ -7,12 +7,9 @@ import pytest
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, PushStatus
-from heterorl.common.wire.seal import as_bytes
 from heterorl.coordinator.rpc.door import Requests
-from heterorl.coordinator.rpc.plain import read_push
 from heterorl.coordinator.servicers import push_stream
 from heterorl.coordinator.servicers.push_stream import COMMITS, PushStreams
-from heterorl.v1 import rollout_pb2
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
@@ -66,21 +63,7 @@ def message(sequence):
         prompt_token_ids=rollout(0).token_ids, rollouts=(rollout(0), rollout(0)), oldest_version=0,
         state_root=Digest("a" * 64), generation_s=1.0,
     )  # fmt: skip
-    return rollout_pb2.PushGroupsRequest(group=group_to_pb(value))
-
-
-def plain(sequence):
-    return read_push(message(sequence).SerializeToString(deterministic=True))
-
-
-def broken(sequence):
-    """Canonical but for a list of ids that breaks off, which the door does not look into."""
-    group = as_bytes("Group").FromString(message(sequence).group.SerializeToString(deterministic=True))
-    group.rollouts[0].token_ids = b"\x80"
-    data = group.SerializeToString(deterministic=True)
-    push = read_push(bytes([0x0A, len(data) & 127 | 128, len(data) >> 7]) + data)
-    assert push is not None
-    return push
+    return [group_to_pb(value)]
 
 
 async def settled():
@@ -192,7 +175,7 @@ async def test_store_that_fails_ends_the_call_after_the_answers_before_it(store,
 
 
 async def test_messages_that_came_together_share_a_commit_and_are_settled_when_it_is_answered(store, pushed):
-    messages = Messages(*[plain(number) for number in range(1, 4)])
+    messages = Messages(*[message(number) for number in range(1, 4)])
     reader, outcomes = await pushed(messages)
     await store.until(1)
     await settled()
@@ -201,14 +184,3 @@ async def test_messages_that_came_together_share_a_commit_and_are_settled_when_i
     store.commits[0][1].set_result(None)
     await reader
     assert (outcomes, messages.settled) == ([1, 2, 3], [3])
-
-
-async def test_what_came_together_with_a_message_that_is_none_is_committed_and_answered_first(store, pushed):
-    reader, outcomes = await pushed(Messages(plain(1), plain(2), broken(3), plain(4)))
-    await store.until(1)
-    store.commits[0][1].set_result(None)
-
-    with pytest.raises(InvalidRequest, match="not a Group"):
-        await reader
-    assert outcomes == [1, 2]
-    assert [sequences for sequences, _ in store.commits] == [[1, 2]]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sqlite3
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.samples import ring
 from tests.support.clock import ManualClock
-from tests.support.earlier_store import SINCE_6
 from tests.support.run import SITE, Run, credits_of, rollout
 
 ALL = SampleFilter()
@@ -342,27 +340,6 @@ async def test_ring_survives_a_restart_and_shrinks_with_its_bound(tmp_path):
     # A number is never used again: the next sample is newer than all that ever were.
     core = await Coordinator.open(config_of(tmp_path, samples_bytes=0), ManualClock())
     assert await kept(core) == ()
-    await core.close()
-
-
-@pytest.mark.sqlite
-async def test_store_of_an_earlier_program_keeps_samples_from_now_on(tmp_path):
-    core = await Coordinator.open(config_of(tmp_path), ManualClock())
-    run = await begin(core, tmp_path)
-    ids = await run.push(2)
-    await core.close()
-    with sqlite3.connect(tmp_path / "data" / "coordinator.sqlite") as connection:
-        # As schema 4 had it.
-        connection.executescript(SINCE_6)
-        connection.executescript(
-            "DROP TABLE samples; DROP TABLE sample_payloads; DROP TABLE sample_totals; PRAGMA user_version = 4;"
-        )
-    connection.close()
-
-    run.api = core = await Coordinator.open(config_of(tmp_path), ManualClock())
-    await run.publish(consumed=ids)
-
-    assert [entry.group for entry in await kept(core, is_oldest_first=True)] == ids
     await core.close()
 
 

@@ -13,10 +13,11 @@ from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.remote.proof import sign
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
-from heterorl.common.wire.seal import open_group, read_sealed, seal
-from heterorl.coordinator.rpc.plain import read_push
+from heterorl.common.wire.rollout import pushed_from_pb
+from heterorl.common.wire.seal import canonical, open_group, seal
 from heterorl.learner.checks.rewards import check_trust, judge_rewards
 from heterorl.v1 import rollout_pb2
+from tests.support.groups import push_of
 from tests.support.learner_world import queued
 from tests.support.reward_service import serving
 
@@ -142,13 +143,10 @@ def test_a_signed_value_goes_the_whole_way_from_its_service_to_the_check(signer)
         try:
             parts = task.score(task.prompt(0), TEXT)
             sealed = seal(group_with(*parts))
-            # As a coordinator reads it, without a scan.
-            push = read_push(
-                rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group.FromString(sealed.data)).SerializeToString()
-            )
-            assert push is not None
-            assert push.data == [sealed.data]
-            group = open_group(read_sealed(push.data[0]))
+            # As a coordinator reads it.
+            (message,) = pushed_from_pb(push_of(rollout_pb2.Group.FromString(sealed.data)), limit_groups=1)
+            assert canonical(message) == sealed
+            group = open_group(sealed)
             num_asked = len(server.asked)
 
             assert group.rollouts[0].reward_parts == parts

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import io
-import json
 import random
 import sqlite3
 
@@ -23,7 +22,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.identity.signing import new_key
 from heterorl.common.identity.trust import Trust
-from heterorl.common.model.quantise import SCALE, dequantise, flavour_layout, quantise
+from heterorl.common.model.quantise import SCALE, flavour_layout, quantise
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
@@ -31,7 +30,6 @@ from heterorl.common.types.policy import FlavourVersion, PayloadKind, PlanKind
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
-from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
@@ -40,8 +38,6 @@ from heterorl.learner.run.published import PublishedVersions
 from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
-from tests.support.clock import ManualClock
-from tests.support.earlier_store import SINCE_6
 from tests.support.learner_world import (
     FragileApi,
     Killed,
@@ -550,148 +546,3 @@ async def test_audit_covers_every_flavour_and_finds_what_was_changed(tmp_path):
     _change(tmp_path, "DELETE FROM flavour_versions WHERE flavour = 'fp8_e4m3' AND version = 4")
     code, text = _audit(tmp_path, is_replaying=False)
     assert "follows version 4 at step 3, expected version -1" in text, text
-
-
-async def test_store_of_an_earlier_program_gets_flavours_and_keeps_what_it_had(tmp_path):
-    core = await open_coordinator(tmp_path)
-    world = await World.open(core, tmp_path, names=())
-    await world.advance(2)
-    before = [(await pull(core, tmp_path, "", version)).manifest_digest for version in range(3)]
-    await core.keeper.work()
-    await core.close()
-    with sqlite3.connect(tmp_path / "coordinator" / "coordinator.sqlite") as connection:
-        # As schema 1 had it: the same columns, but for the last.
-        connection.executescript("DROP VIEW stated; DROP TABLE flavour_versions; PRAGMA user_version = 1;")
-        connection.executescript("DROP TABLE failures; DROP TABLE convictions; DROP TABLE audit;")
-        connection.executescript(SINCE_6)
-        connection.executescript("DROP TABLE samples; DROP TABLE sample_payloads; DROP TABLE sample_totals;")
-        for table, column in (
-            ("sites", "flavour"),
-            ("sites", "max_delay_s"),
-            ("work", "request_id"),
-            ("sites", "work_ahead_s"),
-        ):
-            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        keys = {"payloads": "to_version, kind, from_version", "signatures": "version", "verified": "version"}
-        for name, key in {**keys, "canaries": "version"}.items():
-            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({name})") if row[1] != "flavour"]
-            listed = ", ".join(columns)
-            connection.executescript(
-                f"ALTER TABLE {name} RENAME TO newer; CREATE TABLE {name} ({listed}, PRIMARY KEY ({key}));"
-                f" INSERT INTO {name} SELECT {listed} FROM newer; DROP TABLE newer;"
-            )
-    connection.close()
-    assert _audit(tmp_path)[0] == 0
-
-    core = await open_coordinator(tmp_path)
-    assert [(await pull(core, tmp_path, "", version)).manifest_digest for version in range(3)] == before
-    world = await World.open(core, tmp_path)
-    await world.advance(2)
-    await check_all(core, tmp_path, range(3, 6))
-    await fill(core, 1, contract=make_contract(LAYOUT))
-    assert [site.flavour for site in (await core.get_status()).sites] == [""]
-    await core.close()
-    assert _audit(tmp_path)[0] == 0
-
-
-async def test_payloads_of_flavours_are_verified_collected_and_still_lead_everywhere(tmp_path):
-    clock = ManualClock()
-    core = await open_coordinator(
-        tmp_path, clock, keep_versions=4, max_staleness_versions=2, snapshot_ratio=0.05, merged_bytes=0
-    )
-    world = await World.open(core, tmp_path, snapshot_every_versions=8)
-    clock.advance(2 * core.config.pull_lease_s)
-    await world.advance(20)
-    held = await pull(core, tmp_path, "int8", 18)
-    before = await core.database.run(_payloads)
-    clock.advance(2 * core.config.pull_lease_s)
-
-    await core.keeper.work()
-
-    for name in ("", *NAMES):
-        assert (await pull(core, tmp_path, name, 20)).version == 20
-    assert (await pull(core, tmp_path, "int8", 20, held=held)).version == 20
-    after = await core.database.run(_payloads)
-    await core.close()
-    for name in ("", *NAMES):
-        assert len(after[name]) < len(before[name]), name
-        assert after[name] <= before[name] | {(20, "snapshot")}
-
-
-async def test_payloads_of_a_flavour_that_nobody_publishes_any_more_go(tmp_path):
-    clock = ManualClock()
-    core = await open_coordinator(tmp_path, clock, keep_versions=4, max_staleness_versions=2, merged_bytes=0)
-    clock.advance(2 * core.config.pull_lease_s)
-    world = await World.open(core, tmp_path, names=("int8",))
-    await world.advance(3)
-    world = await World.open(core, tmp_path, names=())
-    await world.advance(4)
-    await core.keeper.work()
-    # Version 3 is within the window of head 7.
-    assert (await core.database.run(_payloads))["int8"]
-
-    await world.advance(1)
-    clock.advance(2 * core.config.pull_lease_s)
-    await core.keeper.work()
-
-    assert not (await core.database.run(_payloads))["int8"]
-    assert (await pull(core, tmp_path, "", 8)).version == 8
-    assert not core.blobs.stored() - {digest for digest, _ in await core.database.run(_digests)}
-    # Manifests stay; a flavour that comes back begins anew.
-    assert (await manifest_of(core, 3, "int8")).version == 3
-    world = await World.open(core, tmp_path, names=("int8",))
-    await check_all(core, tmp_path, [world.head], names=("int8",))
-    await core.close()
-
-
-def _digests(connection):
-    return connection.execute("SELECT digest, flavour FROM payloads").fetchall()
-
-
-def _payloads(connection):
-    rows = connection.execute("SELECT flavour, to_version, kind FROM payloads").fetchall()
-    return {name: {(version, kind) for flavour, version, kind in rows if flavour == name} for name in ("", *NAMES)}
-
-
-async def test_checks_compute_with_the_weights_that_a_flavour_stands_for(core, tmp_path):
-    world = await World.open(core, tmp_path / "learner", names=("int8",))
-    await world.advance(3)
-    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
-    versions = RecentVersions(
-        core, spool=tmp_path / "checks", layout=LAYOUT, patience=patience, trust=Trust(()), num_kept=2
-    )
-
-    for version in (1, 2, 1, 3):
-        trained, flavoured = await versions.get(version), await versions.get(version, "int8")
-        state = (await pull(core, tmp_path / "pull", "int8", version)).arena
-        whole = Arena(LAYOUT)
-        dequantise(state, whole, "int8")
-        assert flavoured.state_root() == whole.state_root() != trained.state_root()
-        assert (
-            trained.state_root()
-            == manifest_from_bytes((await core.get_signed_manifest(version=version)).data).state_root
-        )
-    with pytest.raises(UnknownVersion, match="no flavour 'int3'"):
-        await versions.get(1, "int3")
-
-
-async def test_learner_goes_on_when_a_flavours_head_is_gone(core, tmp_path):
-    """Neither its scales on the learner's disk nor its payloads at the coordinator: the next version is a snapshot."""
-    world = await World.open(core, tmp_path)
-    await world.advance(2)
-    for path in (tmp_path / "checkpoints").glob("*/int8.scales"):
-        path.unlink()
-    for path in (tmp_path / "checkpoints").iterdir():
-        done = path / "DONE"
-        stated = json.loads(done.read_text())
-        stated["files"].pop("int8.scales")
-        done.write_text(json.dumps(stated))
-    await core.database.run(
-        lambda connection: connection.execute("DELETE FROM payloads WHERE flavour = 'int8'").rowcount
-    )
-
-    again = await World.open(core, tmp_path)
-    await again.advance()
-
-    kinds = [payload.kind for payload in (await manifest_of(core, 3, "int8")).payloads]
-    assert kinds == [PayloadKind.SNAPSHOT]

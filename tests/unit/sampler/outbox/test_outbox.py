@@ -1,5 +1,6 @@
 """The spool keeps what was generated until it is acknowledged."""
 
+import contextlib
 import dataclasses
 import os
 import sqlite3
@@ -174,27 +175,26 @@ def test_row_under_another_sequence_is_noticed(tmp_path):
     outbox.close()
 
 
-def test_groups_of_an_earlier_program_are_delivered(tmp_path):
+def test_outbox_of_an_earlier_release_is_kept_apart_and_a_new_one_begins(tmp_path, caplog):
     outbox = Outbox(tmp_path)
-    made = spooled_groups(outbox, 2, tmp_path)
-    outbox.put(made, release=[0.0, 0.0])
-    outbox._connection.execute("DROP TABLE set_aside")
-    outbox._connection.execute("ALTER TABLE groups DROP COLUMN checksum")
+    outbox.put(spooled_groups(outbox, 2, tmp_path), release=[0.0, 0.0])
+    incarnation = outbox.incarnation
+    outbox._connection.execute("PRAGMA user_version=0")
     outbox.close()
 
     again = Outbox(tmp_path, site="s")
-    due, _ = again.due(0.0, limit=9, max_bytes=1 << 30)
-    assert due == [seal(group) for group in made]
+    assert again.due(0.0, limit=9, max_bytes=1 << 30) == ([], None)
+    assert again.incarnation != incarnation
     again.close()
-    assert not (tmp_path / "set-aside").exists()
+    (kept,) = (tmp_path / "set-aside").glob("*earlier-release*.sqlite")
+    assert f"kept as {kept}" in caplog.text
+    with contextlib.closing(sqlite3.connect(kept)) as raw:
+        assert raw.execute("SELECT count(*) FROM groups").fetchone() == (2,)
 
 
-@pytest.mark.parametrize("knows_site", [True, False])
-def test_groups_of_another_site_are_kept_apart_and_the_new_site_begins(tmp_path, caplog, knows_site):
+def test_groups_of_another_site_are_kept_apart_and_the_new_site_begins(tmp_path, caplog):
     outbox = Outbox(tmp_path, site="s")
     outbox.put(spooled_groups(outbox, 3, tmp_path), release=[0.0] * 3)
-    if not knows_site:
-        outbox._connection.execute("DELETE FROM meta WHERE key = 'site'")
     incarnation = outbox.incarnation
     outbox.close()
 
@@ -260,7 +260,7 @@ def test_spool_is_durable_before_its_first_group(tmp_path, monkeypatch):
 def test_failed_write_leaves_the_spool_usable(tmp_path):
     outbox = Outbox(tmp_path / "spool")
     made = spooled_groups(outbox, 2, tmp_path)
-    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'', NULL, 0)")
+    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'', x'', 0)")
     with pytest.raises(sqlite3.IntegrityError):
         outbox.put(made, release=[0.0, 0.0])
     outbox.delete([2])

@@ -1,0 +1,295 @@
+"""A group's numbers as flat arrays over all its rollouts, read of the message's columns and written to them.
+
+No token, log-prob, span or part of a reward becomes an object of its own: each column is one numpy array.
+
+Guarantees: what `columns_of` returns agrees with itself: lengths and counts add up to the entries that there are, each
+ending is a FinishReason, each part has a name. It takes memory in proportion to the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, VersionSpan
+from heterorl.common.wire.common import MAX_INT32
+from heterorl.v1 import rollout_pb2
+
+SIGNATURE_BYTES = 64
+MAX_ID_BYTES = 4
+_NO_SIGNATURE = bytes(SIGNATURE_BYTES)
+FINISH = {
+    FinishReason.EOS: rollout_pb2.FINISH_REASON_EOS,
+    FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
+}
+FINISH_OF: dict[int, FinishReason] = {pb: value for value, pb in FINISH.items()}
+_U1, _U2, _U4, _I8, _F4, _F8 = (np.dtype(name) for name in ("u1", "<u2", "<u4", "<i8", "<f4", "<f8"))
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """The numbers of a group of G rollouts, T tokens, S spans and N parts of rewards."""
+
+    oldest_version: int
+    generation_s: float
+    prompt: Int32Array
+    token_ids: Int32Array
+    """[T]."""
+    logprobs: Float32Array
+    """[T]."""
+    lengths: Int64Array
+    """[G]: tokens of each rollout."""
+    endings: NDArray[np.uint8]
+    """[G]: values of the message's FinishReason."""
+    span_counts: Int64Array
+    """[G]."""
+    span_versions: Int64Array
+    """[S]."""
+    span_lengths: Int64Array
+    """[S]."""
+    rewards: Float64Array
+    """[G]."""
+    part_counts: Int64Array
+    """[G]."""
+    names: tuple[str, ...]
+    """Names of parts, each once."""
+    part_names: NDArray[np.uint16]
+    """[N]: positions in `names`."""
+    part_values: Float64Array
+    """[N]."""
+    part_weights: Float64Array
+    """[N]."""
+    signatures: bytes
+    """SIGNATURE_BYTES for each part, or empty."""
+    record_lengths: Int64Array
+    """[G]: bytes of each record of experts."""
+    routed_experts: bytes
+
+
+def columns_of(message: rollout_pb2.Group) -> Columns:
+    """The columns of a message.
+
+    Raises:
+        MalformedPayload: a column has bytes left over, or two columns disagree; it names the column.
+    """
+    lengths = _counts(message.lengths, "lengths")
+    ids = _read_ids(message.token_ids, message.id_bytes)
+    _agree("token_ids", ids.size, "lengths", int(lengths.sum()))
+    num_prompt, lengths = int(lengths[0]) if lengths.size else 0, lengths[1:]
+    # Of a bytearray: readers of rollouts may write to their arrays.
+    logprobs: Float32Array = _numbers(bytearray(message.logprobs), _F4, "logprobs")
+    _agree("logprobs", logprobs.size, "lengths", ids.size - num_prompt)
+    size = lengths.size
+
+    endings: NDArray[np.uint8] = _numbers(message.endings, _U1, "endings")
+    rewards: Float64Array = _numbers(message.rewards, _F8, "rewards")
+    span_counts, part_counts = _counts(message.span_counts, "span_counts"), _counts(message.part_counts, "part_counts")
+    columns: dict[str, NDArray[Any]] = {"endings": endings, "rewards": rewards}
+    columns |= {"span_counts": span_counts, "part_counts": part_counts}
+    for name, column in columns.items():
+        _agree(name, column.size, "lengths", size)
+    unknown = set(message.endings) - FINISH_OF.keys()
+    if unknown:
+        raise MalformedPayload(f"endings: {min(unknown)} is no FinishReason")
+
+    span_lengths = _counts(message.span_lengths, "span_lengths")
+    span_versions: Int64Array = _numbers(message.span_versions, _I8, "span_versions")
+    num_spans = int(span_counts.sum())
+    _agree("span_lengths", span_lengths.size, "span_counts", num_spans)
+    _agree("span_versions", span_versions.size, "span_counts", num_spans)
+
+    num_parts = int(part_counts.sum())
+    names = tuple(message.part_names.split("\n")) if num_parts else ()
+    positions: NDArray[np.uint16] = _numbers(message.part_name_positions, _U2, "part_name_positions")
+    values: Float64Array = _numbers(message.part_values, _F8, "part_values")
+    weights: Float64Array = _numbers(message.part_weights, _F8, "part_weights")
+    if not weights.size:
+        weights = np.ones(positions.size)
+    columns = {"part_name_positions": positions, "part_values": values, "part_weights": weights}
+    for name, column in columns.items():
+        _agree(name, column.size, "part_counts", num_parts)
+    if num_parts and int(positions.max()) >= len(names):
+        raise MalformedPayload(f"part_name_positions: {positions.max()}, part_names has {len(names)}")
+    if len(message.part_signatures) not in (0, SIGNATURE_BYTES * num_parts):
+        raise MalformedPayload(f"part_signatures: {len(message.part_signatures)} bytes for {num_parts} parts")
+
+    records = _counts(message.record_lengths, "record_lengths")
+    if not records.size:
+        records = np.zeros(size, np.int64)
+    _agree("record_lengths", records.size, "lengths", size)
+    _agree("routed_experts", len(message.routed_experts), "record_lengths", int(records.sum()))
+    return Columns(
+        oldest_version=message.oldest_version,
+        generation_s=message.generation_s,
+        prompt=ids[:num_prompt],
+        token_ids=ids[num_prompt:],
+        logprobs=logprobs,
+        lengths=lengths,
+        endings=endings,
+        span_counts=span_counts,
+        span_versions=span_versions,
+        span_lengths=span_lengths,
+        rewards=rewards,
+        part_counts=part_counts,
+        names=names,
+        part_names=positions,
+        part_values=values,
+        part_weights=weights,
+        signatures=message.part_signatures,
+        record_lengths=records,
+        routed_experts=message.routed_experts,
+    )
+
+
+def versions_of(message: rollout_pb2.Group) -> tuple[int, ...]:
+    """The policy versions of a message's spans, each once, ascending; without its other columns.
+
+    Raises:
+        MalformedPayload: bytes are left over.
+    """
+    return tuple(sorted(set(_numbers(message.span_versions, _I8, "span_versions").tolist())))
+
+
+def write_columns(group: Group, message: rollout_pb2.Group) -> None:
+    """Write a group's numbers to the columns of a message.
+
+    Raises:
+        ValueError: a token id is negative, a part's name has a line feed, or a signature another length: defects.
+    """
+    rollouts = group.rollouts
+    parts = [part for rollout in rollouts for part in rollout.reward_parts]
+    spans = [span for rollout in rollouts for span in rollout.spans]
+    ids = np.concatenate([group.prompt_token_ids, *(rollout.token_ids for rollout in rollouts)])
+    message.id_bytes, message.token_ids = _write_ids(ids)
+    message.lengths = _bytes([group.prompt_token_ids.size, *(r.token_ids.size for r in rollouts)], _U4)
+    message.logprobs = b"".join(r.sampler_logprobs.astype("<f4", copy=False).tobytes() for r in rollouts)
+    message.endings = bytes(FINISH[rollout.finish_reason] for rollout in rollouts)
+    message.span_counts = _bytes([len(rollout.spans) for rollout in rollouts], _U4)
+    message.span_versions = _bytes([span.version for span in spans], _I8)
+    message.span_lengths = _bytes([span.end - span.start for span in spans], _U4)
+    message.rewards = _bytes([rollout.reward for rollout in rollouts], _F8)
+    message.part_counts = _bytes([len(rollout.reward_parts) for rollout in rollouts], _U4)
+    if parts:
+        _write_parts(parts, message)
+    if any(rollout.routed_experts for rollout in rollouts):
+        message.record_lengths = _bytes([len(rollout.routed_experts) for rollout in rollouts], _U4)
+        message.routed_experts = b"".join(rollout.routed_experts for rollout in rollouts)
+
+
+def _write_parts(parts: list[RewardPart], message: rollout_pb2.Group) -> None:
+    names = {name: position for position, name in enumerate(dict.fromkeys(part.name for part in parts))}
+    if any("\n" in name for name in names):
+        raise ValueError("a part of a reward has a line feed in its name")
+    message.part_names = "\n".join(names)
+    message.part_name_positions = _bytes([names[part.name] for part in parts], _U2)
+    message.part_values = _bytes([part.value for part in parts], _F8)
+    if any(part.weight != 1.0 for part in parts):
+        message.part_weights = _bytes([part.weight for part in parts], _F8)
+    if any(part.signature for part in parts):
+        signatures = [part.signature or _NO_SIGNATURE for part in parts]
+        if any(len(signature) != SIGNATURE_BYTES for signature in signatures):
+            raise ValueError(f"a signature of a reward has not {SIGNATURE_BYTES} bytes")
+        message.part_signatures = b"".join(signatures)
+
+
+def rollouts_of(columns: Columns) -> tuple[Rollout, ...]:
+    """The rollouts of columns."""
+    spans, parts = _spans_of(columns), _parts_of(columns)
+    rollouts = []
+    token = span = part = record = 0
+    for number, length in enumerate(columns.lengths.tolist()):
+        next_token, next_record = token + length, record + int(columns.record_lengths[number])
+        next_span, next_part = span + int(columns.span_counts[number]), part + int(columns.part_counts[number])
+        rollouts.append(
+            Rollout(
+                token_ids=columns.token_ids[token:next_token],
+                sampler_logprobs=columns.logprobs[token:next_token],
+                spans=spans[span:next_span],
+                reward=float(columns.rewards[number]),
+                reward_parts=parts[part:next_part],
+                finish_reason=FINISH_OF[int(columns.endings[number])],
+                routed_experts=columns.routed_experts[record:next_record],
+            )
+        )
+        token, span, part, record = next_token, next_span, next_part, next_record
+    return tuple(rollouts)
+
+
+def _spans_of(columns: Columns) -> tuple[VersionSpan, ...]:
+    ends = np.cumsum(columns.span_lengths)
+    starts = ends - columns.span_lengths
+    # Positions count from the beginning of each rollout.
+    starts_of_rollouts = np.repeat(np.cumsum(columns.lengths) - columns.lengths, columns.span_counts)
+    rows = zip(
+        columns.span_versions.tolist(),
+        (starts - starts_of_rollouts).tolist(),
+        (ends - starts_of_rollouts).tolist(),
+        strict=True,
+    )
+    return tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in rows)
+
+
+def _parts_of(columns: Columns) -> tuple[RewardPart, ...]:
+    rows = zip(columns.part_names.tolist(), columns.part_values.tolist(), columns.part_weights.tolist(), strict=True)
+    signatures = columns.signatures
+    return tuple(
+        RewardPart(
+            name=columns.names[name],
+            value=value,
+            weight=weight,
+            signature=_signature(signatures[SIGNATURE_BYTES * at : SIGNATURE_BYTES * (at + 1)]),
+        )
+        for at, (name, value, weight) in enumerate(rows)
+    )
+
+
+def _signature(data: bytes) -> bytes:
+    return b"" if data == _NO_SIGNATURE else data
+
+
+def _write_ids(ids: Int32Array) -> tuple[int, bytes]:
+    """Token ids in as few bytes each as the largest needs."""
+    if ids.size and ids.min() < 0:
+        raise ValueError(f"token id {ids.min()} is negative")
+    width = max(1, -(-int(ids.max()).bit_length() // 8)) if ids.size else 1
+    digits = np.ascontiguousarray(ids.astype("<u4")).view(np.uint8).reshape(-1, MAX_ID_BYTES)
+    return width, digits[:, :width].tobytes()
+
+
+def _read_ids(data: bytes, width: int) -> Int32Array:
+    if not 1 <= width <= MAX_ID_BYTES:
+        raise MalformedPayload(f"id_bytes: {width}, a token id has 1 to {MAX_ID_BYTES}")
+    if len(data) % width:
+        raise MalformedPayload(f"token_ids: {len(data)} bytes, {width} for each id")
+    digits = np.zeros((len(data) // width, MAX_ID_BYTES), np.uint8)
+    digits[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
+    wide = digits.reshape(-1).view("<u4")
+    # Beyond int32 an id is clamped: it stays outside every vocabulary.
+    ids: Int32Array = np.minimum(wide, MAX_INT32, out=wide).view(np.int32)
+    return ids
+
+
+def _counts(data: bytes, name: str) -> Int64Array:
+    return _numbers(data, _U4, name).astype(np.int64)
+
+
+def _numbers(data: bytes | bytearray, kind: np.dtype[Any], name: str) -> NDArray[Any]:
+    if len(data) % kind.itemsize:
+        raise MalformedPayload(f"{name}: {len(data)} bytes, {kind.itemsize} for each entry")
+    return np.frombuffer(data, kind)
+
+
+def _bytes(numbers: list[int] | list[float], kind: np.dtype[Any]) -> bytes:
+    return np.array(numbers, kind).tobytes()
+
+
+def _agree(name: str, found: int, other: str, stated: int) -> None:
+    if found != stated:
+        raise MalformedPayload(f"{name}: {found} entries, {other} states {stated}")

@@ -1,4 +1,4 @@
-"""Requests parsed within bounds: their length is looked at before, their fields after, and no handler sees them earlier.
+"""Requests parsed within bounds: their length is looked at before and their fields after, ahead of any handler.
 
 A site's long requests are bytes, which parsing copies. Other requests are short, so that many small entries of one
 message cannot take much memory.

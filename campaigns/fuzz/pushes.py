@@ -15,9 +15,9 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan
 from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.coordinator.groups.intake import examined
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.rpc.parsing import check, parse
-from heterorl.coordinator.servicers.arrivals import read
 from heterorl.v1 import rollout_pb2
 from tests.support.run import CONTRACT
 
@@ -66,7 +66,7 @@ class PushTarget:
         problems = []
         for group in pushed_from_pb(message, limit_groups=PUSH_GROUPS):
             check(group)
-            arrived = read(group, contract=_CONTRACT, max_prompt_tokens=_MAX_PROMPT)
+            arrived = examined(group, _CONTRACT, max_prompt_tokens=_MAX_PROMPT)
             if arrived.problem:
                 problems.append(arrived.problem)
                 continue

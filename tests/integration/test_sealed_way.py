@@ -12,8 +12,8 @@ from heterorl.common.types.rollout import DropReason, PushStatus
 from heterorl.common.wire import seal as seals
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import seal
+from heterorl.coordinator.groups import intake
 from heterorl.coordinator.rpc.door import INLINE_BYTES
-from heterorl.coordinator.servicers import arrivals
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.v1 import rollout_pb2
 from tests.support.groups import group_to_bytes, group_to_pb, push_of
@@ -117,9 +117,9 @@ async def test_group_with_ids_of_no_vocabulary_is_refused_and_counted(secure):
 @pytest.mark.parametrize("prompt", [2, INLINE_BYTES], ids=["short", "long"])
 async def test_stores_thread_never_looks_inside_a_group(secure, monkeypatch, prompt):
     looked_by, opened_by = [], []
-    real = arrivals.columns_of
+    real = intake.columns_of
     monkeypatch.setattr(seals, "columns_of", lambda one: opened_by.append(threading.get_ident()) or real(one))
-    monkeypatch.setattr(arrivals, "columns_of", lambda one: looked_by.append(threading.get_ident()) or real(one))
+    monkeypatch.setattr(intake, "columns_of", lambda one: looked_by.append(threading.get_ident()) or real(one))
     store = await secure.core.database.run(lambda _: threading.get_ident())
     loop = threading.get_ident()
     (work,) = await secure.run.lease(1)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.sample import kind_of
-from heterorl.common.wire.columns import Columns, columns_of
-from heterorl.common.wire.common import bytes_digest
-from heterorl.common.wire.seal import group_message, sealed
+from heterorl.common.wire.columns import columns_of
+from heterorl.common.wire.common import MAX_INT64, bytes_digest
+from heterorl.common.wire.rollout import group_id_from_pb
+from heterorl.common.wire.seal import canonical, group_message, sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
 from heterorl.coordinator.groups.admission import Facts, content_problem, judge, size_problem
@@ -22,6 +24,7 @@ from heterorl.coordinator.sites import quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.connection import Connection
+from heterorl.v1 import rollout_pb2
 
 RETRY_AFTER_S = 1.0
 
@@ -55,8 +58,24 @@ class Surroundings:
     instant: float
 
 
-def examined(group: SealedGroup, columns: Columns, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
-    """Judge a group's content and digest its bytes: all that takes its tokens, so that no commit waits for it."""
+def examined(message: rollout_pb2.Group, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
+    """Judge a group's content and digest its bytes: all that takes its tokens, so that no commit waits for it.
+
+    A group whose columns disagree is invalid like any other, so that its assignment is counted.
+    """
+    try:
+        columns = columns_of(message)
+    except MalformedPayload as error:
+        data = message.SerializeToString(deterministic=True)
+        return Arrival(
+            id=group_id_from_pb(message.id),
+            assignment=min(message.assignment, MAX_INT64),
+            oldest_version=message.oldest_version,
+            num_bytes=len(data),
+            digest=bytes_digest(data),
+            problem=str(error),
+        )
+    group = canonical(message)
     return Arrival(
         id=group.id,
         assignment=group.assignment,
@@ -72,9 +91,7 @@ def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config:
     """The same, of a group that a caller in this process pushed; one that was examined stays as it is."""
     if isinstance(entry, Arrival):
         return entry
-    group = sealed(entry)
-    columns = columns_of(group_message(group.data))
-    return examined(group, columns, contract, max_prompt_tokens=config.max_prompt_tokens)
+    return examined(group_message(sealed(entry).data), contract, max_prompt_tokens=config.max_prompt_tokens)
 
 
 def take(connection: Connection, arrived: Arrival, around: Surroundings) -> PushOutcome:

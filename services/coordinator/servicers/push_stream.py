@@ -20,10 +20,9 @@ from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import PushOutcome
-from heterorl.coordinator.groups.intake import Arrival
+from heterorl.coordinator.groups.intake import Arrival, examined
 from heterorl.coordinator.rollout import RolloutColumn
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
-from heterorl.coordinator.servicers import arrivals
 from heterorl.v1 import rollout_pb2
 
 READ_AHEAD = 16
@@ -132,10 +131,14 @@ class PushStreams:
             raise NotRegistered("no learner has stated the contract yet, so no site is registered")
         limit = self._max_prompt_tokens
         if num_bytes <= INLINE_BYTES:
-            return arrivals.read_all(batch, contract=contract, max_prompt_tokens=limit)
+            return _examined(batch, contract, limit)
         # Some nanoseconds for each token, in which the event loop answers others; one at a time for the memory of it.
         async with self._converting:
-            return await in_thread(arrivals.read_all, batch, contract=contract, max_prompt_tokens=limit)
+            return await in_thread(_examined, batch, contract, limit)
+
+
+def _examined(pushes: Sequence[Pushed], contract: Contract, max_prompt_tokens: int) -> list[list[Arrival]]:
+    return [[examined(group, contract, max_prompt_tokens=max_prompt_tokens) for group in push] for push in pushes]
 
 
 async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized | None]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.rollout import DropReason, LeasedGroup, PushStatus
+from heterorl.common.types.rollout import DropReason, Group, GroupId, LeasedGroup, PushStatus
 from heterorl.common.wire.rollout import leased_to_pb
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
@@ -15,7 +15,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.groups.group_size import problem_of, worst_bytes
 from tests.support.clock import ManualClock
-from tests.support.run import CONTRACT, Run, credits_of
+from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 
 LIMIT = 2 << 20
 
@@ -134,13 +134,14 @@ def test_worst_group_of_a_contract_is_compared_with_the_limit(tokens, fits):
 
 
 def test_worst_group_is_no_smaller_than_a_real_one():
-    import heterorl.v1.rollout_pb2 as pb
+    ids = np.full(500, 149_999, np.int32)
+    one = rollout(2**40, token_ids=ids, sampler_logprobs=np.full(500, -0.5, np.float32))
+    real = Group(
+        id=GroupId(site=SITE, incarnation=INCARNATION, sequence=2**40), assignment=2**40, prompt_index=2**40,
+        prompt_token_ids=ids[:100], rollouts=(one,) * 64, oldest_version=2**40, state_root="a" * 64, generation_s=1.0,
+    )  # fmt: skip
 
-    one = pb.Rollout(token_ids=[149_999] * 500, sampler_logprobs=[-0.5] * 500, finish_reason=2)
-    one.spans.add(version=2**40, start=0, end=500)
-    real = pb.Group(rollouts=[one] * 64, prompt_token_ids=[149_999] * 100, state_root="a" * 64)
-
-    assert real.ByteSize() <= worst_bytes(_contract(max_new_tokens=500), max_prompt_tokens=100)
+    assert len(seal(real).data) <= worst_bytes(_contract(max_new_tokens=500), max_prompt_tokens=100)
 
 
 async def test_learner_whose_groups_may_not_fit_is_refused_at_its_lease(tmp_path):

@@ -1,6 +1,6 @@
 """What is claimed about GEPO's shared denominator, whether it holds, and the evidence, as rows of a table.
 
-Guarantees: every number in a row is computed here or by `theory_checks`; text is HTML, written by us alone.
+Guarantees: every number in a row is computed here or by `checks`; text is HTML, written by us alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from heterorl_research.lab.theory.checks import TrialCount
 from heterorl_research.lab.theory.estimators import exact_expectation, limit, on_policy_weights
 from heterorl_research.lab.theory.samples import (
     GROUP,
-    BiasCurves,
     SoftmaxCases,
-    length_normalised_curves,
-    small_policy_curves,
     softmax_cases,
 )
 from heterorl_research.lab.theory.theorems import Array
@@ -48,22 +45,16 @@ class Findings:
     second: checks.TheoremTwo
     third: checks.TheoremThree
     softmax: SoftmaxCases
-    curves: tuple[BiasCurves, ...]
 
 
 def find(*, seed: int, num_trials: int) -> Findings:
     """Run every check; each draws from a stream of its own, so that a change of one leaves the others as they were."""
-    streams = [np.random.default_rng([seed, stream]) for stream in range(6)]
-    num_groups = max(100, num_trials // 5)
+    streams = [np.random.default_rng([seed, stream]) for stream in range(4)]
     return Findings(
         first=checks.check_theorem_one(streams[0], num_trials=num_trials),
         second=checks.check_theorem_two(streams[1], num_trials=num_trials),
         third=checks.check_theorem_three(streams[2], num_trials=num_trials),
         softmax=softmax_cases(streams[3], num_cases=max(100, num_trials // 50)),
-        curves=(
-            small_policy_curves(streams[4], num_groups=num_groups),
-            length_normalised_curves(streams[5], num_groups=num_groups),
-        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""The three group denominators as they are used: estimated from G samples, with their exact or simulated expectation.
+"""The three group denominators as they are used: estimated from G samples, with their exact expectation.
 
 The arithmetic mean of q_i is the unbiased Monte-Carlo estimate of E_q[q]. The contraharmonic mean sum q^2 / sum q
 (arXiv 2508.17850, equation 2) weights every sample by its probability a second time and so tends to
@@ -60,19 +60,6 @@ def exact_expectation(q: Array, num_samples: int, *, kind: Mean) -> float:
     else:
         values = np.exp((counts * np.log(q)).sum(1) / num_samples)
     return float((np.exp(log_probability) * values).sum())
-
-
-def simulated_expectation(samples: Array, num_samples: int, *, kind: Mean) -> tuple[float, float]:
-    """Average group mean over the first G columns of many groups [M, >=G], and its standard error."""
-    assert 1 <= num_samples <= samples.shape[1]
-    means = group_mean(samples[:, :num_samples], kind=kind)
-    return float(means.mean()), float(means.std(ddof=1)) / math.sqrt(means.shape[0])
-
-
-def draw_probabilities(rng: np.random.Generator, q: Array, *, num_groups: int, num_samples: int) -> Array:
-    """The numbers q(y_i) of groups of samples y_i of q [N]: [num_groups, num_samples]."""
-    outcomes = np.searchsorted(np.cumsum(q)[:-1], rng.random((num_groups, num_samples)), side="right")
-    return np.asarray(q[outcomes])
 
 
 def on_policy_weights(values: Sequence[float]) -> Array:

@@ -1,35 +1,23 @@
-"""The seeded samples of the theory page: random softmax policies and groups of completions.
+"""The samples of the theory page: random softmax policies, and a group of completions.
 
-Guarantees: every draw comes from the generator in the arguments; exact values stand beside the simulated ones.
+Guarantees: every draw comes from the generator in the arguments.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from heterorl_research.lab.theory import theorems
-from heterorl_research.lab.theory.estimators import (
-    MEANS,
-    Mean,
-    draw_probabilities,
-    exact_expectation,
-    limit,
-    simulated_expectation,
-)
 from heterorl_research.lab.theory.theorems import Array
 
 GROUP_SIZE = 8
-GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # exp of the mean log-probs -0.47, -0.5, -0.675, -1.2: a group of four completions of unequal confidence.
 GROUP = tuple(float(value) for value in np.exp([-0.47, -0.5, -0.675, -1.2]))
 # Edges of the divergence bins in nats.
 KL_EDGES = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, float("inf"))
-# Beyond it the sum over count vectors grows past a second.
-_LARGEST_EXACT_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,59 +90,3 @@ def softmax_cases(rng: np.random.Generator, *, num_cases: int, num_outcomes: int
         ordinary_error=ordinary / GROUP_SIZE,
         shared_error=shared / GROUP_SIZE + np.square(theorems.bias_shared(p, q, advantages)),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiasCurves:
-    """Relative bias E[mean]/E_q[q] - 1 of each kind of mean at each group size.
-
-    `simulated` holds (bias, standard error) per size, `exact` the enumerated bias of the first sizes or nothing, and
-    `limits` the bias for infinitely many samples.
-    """
-
-    title: str
-    group_sizes: tuple[int, ...]
-    simulated: Mapping[Mean, tuple[tuple[float, float], ...]]
-    exact: Mapping[Mean, tuple[float, ...]]
-    limits: Mapping[Mean, float]
-
-
-def small_policy_curves(rng: np.random.Generator, *, num_groups: int) -> BiasCurves:
-    """Five outcomes, where every possible group can be summed."""
-    q = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
-    expected = limit(q, kind="arithmetic")
-    samples = draw_probabilities(rng, q, num_groups=num_groups, num_samples=max(GROUP_SIZES))
-    sizes = [size for size in GROUP_SIZES if size <= _LARGEST_EXACT_GROUP]
-    return BiasCurves(
-        title="q = (.4, .3, .15, .1, .05), whole sequences",
-        group_sizes=GROUP_SIZES,
-        simulated={kind: _relative(samples, kind, expected) for kind in MEANS},
-        exact={kind: tuple(exact_expectation(q, size, kind=kind) / expected - 1 for size in sizes) for kind in MEANS},
-        limits={kind: limit(q, kind=kind) / expected - 1 for kind in MEANS},
-    )
-
-
-def length_normalised_curves(rng: np.random.Generator, *, num_groups: int) -> BiasCurves:
-    """Completions whose mean log-prob is -x with x of a gamma law of mean 0.5 and deviation 0.2.
-
-    With shape k and scale t, E[exp(-a x)] = (1 + a t)^-k gives the limits.
-    """
-    shape, scale = 6.25, 0.08
-    samples = np.exp(-rng.gamma(shape, scale, size=(num_groups, max(GROUP_SIZES))))
-    expected, second = (1.0 + scale) ** -shape, (1.0 + 2.0 * scale) ** -shape
-    return BiasCurves(
-        title="q = exp(mean token log-prob), log-prob -0.5 +- 0.2",
-        group_sizes=GROUP_SIZES,
-        simulated={kind: _relative(samples, kind, expected) for kind in MEANS},
-        exact=dict.fromkeys(MEANS, ()),
-        limits={
-            "contraharmonic": second / expected**2 - 1,
-            "arithmetic": 0.0,
-            "geometric": float(np.exp(-shape * scale)) / expected - 1,
-        },
-    )
-
-
-def _relative(samples: Array, kind: Mean, expected: float) -> tuple[tuple[float, float], ...]:
-    pairs = (simulated_expectation(samples, size, kind=kind) for size in GROUP_SIZES)
-    return tuple((mean / expected - 1, error / expected) for mean, error in pairs)

@@ -8,8 +8,6 @@ outcomes that sum to 1 along the last axis; leading axes are independent cases.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,48 +51,10 @@ def bias_shared(p: Array, q: Array, advantages: Array) -> Array:
     return np.asarray((p * tilt * advantages).sum(-1))
 
 
-def effective_distribution(p: Array, q: Array) -> Array:
-    """The distribution whose expectation the shared weight takes up to scale: p q / sum p q; [..., N].
-
-    E_q[(p/E_q q) f] = (sum p q / sum q^2) E_r[f] with r = p q / sum p q. With p = q it is q^2 / sum q^2, the policy at
-    temperature 1/2; the ordinary weight gives r = p.
-    """
-    product = p * q
-    return np.asarray(product / product.sum(-1, keepdims=True))
-
-
-def bernoulli(probability: Array) -> Array:
-    """The two-outcome distribution (a, 1-a) of each a; [..., 2]."""
-    return np.stack([probability, 1.0 - probability], -1)
-
-
 def softmax(logits: Array) -> Array:
     """exp(z) / sum exp(z) along the last axis."""
     shifted = np.exp(logits - logits.max(-1, keepdims=True))
     return np.asarray(shifted / shifted.sum(-1, keepdims=True))
-
-
-def gaussian_kls(mean: Array, deviation: Array) -> tuple[Array, Array]:
-    """KL(p||q) and KL(q||p) in nats of p = N(m, s^2) and q = N(0, 1).
-
-    KL(p||q) = (s^2 + m^2 - 1)/2 - log s; KL(q||p) = ((1 + m^2)/s^2 - 1)/2 + log s.
-    """
-    squared = np.square(deviation)
-    forward = (squared + np.square(mean) - 1.0) / 2.0 - np.log(deviation)
-    reverse = ((1.0 + np.square(mean)) / squared - 1.0) / 2.0 + np.log(deviation)
-    return np.asarray(forward), np.asarray(reverse)
-
-
-def gaussian_variance_ordinary(mean: Array, deviation: Array) -> Array:
-    """Var_q[p/q] = exp(m^2/(2 - s^2)) / (s sqrt(2 - s^2)) - 1 of p = N(m, s^2), q = N(0, 1); infinite for s^2 >= 2.
-
-    p^2/q is a Gaussian integrand with precision 2/s^2 - 1, which must be positive.
-    """
-    room = 2.0 - np.square(deviation)
-    is_finite = room > 0
-    safe = np.where(is_finite, room, 1.0)
-    value = np.exp(np.square(mean) / safe) / (deviation * np.sqrt(safe)) - 1.0
-    return np.asarray(np.where(is_finite, value, math.inf))
 
 
 def gaussian_variance_shared(mean: Array, deviation: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The denominators of a group: exact expectation, simulation, limits."""
+"""The denominators of a group: exact expectation, limits."""
 
 from __future__ import annotations
 
@@ -30,16 +30,6 @@ def test_exact_expectation_matches_every_ordered_group(kind: estimators.Mean, nu
         expected += math.prod(group) * mean
 
     assert estimators.exact_expectation(Q, num_samples, kind=kind) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", estimators.MEANS)
-def test_simulation_agrees_with_exact_expectation_within_its_error(kind: estimators.Mean) -> None:
-    samples = estimators.draw_probabilities(np.random.default_rng(5), Q, num_groups=40_000, num_samples=8)
-
-    mean, error = estimators.simulated_expectation(samples, 8, kind=kind)
-
-    assert 0 < error < 1e-3
-    assert abs(mean - estimators.exact_expectation(Q, 8, kind=kind)) < 4 * error
 
 
 def test_arithmetic_mean_is_unbiased_and_the_others_drift_apart_with_the_group() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
 import json
 import re
@@ -14,9 +13,6 @@ import pytest
 from heterorl_research.lab.theory.claims import find
 from heterorl_research.lab.theory.page import main, write_page
 
-pytestmark = pytest.mark.slow
-
-FIGURES = ["bernoulli", "denominators", "gaussian", "on_policy", "softmax", "theorems"]
 NEVER_CLOSED = {"meta", "img", "br"}
 
 
@@ -40,22 +36,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(tmp_path_factory.mktemp("theory"), seed=3, num_trials=600)
 
 
-def test_page_carries_every_figure_inside_and_beside_it(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-
-    inside = [base64.b64decode(image) for image in re.findall(r"data:image/png;base64,([^\"]+)", text)]
-    assert sorted(path.stem for path in page.parent.glob("*.png")) == FIGURES
-    assert sorted(inside) == sorted((page.parent / f"{name}.png").read_bytes() for name in FIGURES)
-    assert "http" not in re.sub(r"base64,[^\"]+", "", text)
-
-
 def test_page_is_balanced_html_without_holes(page: Path) -> None:
-    text = re.sub(r"base64,[^\"]+", "", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
     parser = Balance()
 
     parser.feed(text)
 
     assert parser.open == []
+    assert "http" not in text
     assert not re.search(r"\b(nan|inf|None)\b", text)
     assert not re.search(r"[{}]", text.split("</style>")[1])
 
@@ -89,9 +77,6 @@ def test_every_check_depends_on_the_seed() -> None:
     assert one.second != two.second
     assert one.third != two.third
     assert one.softmax.forward.tolist() != two.softmax.forward.tolist()
-    for mine, other in zip(one.curves, two.curves, strict=True):
-        assert mine.simulated != other.simulated
-        assert mine.limits == other.limits
 
 
 def test_page_reports_the_checks_of_its_seed(page: Path) -> None:

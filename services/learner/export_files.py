@@ -191,11 +191,8 @@ def _form_of(model: nn.Module, dtype: Dtype, *, max_shard_size: str) -> _Form:
 
 def _reverted(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the files hold of tensors of a model."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        # Older ones keep in files what the model has.
-        return dict(state)
+    from transformers.core_model_loading import revert_weight_conversion
+
     network: Any = model
     written: dict[str, torch.Tensor] = revert_weight_conversion(network, dict(state))
     return written

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from heterorl.common.process.config import Config
-from heterorl.learner.train.update.names import OptimizerName
 from heterorl.learner.train.update.schedule import Schedule
 
+OptimizerName = Literal["adamw", "adafactor"]
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

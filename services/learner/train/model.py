@@ -44,7 +44,7 @@ def prepare(model: nn.Module, *, gradient_checkpointing: bool) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
     network: Any = model
     if gradient_checkpointing:
-        # The second name is that of transformers 4.
+        # The second name is that of transformers 5.0.
         enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
         try:
             enable({"use_reentrant": False})

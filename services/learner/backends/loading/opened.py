@@ -156,11 +156,8 @@ def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
 
 
 def _is_converted(model: nn.Module) -> bool:
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        # Older ones rename at most, and a name that is the model's own is then itself.
-        return False
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     network: Any = model
     return any(getattr(step, "operations", None) for step in get_model_conversion_mapping(network))
 

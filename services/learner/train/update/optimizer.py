@@ -11,43 +11,18 @@ rank that has some of them would take another step than one that has all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from heterorl.learner.train.update.names import OptimizerName
+from heterorl.learner.train.config import OptimizerName, TorchBackendConfig
 
 STEP = "step"
 """Beside the moments of every parameter: how many steps they have seen."""
 _EPSILONS = (1e-16, 1e-3)
 
 
-class OptimizerOptions(Protocol):
-    """What a configuration says of the optimizer."""
-
-    @property
-    def optimizer(self) -> OptimizerName:
-        """Which one."""
-        ...
-
-    @property
-    def lr(self) -> float:
-        """Step size."""
-        ...
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Decay rates of AdamW's moments."""
-        ...
-
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled."""
-        ...
-
-
-def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], options: TorchBackendConfig) -> torch.optim.Optimizer:
     """The optimizer that is configured, before its first step."""
     if options.optimizer == "adafactor":
         # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -286,6 +287,11 @@ def main() -> None:
     try:
         app(prog_name="heterorl")
     except HeterorlError as error:
+        from heterorl.common.process import logs
+
+        if logs.is_for_machines():
+            logging.getLogger("heterorl").error("error: %s", error)
+            sys.exit(error.exit_code)
         _console(stderr=True).print(Text("error:", style="bold red"), str(error), soft_wrap=True)
         sys.exit(error.exit_code)
 

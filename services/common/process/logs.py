@@ -93,10 +93,15 @@ def configure_as_parent(*, level: str = "INFO") -> None:
         _fields.update(json.loads(given))
 
 
+def is_for_machines() -> bool:
+    """Whether this process logs JSON."""
+    return FIELDS_VARIABLE in os.environ
+
+
 def bind(**fields: str) -> None:
     """Say with every line from now on, for example, which site this is; empty values are left out."""
     _fields.update({name: value for name, value in fields.items() if value})
-    if FIELDS_VARIABLE in os.environ:
+    if is_for_machines():
         os.environ[FIELDS_VARIABLE] = json.dumps(_fields)
 
 

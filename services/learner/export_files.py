@@ -137,7 +137,7 @@ def write_weights(
             order = sorted(names, key=lambda name: (-form.tensors[name].element_size(), name))
             table = [(name, TYPE_NAMES[form.tensors[name].dtype], tuple(form.tensors[name].shape)) for name in order]
             plan = FilePlan(table, metadata={"format": "pt"})
-            file = stack.enter_context((directory / file_name).open("wb"))
+            file: BinaryIO = stack.enter_context((directory / file_name).open("wb"))
             file.write(plan.header)
             file.truncate(plan.num_bytes)
             places |= {name: (file, plan.place(name)) for name in names}
@@ -168,7 +168,7 @@ def _written(
     held = {
         name: _converted(read(name), form.types[name], name) if name in form.types else state[name] for name in names
     }
-    yield from (held if form.same.issuperset(names) else _reverted(model, held)).items()
+    yield from (held if form.same >= set(names) else _reverted(model, held)).items()
 
 
 def _form_of(model: nn.Module, dtype: Dtype, *, max_shard_size: str) -> _Form:

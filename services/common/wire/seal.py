@@ -21,6 +21,9 @@ from heterorl.common.wire.columns import columns_of, rollouts_of, versions_of, w
 from heterorl.common.wire.common import MAX_INT64
 from heterorl.v1 import rollout_pb2
 
+GroupMessage = rollout_pb2.Group
+"""A group as protobuf has it."""
+
 
 def seal(group: Group) -> SealedGroup:
     """Make a group's canonical bytes."""

@@ -15,7 +15,7 @@ from heterorl.common.types.sample import kind_of
 from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
 from heterorl.common.wire.rollout import group_id_from_pb
-from heterorl.common.wire.seal import canonical, group_message, sealed
+from heterorl.common.wire.seal import GroupMessage, canonical, group_message, sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
 from heterorl.coordinator.groups.admission import Facts, content_problem, judge, size_problem
@@ -24,7 +24,6 @@ from heterorl.coordinator.sites import quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.connection import Connection
-from heterorl.v1 import rollout_pb2
 
 RETRY_AFTER_S = 1.0
 
@@ -58,7 +57,7 @@ class Surroundings:
     instant: float
 
 
-def examined(message: rollout_pb2.Group, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
+def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
     """Judge a group's content and digest its bytes: all that takes its tokens, so that no commit waits for it.
 
     A group whose columns disagree is invalid like any other, so that its assignment is counted.

@@ -7,14 +7,23 @@ message cannot take much memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator.rpc.bounds import FIELDS, LONG, MAX_FIELDS, SMALL_BYTES, bound_of, bytes_problem, text_problem
+from heterorl.coordinator.rpc.bounds import (
+    FIELDS,
+    LONG,
+    MAX_FIELDS,
+    SMALL_BYTES,
+    Bound,
+    bound_of,
+    bytes_problem,
+    text_problem,
+)
 
 
 def parse(data: bytes, descriptor: Descriptor) -> Message:
@@ -45,48 +54,74 @@ def check(message: Message) -> None:
         raise InvalidRequest(f"{message.DESCRIPTOR.name}: more than {left} fields in one message")
 
 
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field that has something to check."""
+
+    name: str
+    bound: Bound
+    is_repeated: bool
+    is_message: bool
+    is_text: bool
+    of_map: tuple[Bound, Bound] | None
+    """Bounds of keys and values."""
+
+
+@functools.cache
+def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
+    """The fields of a message but for single numbers."""
+    found = []
+    for field in descriptor.fields:
+        entry = field.message_type
+        is_map = entry is not None and entry.GetOptions().map_entry
+        is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+        if is_repeated(field) or is_text or entry is not None:
+            of_map = (bound_of(entry.name, "key"), bound_of(entry.name, "value")) if entry and is_map else None
+            bound = bound_of(descriptor.name, field.name)
+            is_message = entry is not None and not is_map
+            found.append(_Field(field.name, bound, is_repeated(field), is_message, is_text, of_map))
+    return tuple(found)
+
+
 def _count(message: Message, left: int, path: str) -> int:
-    """Hold the fields of one message against their bounds; how many there are, or more than `left`."""
-    number = 0
-    for field, value in message.ListFields():
-        bound, name = bound_of(message.DESCRIPTOR.name, field.name), f"{path}{field.name}"
-        entries = value if is_repeated(field) else (value,)
-        if len(entries) > bound.count:
-            raise InvalidRequest(f"{name}: more than {bound.count} entries")
-        number += 1
-        if field.type == field.TYPE_MESSAGE and not _is_map(field):
+    """Hold the fields of one message against their bounds; how many entries there are, or more than `left`."""
+    number = 1
+    for field in _fields(message.DESCRIPTOR):
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            if len(value) > field.bound.count:
+                raise InvalidRequest(f"{path}{field.name}: more than {field.bound.count} entries")
+            entries = value
+        elif field.is_message:
+            entries = (value,) if message.HasField(field.name) else ()
+        else:
+            entries = (value,)
+        if field.is_message:
             for entry in entries:
-                number += 1 + _count(entry, left - number, f"{name}.")
+                number += _count(entry, left - number, f"{path}{field.name}.")
                 if number > left:
                     return number
-        elif field.type in (field.TYPE_STRING, field.TYPE_BYTES):
+        elif field.is_text:
             number += len(entries)
             for entry in entries:
-                problem = text_problem(entry, bound) if isinstance(entry, str) else bytes_problem(entry, bound)
+                problem = (
+                    text_problem(entry, field.bound) if isinstance(entry, str) else bytes_problem(entry, field.bound)
+                )
                 if problem:
-                    raise InvalidRequest(f"{name}: {problem}")
-        elif field.message_type is not None:
+                    raise InvalidRequest(f"{path}{field.name}: {problem}")
+        elif field.of_map is not None:
             number += len(entries)
-            _check_map(field.message_type.name, value, name)
+            for key, text in value.items():
+                problem = text_problem(key, field.of_map[0]) or text_problem(text, field.of_map[1])
+                if problem:
+                    raise InvalidRequest(f"{path}{field.name}: {problem}")
     return number
-
-
-def _check_map(entry: str, entries: Mapping[str, str], name: str) -> None:
-    key_bound, value_bound = bound_of(entry, "key"), bound_of(entry, "value")
-    for key, value in entries.items():
-        problem = text_problem(key, key_bound) or text_problem(value, value_bound)
-        if problem:
-            raise InvalidRequest(f"{name}: {problem}")
 
 
 def is_repeated(field: FieldDescriptor) -> bool:
     """Whether a field has entries; protobuf 6.31 says so and warns of `label`, and stubs run with earlier ones."""
     known = getattr(field, "is_repeated", None)
     return bool(getattr(field, "label", 0) == FieldDescriptor.LABEL_REPEATED) if known is None else bool(known)
-
-
-def _is_map(field: FieldDescriptor) -> bool:
-    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
 @functools.cache

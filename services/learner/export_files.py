@@ -143,10 +143,10 @@ def write_weights(
             places |= {name: (file, plan.place(name)) for name in names}
         for names in form.parts:
             for name, tensor in _written(model, form, names, read, state):
-                file, place = places[name]
-                file.seek(place)
+                out, place = places[name]
+                out.seek(place)
                 if tensor.numel():
-                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 done += tensor.nbytes
                 report(done, form.num_bytes)
                 del tensor  # before the next one comes

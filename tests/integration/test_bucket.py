@@ -287,7 +287,7 @@ async def test_upload_is_complete_when_the_bucket_has_it(bucket, prefix, tmp_pat
         payloads = bucket.config(tmp_path, prefix=prefix, endpoint=f"http://127.0.0.1:{relay.port}")
         async with run_at(tmp_path / "run", payloads) as run:
             relay.cut()
-            with pytest.raises(Busy, match="bucket of the payloads cannot be read now"):
+            with pytest.raises(Busy, match="bucket of the payloads cannot take a payload now"):
                 await run.run.prepare()
             assert len(payloads_of(bucket.names(prefix))) == 1
             (new,) = {path.name for path in copies(run)} - {n.rpartition("/")[2] for n in bucket.names(prefix)}
@@ -355,7 +355,7 @@ async def test_bucket_that_does_not_answer_ends_the_start_without_its_secret(
     payloads = bucket.config(tmp_path, prefix=prefix, endpoint="http://127.0.0.1:9")
     caplog.set_level("DEBUG")
     monkeypatch.setattr(opening, "WAIT_S", 0.0)
-    with pytest.raises(Busy, match="the bucket of the payloads cannot be written to") as caught:
+    with pytest.raises(Busy, match="the bucket of the payloads cannot be read now") as caught:
         async with run_at(tmp_path / "run", payloads):
             pass
 

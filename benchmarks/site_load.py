@@ -20,8 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+import numpy as np
 
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan
 from heterorl.common.wire.common import contract_from_bytes, contract_to_pb
+from heterorl.common.wire.rollout import pushes_to_pb
+from heterorl.common.wire.seal import seal
 from heterorl.v1 import common_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
 
 EMPTY = "/bench.Reference/Empty"
@@ -117,35 +122,35 @@ class Site:
             messages = [self._group(assignment, version) for assignment in grant.assignments]
             if messages:
                 started = time.perf_counter()
-                async for outcome in self._rollout.PushGroups(_each(messages)):
-                    name = rollout_pb2.PushStatus.Name(outcome.status)
-                    self.samples.groups[name] += 1
+                async for answer in self._rollout.PushGroups(_each(messages)):
+                    for outcome in answer.outcomes:
+                        self.samples.groups[rollout_pb2.PushStatus.Name(outcome.status)] += 1
                 self.samples.seconds["push"].append(time.perf_counter() - started)
             else:
                 self.samples.groups["refused leases"] += 1
 
     def _group(self, work: rollout_pb2.WorkAssignment, version: int) -> rollout_pb2.PushGroupsRequest:
         self._sequence += 1
-        rollout = rollout_pb2.Rollout(
-            token_ids=range(TOKENS),
-            sampler_logprobs=[-1.0] * TOKENS,
-            spans=[rollout_pb2.VersionSpan(version=version, start=0, end=TOKENS)],
+        rollout = Rollout(
+            token_ids=np.arange(TOKENS, dtype=np.int32),
+            sampler_logprobs=np.full(TOKENS, -1.0, np.float32),
+            spans=(VersionSpan(version=version, start=0, end=TOKENS),),
             reward=1.0,
-            reward_parts=[rollout_pb2.RewardPart(name="correct", value=1.0)],
-            finish_reason=rollout_pb2.FINISH_REASON_LENGTH,
+            reward_parts=(RewardPart(name="correct", value=1.0),),
+            finish_reason=FinishReason.LENGTH,
         )
-        return rollout_pb2.PushGroupsRequest(
-            group=rollout_pb2.Group(
-                id=common_pb2.GroupId(site=self.name, incarnation=self.incarnation, sequence=self._sequence),
-                assignment=work.id,
-                prompt_index=work.prompt_index,
-                prompt_token_ids=range(8),
-                rollouts=[rollout] * GROUP_SIZE,
-                oldest_version=version,
-                state_root=self._root,
-                generation_s=1.0,
-            )
+        group = Group(
+            id=GroupId(site=SiteId(self.name), incarnation=self.incarnation, sequence=self._sequence),
+            assignment=work.id,
+            prompt_index=work.prompt_index,
+            prompt_token_ids=np.arange(8, dtype=np.int32),
+            rollouts=(rollout,) * GROUP_SIZE,
+            oldest_version=version,
+            state_root=Digest(self._root),
+            generation_s=1.0,
         )
+        ((message, _),) = pushes_to_pb([seal(group)], limit_bytes=1 << 20)
+        return message
 
 
 async def _each(messages: list[rollout_pb2.PushGroupsRequest]) -> AsyncIterator[rollout_pb2.PushGroupsRequest]:

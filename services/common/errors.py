@@ -23,7 +23,7 @@
       StoreLost               the coordinator's database is away: it starts again, and nothing acknowledged is lost
       StoreHeld               another session has the coordinator's database: it starts again, until that one has ended
 
-`ValueError` and `assert` are for our own mistakes. The file is over 300 lines because it is one tree.
+`ValueError` and `assert` are for our own mistakes.
 """
 
 from __future__ import annotations

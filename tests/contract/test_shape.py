@@ -11,14 +11,13 @@ from tests.support.import_graph import RESEARCH, modules
 ROOT = Path(__file__).parents[2]
 # Without the stubs, which protoc writes.
 SOURCES = sorted([*modules().values(), *modules(RESEARCH).values()])
-MAX_LINES = 300
+MAX_LINES = 500
 
 
 def test_sources_are_short_and_ascii():
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SOURCES}
 
-    long = {name for name, text in texts.items() if len(text.splitlines()) > MAX_LINES}
-    assert [name for name in long if "over 300 lines because" not in texts[name]] == []
+    assert [name for name, text in texts.items() if len(text.splitlines()) > MAX_LINES] == []
     assert [name for name, text in texts.items() if not text.isascii()] == []
 
 

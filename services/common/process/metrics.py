@@ -2,8 +2,7 @@
 
 Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
 labels `run`, `service`, and at samplers and relays `site`, come from the scrape configuration or the coordinator: no
-metric has the first two, and no metric of a sampler or a relay the third. The file is over 300 lines because it is one
-table.
+metric has the first two, and no metric of a sampler or a relay the third.
 
     policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
                  publish -> lease             heterorl_coordinator_policy_age_seconds

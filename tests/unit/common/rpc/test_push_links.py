@@ -14,9 +14,15 @@ from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.rollout import WorkAssignment
+from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.support.clock import ManualClock
 from tests.support.run import Run
+
+
+def _accepted(group_id):
+    outcome = rollout_pb2.GroupOutcome(id=group_id, status=rollout_pb2.PUSH_STATUS_ACCEPTED)
+    return rollout_pb2.PushGroupsResponse(outcomes=[outcome])
 
 
 class Partial(rollout_pb2_grpc.RolloutServiceServicer):
@@ -35,12 +41,13 @@ class Partial(rollout_pb2_grpc.RolloutServiceServicer):
             if count == self.answered:
                 break
             count += 1
-            yield rollout_pb2.PushGroupsResponse(id=request.group.id, status=rollout_pb2.PUSH_STATUS_ACCEPTED)
+            (group,) = pushed_from_pb(request, limit_groups=1)
+            yield _accepted(group.id)
         if self.then == "abort":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the link broke")
         if self.then == "more":
             for _ in range(100):
-                yield rollout_pb2.PushGroupsResponse(status=rollout_pb2.PUSH_STATUS_ACCEPTED)
+                yield _accepted(None)
 
 
 @contextlib.asynccontextmanager

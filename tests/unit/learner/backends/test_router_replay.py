@@ -14,7 +14,7 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.requests import Request, in_order
 from heterorl.common.model.routing import RouterReplay, routers_of, routing_shape
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
-from heterorl.common.wire.seal import open_group, receive, seal
+from heterorl.common.wire.seal import canonical, open_group, seal
 from heterorl.learner.checks.admission import Limits, judge
 from heterorl.learner.checks.judge import SOUND
 from heterorl.learner.config import LearnerConfig
@@ -176,7 +176,8 @@ def test_learner_refuses_records_of_other_models(model_dir):
 
 def test_record_travels_and_is_part_of_the_groups_bytes(model_dir):
     drawn = _drawn(_engine(model_dir))[0]
-    sealed, opened = receive(rollout_pb2.Group.FromString(seal(drawn).data))
+    sealed = canonical(rollout_pb2.Group.FromString(seal(drawn).data))
+    opened = open_group(sealed)
     assert [one.routed_experts for one in opened.rollouts] == [one.routed_experts for one in drawn.rollouts]
     assert sealed.data == seal(drawn).data
 

@@ -388,7 +388,7 @@ async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_inval
             (1, accepted, 0), (2, dropped, rollout_pb2.DROP_REASON_INVALID), (3, accepted, 0)
         ]  # fmt: skip
         assert await push(groups[1]) == [(2, rollout_pb2.PUSH_STATUS_DUPLICATE, 0)]
-        groups[1].rollouts[0].finish_reason = 98
+        groups[1].endings = b"\x62" + groups[1].endings[1:]
         assert await push(groups[1]) == [(2, dropped, rollout_pb2.DROP_REASON_CONFLICT)]
 
     status = await served.client.get_status()

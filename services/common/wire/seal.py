@@ -121,5 +121,5 @@ def _sealed(message: rollout_pb2.Group, data: bytes) -> SealedGroup:
         oldest_version=message.oldest_version,
         state_root=Digest(message.state_root),
         versions=versions_of(message),
-        trace=message.traceparent,
+        trace=well_formed(message.traceparent),
     )

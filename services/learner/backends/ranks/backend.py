@@ -161,12 +161,7 @@ class DividedBackend:
         return self._versions.stage(published=published)
 
     def divide(self, source: Source) -> DividedArena:
-        """Take the chunks of published weights, each by the rank that holds it.
-
-        Raises:
-            CorruptData: the source is broken.
-            OSError: it cannot be read.
-        """
+        """Take the chunks of published weights, each by the rank that holds it; raises what the source raises."""
         return self._versions.divide(source)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from heterorl.common.errors import (
     ContractMismatch,
@@ -27,16 +30,17 @@ from heterorl.common.types.run import (
 )
 from heterorl.common.types.standstill import RELEASE, describe
 from heterorl.coordinator import status
-from heterorl.coordinator.beats import Beats
+from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
-from heterorl.coordinator.sites import audit, canary, quarantine
+from heterorl.coordinator.sites import audit, canary, quarantine, watermark
 from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.sites.sites import Holder
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.versions import flavours, lineage, rollback
 
 _LOG = logging.getLogger(__name__)
@@ -266,3 +270,56 @@ class RunColumn:
 
         await self._parts.database.run(operation)
         _LOG.info("draining: %s", reason)
+
+
+Commands = dict[Holder, tuple[Command, ...]]
+
+
+@dataclass(slots=True)
+class _Round:
+    holders: set[Holder] = field(default_factory=set)
+    answers: asyncio.Future[Commands] | None = None
+
+
+class Beats:
+    """Asks the store once for all heartbeats that wait: with a thousand sites on PostgreSQL a learner got none of 220
+    groups in 14 s where each heartbeat was an operation of its own, and 500 of 780 in 22 s so."""
+
+    def __init__(self, database: Database, config: CoordinatorConfig) -> None:
+        self._database = database
+        self._config = config
+        self._lock = threading.Lock()
+        self._open: _Round | None = None
+        """Whoever comes joins it, until the store's thread takes it up."""
+
+    async def commands(self, holder: Holder) -> tuple[Command, ...] | None:
+        """What a holder is told; None where it is not registered.
+
+        Raises:
+            StoreFull, CorruptStore, Draining: as `Database.run`.
+        """
+        with self._lock:
+            mine = self._open = self._open or _Round()
+            mine.holders.add(holder)
+        if mine.answers is None:
+            mine.answers = self._database.submit(lambda connection: self._answer(connection, mine))
+        # A call that ends leaves the others' answer alone.
+        return (await asyncio.shield(mine.answers)).get(holder)
+
+    def _answer(self, connection: Connection, asked: _Round) -> Commands:
+        with self._lock:
+            if self._open is asked:
+                self._open = None
+        return commands_of(connection, asked.holders, self._config)
+
+
+def commands_of(connection: Connection, holders: Iterable[Holder], config: CoordinatorConfig) -> Commands:
+    """What holders are told; those that are not registered are left out."""
+    wide = watermark.wide_gaps(connection, holders)
+    if config.is_finished(lineage.head_version(connection)):
+        # The last version is to be evaluated: who drains does that first.
+        last = (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,)
+        return dict.fromkeys(wide, last)
+    draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
+    # Registering again, it says what it can still push, and the watermark passes over the rest.
+    return {holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()}

@@ -205,7 +205,10 @@ class _Replay:
 
 
 def with_offered(history: History, manifests: Mapping[int, Manifest]) -> dict[int, Manifest]:
-    """Manifests that name what the store offers: without what was deleted, with the coordinator's own snapshots."""
+    """Manifests that name what the store offers: without what was deleted, with the coordinator's own snapshots.
+
+    Those name also what was deleted since. A version that nothing leads to any more is stated by its manifest alone.
+    """
     offered = {(payload.to_version, payload.kind): payload for payload in history.offered}
     digests = {payload.digest for payload in history.offered}
     kept: dict[int, Manifest] = {}

@@ -49,7 +49,9 @@ _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 
 
 def holder_of(peer: Peer, method: str, address: str) -> Holder:
-    """The holder of a call that was admitted.
+    """The holder of a call that was admitted: one for each certificate, whatever connections it opens.
+
+    Without certificates every caller is on this machine, and only its connection tells it apart.
 
     Args:
         peer: what the gate knows of the caller.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
@@ -37,7 +37,39 @@ from heterorl.coordinator.store.files import (
     write_all,
 )
 from heterorl.coordinator.store.home import Home
-from heterorl.coordinator.store.locks import Locks
+
+
+class Locks:
+    """Locks by name; one that nobody holds or waits for takes no memory. Of the event loop."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._num_users: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Locks in memory."""
+        return len(self._locks)
+
+    def __getitem__(self, name: str) -> AbstractAsyncContextManager[None]:
+        """A context that holds the lock of a name."""
+        return self._held(name)
+
+    def is_held(self, name: str) -> bool:
+        """Whether somebody holds the lock of a name."""
+        lock = self._locks.get(name)
+        return lock is not None and lock.locked()
+
+    @asynccontextmanager
+    async def _held(self, name: str) -> AsyncIterator[None]:
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        self._num_users[name] = self._num_users.get(name, 0) + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._num_users[name] -= 1
+            if not self._num_users[name]:
+                del self._num_users[name], self._locks[name]
 
 
 class BlobStore:

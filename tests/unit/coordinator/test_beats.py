@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.coordinator import beats
+from heterorl.coordinator import run as column
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import watermark
@@ -40,7 +40,7 @@ def beat(core, site, incarnation=""):
 
 async def test_those_who_wait_together_share_an_operation_and_each_gets_its_own_answer(core, monkeypatch):
     asked = []
-    commands_of = beats.commands_of
+    commands_of = column.commands_of
 
     def counting(connection, holders, config):
         asked.append(len(holders))
@@ -52,7 +52,7 @@ async def test_those_who_wait_together_share_an_operation_and_each_gets_its_own_
             (core.incarnation, watermark.MAX_GAP),
         )
 
-    monkeypatch.setattr(beats, "commands_of", counting)
+    monkeypatch.setattr(column, "commands_of", counting)
     await core.database.run(widen)
     held = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.merging import cache
-from heterorl.coordinator.store.locks import Locks
+from heterorl.coordinator.store.blobs import Locks
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run

@@ -8,7 +8,7 @@ from heterorl.coordinator.store import dialect, schema
 
 pytest.importorskip("psycopg")
 
-from heterorl.coordinator.store.postgres.connection import translated
+from heterorl.coordinator.store.postgres.engine import translated
 from heterorl.coordinator.store.postgres.schema import WHOLE, in_postgres
 
 

@@ -39,13 +39,16 @@ _HEAD = """# Configuration
 Every key of every service, made from the schemas by `python -m docs.generate`. Keys that are not here are refused by
 name. `heterorl print-config SERVICE --config FILE` shows the value of each and where it comes from: `--set a.b=value`
 beats the file, the file beats the default, nothing else is read. A section `[a]` is a table of the TOML file; where a
-table has a `kind`, the last column says which kinds have the key.
+table has a `kind`, the last column says which kinds have the key. Each table stands here once: those that several files
+or sections have are at the end, and each service links to its own.
 """
 _UNITS = {
     "_bytes_per_s": "bytes/s", "_bytes": "bytes", "_versions": "versions", "_steps": "steps", "_tokens": "tokens",
     "_ulp": "ULP", "_s": "s",
 }  # fmt: skip
 _WORDS = ("nats", "seconds", "bytes", "tokens", "versions")
+_WORTH_A_LINK = 10
+"""Rows of a table that another one may refer to in place of repeating them."""
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -283,25 +286,102 @@ def _escape(cell: str) -> str:
     return cell.replace("|", "\\|")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a table may stand: a service and a section of its file."""
+
+    service: str
+    section: Section
+
+    @property
+    def title(self) -> str:
+        """The section as the file writes it."""
+        brackets = "[[{}]]" if self.section.is_list else "[{}]"
+        return brackets.format(self.section.path)
+
+
+def tables_of() -> list[list[Place]]:
+    """Every table once, with all places where it may stand, in the order of the first ones."""
+    found: dict[tuple[tuple[str, type[Config]], ...], list[Place]] = {}
+    for service, schema in SERVICES.items():
+        for section in sections(schema):
+            found.setdefault(tuple(section.models.items()), []).append(Place(service=service, section=section))
+    return list(found.values())
+
+
 def render() -> str:
-    """The whole page."""
+    """The whole page: each table once, those of several places at the end, with links from every service."""
+    every = tables_of()
+    shared = [places for places in every if len(places) > 1]
+    names = _names(shared)
     lines = [_HEAD]
     for service, schema in SERVICES.items():
-        lines.append(f"## {service}\n")
-        lines.append(f"{_sentence(schema)}\n")
-        for section in sections(schema):
-            has_kinds = "" not in section.models
-            if section.path:
-                lines.append(f"### {service}: {'[' * section.is_list}[{section.path}]{']' * section.is_list}\n")
-                lines.append(f"{section.meaning}\n")
-            if has_kinds:
-                lines += [f'- `kind = "{kind}"`: {_sentence(model)}' for kind, model in section.models.items()]
-                lines.append("")
-            rows = _rows(section)
-            if rows:
-                header = "key | type | default | bounds | unit | meaning" + (" | kinds" if has_kinds else "")
-                lines += [f"| {header} |", "|" + "---|" * (header.count("|") + 1), *rows, ""]
+        lines += [f"## {service}\n", f"{_sentence(schema)}\n"]
+        for places in every:
+            if len(places) == 1 and places[0].service == service:
+                section = places[0].section
+                title = f"### {service}: {places[0].title}\n"
+                lines += ([title, f"{section.meaning}\n"] if section.path else []) + _table(section)
+        links = [
+            f"[`{place.title}`](#{_slug(name)})"
+            for name, places in zip(names, shared, strict=True)
+            for place in places
+            if place.service == service
+        ]
+        lines.append(f"Tables that stand elsewhere too: {', '.join(links)}.\n")
+    lines.append("## Tables of several services\n")
+    for name, places in zip(names, shared, strict=True):
+        lines += [f"### {name}\n", f"{places[0].section.meaning}\n", f"Used by: {_users(places)}.\n"]
+        lines += _table(places[0].section, base=_base(places[0].section, shared, names))
     return "\n".join(lines)
+
+
+def _names(shared: list[list[Place]]) -> list[str]:
+    """A heading for each: the shortest of its places, with the services where two have the same."""
+    titles = [min((place.title for place in places), key=len) for places in shared]
+    users = [" and ".join(dict.fromkeys(place.service for place in places)) for places in shared]
+    return [
+        f"{title} of {services}" if titles.count(title) > 1 else title
+        for title, services in zip(titles, users, strict=True)
+    ]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9_ -]", "", name.lower()).replace(" ", "-")
+
+
+def _users(places: list[Place]) -> str:
+    users: dict[str, list[str]] = {}
+    for place in places:
+        users.setdefault(place.service, []).append(f"`{place.title}`")
+    return ", ".join(f"{service} ({', '.join(titles)})" for service, titles in users.items())
+
+
+def _base(section: Section, shared: list[list[Place]], names: list[str]) -> tuple[str, Section] | None:
+    """Another table, all whose keys this one has too, so that they need not stand here again."""
+    rows = set(_rows(section))
+    for name, places in zip(names, shared, strict=True):
+        other = places[0].section
+        if other is not section and len(_rows(other)) >= _WORTH_A_LINK and set(_rows(other)) <= rows:
+            return name, other
+    return None
+
+
+def _table(section: Section, base: tuple[str, Section] | None = None) -> list[str]:
+    lines = []
+    has_kinds = "" not in section.models
+    if has_kinds:
+        lines += [f'- `kind = "{kind}"`: {_sentence(model)}' for kind, model in section.models.items()]
+        lines.append("")
+    rows = _rows(section)
+    if base is not None:
+        name, other = base
+        lines.append(f"The keys of [`{name}`](#{_slug(name)}), and these:\n")
+        rows = [row for row in rows if row not in _rows(other)]
+    if rows:
+        header = "key | type | default | bounds | unit | meaning" + (" | kinds" if has_kinds else "")
+        lines += [f"| {header} |", "|" + "---|" * (header.count("|") + 1), *rows, ""]
+    return lines
 
 
 def render_map() -> str:

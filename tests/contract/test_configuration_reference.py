@@ -1,5 +1,8 @@
 """The reference of configuration keys is the schemas', whole, and says something about each key."""
 
+import re
+from collections import Counter
+
 import pytest
 
 from docs import generate
@@ -42,6 +45,23 @@ def test_page_has_every_key_that_a_default_configuration_has(service):
     shown |= {section.path.strip("[]") for section in generate.sections(generate.SERVICES[service])}
 
     assert set(flatten(generate.SERVICES[service]().model_dump(mode="json"))) <= shown
+
+
+def test_every_table_stands_once_and_is_found_from_each_service():
+    text = generate.render()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    of_services = dict(re.findall(r"^## (\w+)$(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL))
+    anchors = {generate._slug(heading) for heading in headings}
+
+    assert len(headings) == len(set(headings))
+    for places in generate.tables_of():
+        for place in places:
+            if place.section.path:
+                title = place.title if len(places) > 1 else f"### {place.service}: {place.title}\n"
+                assert title in of_services[place.service]
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+    tables = re.findall(r"^(?:\| `.*\n){2,}", text, re.MULTILINE)
+    assert [table for table, count in Counter(tables).items() if count > 1] == []
 
 
 def test_rows_state_type_default_bounds_and_unit():

@@ -94,6 +94,11 @@ class MeasuredBackend:
         return self.inner.torch_model
 
     @property
+    def last_metrics(self) -> dict[str, float]:
+        """What the newest step's loss measured, where it is the user's own."""
+        return self.inner.last_metrics
+
+    @property
     def last_log_ratios(self) -> LogRatios:
         """Of the newest step's groups whose note is wanted."""
         return self.inner.last_log_ratios

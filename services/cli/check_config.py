@@ -32,8 +32,8 @@ def check_config(
 ) -> None:
     """Check a configuration without starting anything: every key, and what the service would load.
 
-    That is task, data, one reward, tokenizer, the model's configuration and the engine's package; no
-    weights are read and nobody is asked over the network but the hub, for a model that is not here.
+    That is task, data, one reward, a loss of your own, tokenizer, the model's configuration and the engine's
+    package; no weights are read and nobody is asked over the network but the hub, for a model that is not here.
 
     Exit code 0: it is valid. 2: it is not; each problem is one line.
     """
@@ -98,6 +98,8 @@ def problems(
     kind = (config.engine if service == "sampler" else config.backend).kind
     if kind in ("vllm", "deepspeed"):
         yield from _problem(_check_engine, kind)
+    if service == "learner" and importlib.util.find_spec("torch") is not None:
+        yield from _problem(_try_loss, config)
     prompter: list[Any] = []
     if importlib.util.find_spec("transformers") is not None:
         yield from _problem(lambda: prompter.append(_load_tokenizer(config)))
@@ -131,6 +133,12 @@ def _check_engine(kind: str) -> None:
     from heterorl.common.model.packages import check_engine
 
     check_engine(kind)
+
+
+def _try_loss(config: Any) -> None:
+    from heterorl.learner.train.trial import try_loss
+
+    try_loss(config.loss)
 
 
 def _build_task(config: Any, prompter: Any) -> Any:

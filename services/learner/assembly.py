@@ -38,6 +38,7 @@ from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.progress import PassCount
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
+from heterorl.learner.train.trial import try_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,11 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         place: of this one, rank 0, where a launcher has started all ranks.
 
     Raises:
-        ConfigError: key, model, tokenizer or task cannot be loaded.
+        ConfigError: key, model, tokenizer, task or a loss of the user's own cannot be loaded.
     """
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
+    try_loss(config.loss)
     # First, so that the others do not wait for a task, and a machine with another model is known at once.
     company = None if place is None else _join_launched(config, place)
     prompter = Prompter(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
@@ -14,6 +14,7 @@ from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.types.step import CompletionNumbers, LearnerPhase
 
 _LOG = logging.getLogger(__name__)
+_NONE: Mapping[str, float] = {}
 _NUMBERS = (
     metrics.LOSS, metrics.REWARD, metrics.KL, metrics.ESS, metrics.IW_VARIANCE, metrics.CLIP_FRACTION,
     metrics.ENTROPY, metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO,
@@ -27,6 +28,7 @@ def observe_step(
     *,
     head_version: int,
     held_s: Sequence[float],
+    metrics_of_loss: Mapping[str, float] = _NONE,
 ) -> None:
     """Export one step; staleness is counted from the coordinator's head, so that a restart cannot inflate it.
 
@@ -35,6 +37,7 @@ def observe_step(
         groups: those it trained on.
         head_version: the version that the step builds on.
         held_s: for each group, seconds since it arrived here; added to its age, which the coordinator stated then.
+        metrics_of_loss: what a loss of the user's own measured.
     """
     # Without a token there was nothing to apply.
     metrics.STEPS.labels(str(report.is_applied).lower() if report.num_tokens else "empty").inc()
@@ -71,6 +74,9 @@ def observe_step(
     metrics.GRAD_NORM.set(report.grad_norm)
     metrics.LEARNING_RATE.set(report.lr)
     metrics.REPLACED_GROUPS.inc(report.num_replaced)
+    metrics.LOSS_METRIC.clear()
+    for name, value in metrics_of_loss.items():
+        metrics.LOSS_METRIC.labels(name).set(value)
     if report.completions is not None:
         _observe_completions(report.completions)
     times = report.times

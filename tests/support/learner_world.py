@@ -133,6 +133,10 @@ class NumpyBackend:
         raise AssertionError("there is no torch here")
 
     @property
+    def last_metrics(self):
+        return {}
+
+    @property
     def last_log_ratios(self) -> LogRatios:
         return {}
 

@@ -193,6 +193,10 @@ class Reference:
     def gspo(self, i: int, a: float) -> list[float]:
         return self.rows(i, ppo(self.p(i) / self.q(i), a, 0.8, 1.2))
 
+    def normalised(self, i: int, a: float) -> list[float]:
+        mean_weight = mean([self.sp(j) / self.q(j) for j in range(len(self.lq))])
+        return self.rows(i, self.p(i) / self.q(i) / mean_weight * a * (2.0 if self.case.staleness[i] == 0 else 1.0))
+
     def gspo_unclipped(self, i: int, a: float) -> list[float]:
         return self.rows(i, self.p(i) / self.q(i) * a)
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from heterorl.common.types.rollout import Group
 from heterorl.learner.loss.config import (
     BnpoConfig,
     CispoConfig,
+    CustomLossConfig,
     DapoConfig,
     DecoupledPpoConfig,
     DeltaLConfig,
@@ -52,6 +54,8 @@ from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import collate
 from tests.support.training import group, rollout
 
+OWN_LOSS = Path(__file__).parents[2] / "examples" / "own-loss"
+"""Where `gspo:loss` lies, a loss as a user writes one."""
 GOLDEN_SAMPLER = [
     [-0.10, -0.70, -0.05, -1.20, -0.30],
     [-0.40, -0.20, -0.90],
@@ -161,7 +165,7 @@ def run_loss(
         )
         learner_BT = inputs.padded(torch.cat([logprobs[position] for position in part])).requires_grad_()
         coefficients_BT = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=max_tokens)
-        one = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT)
+        one = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
         total = one.contributions_B.sum()
         total.backward()
         assert learner_BT.grad is not None
@@ -225,5 +229,7 @@ CATALOGUE: dict[str, LossConfig] = {
     "decoupled_ppo loglinear": DecoupledPpoConfig(proximal="loglinear", behaviour_cap=1.1, eps_high=0.05, eps_low=0.05),
     "m2po": M2poConfig(m2_budget=0.02),
     "opsm": OpsmConfig(opsm_threshold=0.05),
+    "custom": CustomLossConfig(function="gspo:loss", directory=str(OWN_LOSS)),
+    "custom of the step": CustomLossConfig(function="tests.support.custom_losses:normalised", advantage="mean"),
 }
 """Every algorithm, and every part that has no algorithm of its own, with bounds that act on small differences."""

@@ -43,7 +43,9 @@ def _operate(backend: Any, name: str, *arguments: Any) -> Any:
 def _train(backend: Any, seed: int, num_groups: int = 5) -> dict[str, Any]:
     groups = random_groups(num_groups, seed=seed)
     report = backend.train_step(groups, head_version=2, step=seed)
-    return {**dataclasses.asdict(report), **{f"extra_{key}": value for key, value in backend.last_extras.items()}}
+    numbers = {f"extra_{key}": value for key, value in backend.last_extras.items()}
+    numbers |= {f"metric_{key}": value for key, value in backend.last_metrics.items()}
+    return {**dataclasses.asdict(report), **numbers}
 
 
 def _train_rewarded(backend: Any, seed: int, reward: float) -> dict[str, Any]:

@@ -213,6 +213,7 @@ TRUNCATED_RATIO = _gauge("learner_truncated_ratio", "Share of completions cut at
 UNIFORM_RATIO = _gauge("learner_uniform_groups_ratio", "Share of groups in which all rewards are equal.")
 REPLACED_GROUPS = _counter("learner_replaced_groups_total", "Groups of equal rewards that steps replaced by others.")
 REWARD_PART = _gauge("learner_reward_part_mean", "Mean of each named part of the reward.", "part")
+LOSS_METRIC = _gauge("learner_loss_metric_mean", "Mean of each metric of a loss of the user's own.", "metric")
 SITE_TOKENS = _counter("learner_site_tokens_total", "Completion tokens trained, by the site that made them.", "site")
 STEPS_WITHOUT_SIGNAL = _gauge("learner_steps_without_signal", "Steps in a row in which no group's rewards differed.")
 EVALUATION_ACCURACY = _gauge("learner_evaluation_accuracy_ratio", "Held-out accuracy.")

@@ -22,6 +22,7 @@ _FACTS = (
     ("task", "config.task.name"),
     ("reward", "config.task.reward"),
     ("loss", "config.loss.kind"),
+    ("own loss", "config.loss.function"),
     ("learning rate", "config.backend.lr"),
     ("learning rate falls", "config.backend.lr_schedule"),
     ("group size, answers", "config.group_size"),

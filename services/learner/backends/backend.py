@@ -40,6 +40,11 @@ class TrainBackend(Protocol):
         """Of the newest step's groups whose note is wanted; empty before the first."""
         ...
 
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """What the newest step's loss measured, where it is the user's own; empty for other kinds."""
+        ...
+
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
         """Round the masters to the published type and write their bits.
 

@@ -98,18 +98,11 @@ class TorchBackend:
             self._rounding = Rounding(self._model, self._layout, dead_band_ulp=config.dead_band_ulp)
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
-        self._last_extras: dict[str, float] = {}
-        self._last_log_ratios: LogRatios = {}
-
-    @property
-    def last_extras(self) -> dict[str, float]:
+        self.last_extras: dict[str, float] = {}
         """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
-        return self._last_extras
-
-    @property
-    def last_log_ratios(self) -> LogRatios:
-        """Of the newest step's groups whose note is wanted; see TrainBackend."""
-        return self._last_log_ratios
+        self.last_metrics: dict[str, float] = {}
+        """What the newest step's loss measured, where it is the user's own."""
+        self.last_log_ratios: LogRatios = {}
 
     @property
     def layout(self) -> Layout:
@@ -151,8 +144,8 @@ class TorchBackend:
             update=self._update,
         )
         self._applied_steps += end.is_applied
-        self._last_extras = end.extras
-        self._last_log_ratios = wanted_log_ratios(samples, groups)
+        self.last_extras, self.last_metrics = end.extras, end.metrics
+        self.last_log_ratios = wanted_log_ratios(samples, groups)
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from heterorl.learner.loss.kinds_custom import CustomLossConfig
 from heterorl.learner.loss.kinds_score import (
     CispoConfig,
     ImpalaConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "Aggregation",
     "BnpoConfig",
     "CispoConfig",
+    "CustomLossConfig",
     "DapoConfig",
     "DecoupledPpoConfig",
     "DeltaLConfig",
@@ -119,6 +121,7 @@ LossConfig = Annotated[
     | DecoupledPpoConfig
     | M2poConfig
     | OpsmConfig
-    | MoisConfig,
+    | MoisConfig
+    | CustomLossConfig,
     Field(discriminator="kind"),
 ]

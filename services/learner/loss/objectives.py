@@ -11,7 +11,8 @@ for one weight per rollout or [B, T] for one per token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,7 +31,7 @@ class LossTerms:
     `contributions_B` sum, over all micro-batches, to the loss to minimise. `weights` and `is_counted` are [B] where a
     rollout has one weight and [B, T] where a token has: the weight, and whether it exists. `is_clipped`, where the clip
     or truncation acted, is [B] or [B, T] too; GMPO has weights of rollouts and clips tokens. `is_kept_BT` marks tokens
-    that no mask left out.
+    that no mask left out. `metrics` are a custom loss's own, [B] or [B, T].
     """
 
     contributions_B: torch.Tensor
@@ -38,6 +39,7 @@ class LossTerms:
     is_clipped: torch.Tensor
     is_counted: torch.Tensor
     is_kept_BT: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

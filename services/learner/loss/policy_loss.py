@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from heterorl.learner.loss import importance
+from heterorl.learner.loss.custom import LossBatch, batch_of, terms_of
 from heterorl.learner.loss.denominators import masked_mean
 from heterorl.learner.loss.masks import has_not_drifted
 from heterorl.learner.loss.objectives import (
@@ -57,6 +58,8 @@ class LossInputs:
     """log of the step's weight for a rollout with A < 0, where the rule tempers ratios."""
     reference_BT: torch.Tensor | None = None
     """log-probs of the reference model, where the rule has one."""
+    places_B2: torch.Tensor | None = None
+    """int64 [B, 2]: the group of each rollout, and its row in the step; custom losses read them."""
 
     def to(self, device: torch.device) -> LossInputs:
         """The same tensors on `device`."""
@@ -69,7 +72,12 @@ class LossInputs:
 
 
 def policy_loss(
-    rule: Rule, inputs: LossInputs, learner_BT: torch.Tensor, *, coefficients_BT: torch.Tensor
+    rule: Rule,
+    inputs: LossInputs,
+    learner_BT: torch.Tensor,
+    *,
+    coefficients_BT: torch.Tensor,
+    step: LossBatch | None = None,
 ) -> LossTerms:
     """-sum_it c_it k_it J_it with the objective J of `objectives`, masks k and coefficients c.
 
@@ -78,6 +86,10 @@ def policy_loss(
         inputs: one micro-batch.
         learner_BT: log p under the current policy; the only tensor that gradient reaches.
         coefficients_BT: of `objectives.token_coefficients`.
+        step: all rollouts of the step, for a custom loss that takes them.
+
+    Raises:
+        ConfigError: a custom loss raised, or returned what is no loss.
     """
     mask_BT = inputs.mask_BT
     _check(inputs, learner_BT, coefficients_BT)
@@ -90,6 +102,9 @@ def policy_loss(
         if limit > 0.0:
             is_kept_B = has_not_drifted(learner_BT, sampler_BT, mask_BT, advantages_B, limit=limit, is_total=is_total)
             is_kept_BT = is_kept_BT & is_kept_B[:, None]
+    if rule.custom is not None:
+        batch = batch_of(inputs, learner_BT, coefficients_BT=coefficients_BT, max_log_weight=rule.max_log_weight)
+        return terms_of(rule.custom(batch, step), batch, is_kept_BT)
     coefficients_BT = torch.where(is_kept_BT, coefficients_BT, 0.0)
 
     if rule.level == "token":

@@ -5,9 +5,12 @@ value of Rule. Nothing else in the learner asks for `kind`.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from heterorl.learner.loss.config import Advantage, Aggregation, Denominator, LossConfig
+from heterorl.learner.loss.config import Advantage, Aggregation, CustomLossConfig, Denominator, LossConfig
+
+if TYPE_CHECKING:
+    from heterorl.learner.loss.custom import CustomLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +19,9 @@ class Rule:
 
     Example: Rule(level="sequence", denominator="contraharmonic")
     """
+
+    custom: CustomLoss | None = None
+    """The user's own function, in place of weight and clip."""
 
     # Importance weight: exp(log p - log D).
     level: Literal["token", "sequence", "spread"] = "token"
@@ -99,18 +105,20 @@ class Rule:
             self.denominator == "expected_learner"
             or self.negative_weight == "tempered"
             or self.baseline == "optimal"
+            or (self.custom is not None and self.custom.takes_step)
             or max(self.m2_budget, self.negative_keep, self.balance_beta) > 0.0
         )
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads log-probs of a frozen model."""
-        return max(self.reference_kl, self.balance_beta) > 0.0
+        is_read = self.custom is not None and self.custom.reads_reference
+        return is_read or max(self.reference_kl, self.balance_beta) > 0.0
 
     @property
     def needs_staleness(self) -> bool:
         """Whether the loss reads the age of each token."""
-        return self.proximal == "loglinear" or self.mixture_slope > 0.0
+        return self.proximal == "loglinear" or self.mixture_slope > 0.0 or self.custom is not None
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -163,9 +171,18 @@ _PARTS = {field.name for field in fields(Rule)}
 
 
 def rule_of(config: LossConfig) -> Rule:
-    """The parts that the configuration names."""
+    """The parts that the configuration names.
+
+    Raises:
+        ConfigError: a function of the user's own cannot be loaded, or takes other options.
+    """
     keys: dict[str, Any] = dict(config)
-    parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS[config.kind]
+    parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS.get(config.kind, {})
+    if isinstance(config, CustomLossConfig):
+        # Here, so that a configuration is read without torch.
+        from heterorl.learner.loss.loading import load_loss
+
+        parts |= {"custom": load_loss(config)}
     if "eps_low" in keys:
         parts |= {"low": 1.0 - keys["eps_low"], "high": 1.0 + keys["eps_high"]}
     if "eps_log" in keys:

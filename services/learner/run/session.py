@@ -176,7 +176,7 @@ class Session:
             times = self.progress.end_step(is_applied=report.is_applied)
             report = dataclasses.replace(report, times=times, num_replaced=self.selection.num_replaced)
             held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
-            observe_step(report, groups, head_version=head, held_s=held_s)
+            observe_step(report, groups, head_version=head, held_s=held_s, metrics_of_loss=self.backend.last_metrics)
             if not report.is_applied:
                 await self._reject(report, groups)
                 continue

@@ -7,7 +7,7 @@ split. A rollout without tokens, which neither the coordinator nor the learner a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, Rollout
 from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.custom import LossBatch
 from heterorl.learner.loss.denominators import group_log_denominator, log_denominators
 from heterorl.learner.loss.rule import Rule, rule_of
 
@@ -41,6 +42,8 @@ class TrainingSequence:
     """Position of the group in the step."""
     number: int = 0
     """Position of the rollout in the group."""
+    row: int = 0
+    """Position of the rollout in the step."""
     staleness: Int32Array | None = None
     """Versions between each token's sampler and the learner; None is 0 for all."""
     coupling: float = 0.0
@@ -81,11 +84,17 @@ class Batch:
     """The sequences of one optimizer step in the order of their groups."""
 
     sequences: tuple[TrainingSequence, ...]
+    whole: LossBatch | None = None
+    """All of them after a first pass, in the order of their rows, for a custom loss that takes the step."""
 
     @property
     def num_sequences(self) -> int:
         """Rollouts; groups of equal rewards included unless the loss drops them."""
         return len(self.sequences)
+
+    def with_whole(self, known: Batch, device: torch.device) -> Batch:
+        """This step with what a first pass has made of all its rollouts, on a device."""
+        return self if known.whole is None else replace(self, whole=known.whole.to(device))
 
     @property
     def num_tokens(self) -> int:
@@ -111,14 +120,13 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
     """
     rule = rule_of(loss)
     scales = _prompt_scales(groups) if rule.advantage == "beta" else [1.0] * len(groups)
-    return Batch(
-        sequences=tuple(
-            sequence
-            for number, (group, scale) in enumerate(zip(groups, scales, strict=True))
-            if not (rule.drop_uniform_groups and _is_uniform(group))
-            for sequence in _sequences(group, rule, number=number, scale=scale, head_version=head_version)
-        )
-    )
+    sequences = [
+        sequence
+        for number, (group, scale) in enumerate(zip(groups, scales, strict=True))
+        if not (rule.drop_uniform_groups and _is_uniform(group))
+        for sequence in _sequences(group, rule, number=number, scale=scale, head_version=head_version)
+    ]
+    return Batch(sequences=tuple(replace(sequence, row=row) for row, sequence in enumerate(sequences)))
 
 
 def _is_uniform(group: Group) -> bool:

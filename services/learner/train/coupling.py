@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from heterorl.learner.loss.advantages import drift_compensated, optimal_baseline, score_square_norm
+from heterorl.learner.loss.custom import LossBatch, batch_of
 from heterorl.learner.loss.denominators import expected_learner_log_denominator
 from heterorl.learner.loss.importance import tempered_log_weights
 from heterorl.learner.loss.masks import within_quantile, within_second_moment
@@ -61,9 +62,20 @@ def couple(rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_ne
         products = _log_products(batch, of_sequences).clamp(max=rule.max_log_weight)
         logs = tempered_log_weights(products, share=rule.tempering_ess)
         batch = _replaced(batch, [{"log_gate": value} for value in logs.tolist()])
+    if rule.custom is not None and rule.custom.takes_step:
+        return dataclasses.replace(batch, whole=_whole(rule, batch, of_sequences, max_new_tokens=max_new_tokens))
     if rule.denominator == "expected_learner":
         batch = _with_expectations(rule, batch, of_sequences, max_new_tokens=max_new_tokens)
     return batch
+
+
+def _whole(rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int) -> LossBatch:
+    """All rollouts in the order of their rows, which is the same however the step is divided."""
+    order = sorted(range(len(batch.sequences)), key=lambda position: batch.sequences[position].row)
+    inputs = collate([batch.sequences[position] for position in order], batching="padded").loss_inputs
+    learner_BT = inputs.padded(torch.cat([logprobs[position] for position in order]))
+    coefficients_BT = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=max_new_tokens)
+    return batch_of(inputs, learner_BT, coefficients_BT=coefficients_BT, max_log_weight=rule.max_log_weight)
 
 
 def _replaced(batch: Batch, changes: Sequence[dict[str, Any]]) -> Batch:

@@ -53,7 +53,7 @@ class MicroBatchSample:
 
     `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens;
     `sequences` is what algorithms are compared by. `log_ratios_N` float32 are log p - log q of the tokens, row by row,
-    of the rollouts at `places_B` [B, 2]: group and rollout.
+    of the rollouts at `places_B` [B, 2]: group and rollout. `metrics` of a custom loss are [2]: sum and count.
     """
 
     loss: float
@@ -64,6 +64,7 @@ class MicroBatchSample:
     sequences: SequenceSample
     log_ratios_N: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     places_B: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.int64))
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -163,6 +164,21 @@ def step_extras(sample: SequenceSample) -> dict[str, float]:
     numbers["dropped_token_fraction"] = _ratio(sample.dropped_B.sum(), num_tokens)
     numbers["second_moment"] = _ratio(sample.squares_B.sum(), num_tokens)
     return numbers
+
+
+def summed(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Sum and count [2] of one number for each rollout, or for each token, of which padding has none."""
+    counted = values[mask_BT] if values.dim() == 2 else values
+    return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel()))]).cpu()
+
+
+def metric_means(samples: Sequence[MicroBatchSample]) -> dict[str, float]:
+    """Means over the step of what a custom loss measured; a name that some passes lack is a mean of the others."""
+    totals: dict[str, torch.Tensor] = {}
+    for sample in samples:
+        for name, both in sample.metrics.items():
+            totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + both
+    return {name: float(both[0] / both[1]) for name, both in totals.items()}
 
 
 def mean(values: torch.Tensor) -> float:

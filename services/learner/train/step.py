@@ -27,7 +27,16 @@ from heterorl.learner.train.batch import Batch, TrainingSequence
 from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.learner.train.report import MicroBatchSample, build_report, join, measure, step_extras, step_size_factor
+from heterorl.learner.train.report import (
+    MicroBatchSample,
+    build_report,
+    join,
+    measure,
+    metric_means,
+    step_extras,
+    step_size_factor,
+    summed,
+)
 from heterorl.learner.train.update.schedule import Schedule
 
 
@@ -104,8 +113,10 @@ def accumulate_gradients(
             with torch.no_grad():
                 logprobs = [forward(forward.collate(part))[0] for part in parts]
         ordered = Batch(sequences=tuple(sequence for part in parts for sequence in part))
-        coupled = iter(couple(rule, ordered, logprobs, max_new_tokens=max_new_tokens).sequences)
+        known = couple(rule, ordered, logprobs, max_new_tokens=max_new_tokens)
+        coupled = iter(known.sequences)
         parts = [[next(coupled) for _ in part] for part in parts]
+        batch = batch.with_whole(known, forward.device)
     samples = []
     note_pass(0, len(parts))
     for sequences in parts:
@@ -169,13 +180,15 @@ def apply_gradients(
 class StepEnd:
     """A step after its update: whether weights moved, the norm of the gradient, and what was measured.
 
-    `extras` are numbers beyond the report, see `report.step_extras`; with the step size taken, lr.
+    `extras` are numbers beyond the report, see `report.step_extras`; with the step size taken, lr. `metrics` are those
+    of a custom loss.
     """
 
     samples: Sequence[MicroBatchSample]
     is_applied: bool
     grad_norm: float
     extras: dict[str, float]
+    metrics: dict[str, float]
 
     def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
         """Close the step; see `report.build_report`."""
@@ -218,6 +231,7 @@ def end_step(
         is_applied=is_applied,
         grad_norm=grad_norm,
         extras=step_extras(sequences) | {"lr": step_size},
+        metrics=metric_means(samples),
     )
 
 
@@ -246,7 +260,7 @@ def micro_batch_loss(
     if rule.scope == "microbatch":
         inputs = _with_shared_denominator(rule, inputs)
     coefficients_BT = step_coefficients(rule, mask_BT, batch, max_new_tokens=max_new_tokens)
-    terms = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT)
+    terms = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
     total = terms.contributions_B.sum()
     kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=rule.max_log_weight)
     if rule.kl_coefficient > 0.0:
@@ -267,6 +281,7 @@ def micro_batch_loss(
         sequences=measure(inputs, learner_BT, terms),
         log_ratios_N=(learner_BT.detach() - sampler_BT)[mask_BT].float().cpu(),
         places_B=micro_batch.places_B,
+        metrics={name: summed(one, mask_BT) for name, one in terms.metrics.items()},
     )
     return total, sample
 

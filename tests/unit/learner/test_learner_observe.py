@@ -60,6 +60,14 @@ def test_curves_of_a_step_are_shown_and_parts_that_are_gone_are_not():
     assert shown("reward_part_mean", part="right") is None
 
 
+def test_metrics_of_a_loss_are_shown_and_those_that_are_gone_are_not():
+    observe_step(REPORT, [], head_version=0, held_s=[], metrics_of_loss={"drift": 0.5})
+    assert shown("loss_metric_mean", metric="drift") == 0.5
+
+    observe_step(REPORT, [], head_version=0, held_s=[])
+    assert shown("loss_metric_mean", metric="drift") is None
+
+
 def test_version_shows_what_its_delta_saved():
     delta = PayloadRef(
         kind=PayloadKind.DELTA, from_version=3, to_version=4, digest=Digest("a" * 64), num_bytes=50

@@ -68,7 +68,7 @@ def main() -> None:
             reply = answer(request)
             text = json.dumps({"used_s": time.process_time() - began_s, **reply})
         except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
-            text = json.dumps({"error": _words(error)})
+            text = json.dumps({"error": words_of(error)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         out.write(text.encode() + b"\n")
@@ -124,7 +124,7 @@ def _task(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         prompts: Any = importlib.import_module("heterorl.common.tasks.task")
         task = registry.build_task(registry.TaskConfig.model_validate(job["config"]))
     except Exception as error:
-        raise LoadError("error", _words(error)) from error
+        raise LoadError("error", words_of(error)) from error
     if task.digest != job["digest"]:
         raise LoadError("error", "it is another one there: another release of what it is made with?")
 
@@ -162,27 +162,36 @@ def _code(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    module, name, directory = job["module"], job["name"], job["directory"]
-    top = module.partition(".")[0]
-    _refuse_two(top, directory)
-    # Last: what is installed keeps its names.
-    sys.path.append(directory)
-    loaded = _imported(module, directory)
-    function = getattr(loaded, name, None)
-    if not callable(function):
-        raise LoadError("name", f"{loaded.__file__} has no function {name}{_near(name, loaded)}")
-
+    module, name = job["module"], job["name"]
+    function = load_function(module, name, job["directory"])
     ways = _beside("calling")
     try:
         calling = ways.Calling(function)
     except ways.Unanswerable as error:
-        raise LoadError("error", f"{loaded.__file__}, {name}: {error}") from error
+        raise LoadError("error", f"{sys.modules[module].__file__}, {name}: {error}") from error
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"parts": calling.parts(request)}
 
-    files = _beside("files").reward_files(top)
+    files = _beside("files").reward_files(module.partition(".")[0])
     return answer, {"digest": files.digest, "num_files": files.count, "place": files.place, **calling.facts}
+
+
+def load_function(module: str, name: str, directory: str) -> Callable[..., Any]:
+    """A function of a module that lies in a directory or is installed.
+
+    Raises:
+        LoadError: it cannot be found, imported or called.
+    """
+    _refuse_two(module.partition(".")[0], directory)
+    if directory not in sys.path:
+        # Last: what is installed keeps its names.
+        sys.path.append(directory)
+    loaded = _imported(module, directory)
+    function: Callable[..., Any] | None = getattr(loaded, name, None)
+    if function is None or not callable(function):
+        raise LoadError("name", f"{loaded.__file__} has no function {name}{_near(name, loaded)}")
+    return function
 
 
 def _refuse_two(top: str, directory: str) -> None:
@@ -205,13 +214,13 @@ def _imported(module: str, directory: str) -> ModuleType:
         parents = {module.rsplit(".", count)[0] for count in range(module.count(".") + 1)}
         if error.name in parents:
             raise LoadError("place", f"there is no module {error.name} in {directory}") from error
-        raise LoadError("error", f"{module} cannot be imported: {_words(error)}") from error
+        raise LoadError("error", f"{module} cannot be imported: {words_of(error)}") from error
     except BaseException as error:
-        raise LoadError("error", f"{module} cannot be imported: {_words(error)}") from error
+        raise LoadError("error", f"{module} cannot be imported: {words_of(error)}") from error
 
 
-def _words(error: BaseException) -> str:
-    """The error and the user's line that raised it."""
+def words_of(error: BaseException) -> str:
+    """An error of the user's code, and the line that raised it."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in own if not frame.filename.startswith("<frozen")]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

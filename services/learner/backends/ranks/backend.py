@@ -97,18 +97,11 @@ class DividedBackend:
         self._versions = VersionEngine(held, tell=self._tell)
         self._writing: Writing | None = None
         self._applied_steps = 0
-        self._last_extras: dict[str, float] = {}
-        self._last_log_ratios: LogRatios = {}
-
-    @property
-    def last_extras(self) -> dict[str, float]:
+        self.last_extras: dict[str, float] = {}
         """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
-        return self._last_extras
-
-    @property
-    def last_log_ratios(self) -> LogRatios:
-        """Of the newest step's groups whose note is wanted; see TrainBackend."""
-        return self._last_log_ratios
+        self.last_metrics: dict[str, float] = {}
+        """What the newest step's loss measured, where it is the user's own."""
+        self.last_log_ratios: LogRatios = {}
 
     @property
     def layout(self) -> Layout:
@@ -127,7 +120,7 @@ class DividedBackend:
             Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version, step=step)
         )
         end = self._train(command.groups, head_version, step)
-        self._last_log_ratios = wanted_log_ratios(end.samples, groups)
+        self.last_log_ratios = wanted_log_ratios(end.samples, groups)
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
@@ -255,7 +248,7 @@ class DividedBackend:
             update=self._division.update,
         )
         self._applied_steps += end.is_applied
-        self._last_extras = end.extras
+        self.last_extras, self.last_metrics = end.extras, end.metrics
         return end
 
     def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:

@@ -140,7 +140,7 @@ class Passes:
         if self.rule.needs_reference:
             shares = self._with_reference(shares)
         if self.rule.needs_first_pass:
-            shares = self._coupled(shares)
+            shares, batch = self._coupled(shares, batch)
         own = shares.parts[self.ranks.rank // self.sharing]
         samples: list[MicroBatchSample] = []
         everyone: list[MicroBatchSample] = []
@@ -179,10 +179,11 @@ class Passes:
         )
         return micro_batch, logprobs_N, entropies_N
 
-    def _coupled(self, shares: Shares) -> Shares:
+    def _coupled(self, shares: Shares, batch: Batch) -> tuple[Shares, Batch]:
         logprobs = self._logprobs(shares, self.engine)
         ordered = Batch(sequences=tuple(shares.ordered()))
-        return shares.replaced(couple(self.rule, ordered, logprobs, max_new_tokens=self.max_new_tokens).sequences)
+        known = couple(self.rule, ordered, logprobs, max_new_tokens=self.max_new_tokens)
+        return shares.replaced(known.sequences), batch.with_whole(known, self.device)
 
     def _with_reference(self, shares: Shares) -> Shares:
         assert self.reference is not None, "the engine was built with one"
@@ -207,6 +208,7 @@ def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[M
 
 
 _SAMPLE_TENSORS = ("weights_M", "is_clipped_M", "kl_B", "entropies_N", "log_ratios_N", "places_B")
+_METRICS = "metrics/"
 _SEQUENCE_TENSORS = tuple(field.name for field in fields(SequenceSample))
 
 
@@ -217,6 +219,7 @@ def _pack(samples: Sequence[MicroBatchSample]) -> bytes:
         tensors |= {f"{number}/{name}": read(sample, name).contiguous() for name in _SAMPLE_TENSORS}
         # Clones: rows of one tensor share its storage, which the format refuses.
         tensors |= {f"{number}/{name}": read(sample.sequences, name).clone() for name in _SEQUENCE_TENSORS}
+        tensors |= {f"{number}/{_METRICS}{name}": both for name, both in sample.metrics.items()}
     tensors["losses"] = torch.tensor([sample.loss for sample in samples], dtype=torch.float64)
     return save(tensors)
 
@@ -228,6 +231,12 @@ def _unpack(data: bytes) -> list[MicroBatchSample]:
             loss=loss,
             **{name: tensors[f"{number}/{name}"] for name in _SAMPLE_TENSORS},
             sequences=SequenceSample(**{name: tensors[f"{number}/{name}"] for name in _SEQUENCE_TENSORS}),
+            metrics={
+                key.removeprefix(prefix): both
+                for prefix in (f"{number}/{_METRICS}",)
+                for key, both in tensors.items()
+                if key.startswith(prefix)
+            },
         )
         for number, loss in enumerate(tensors["losses"].tolist())
     ]

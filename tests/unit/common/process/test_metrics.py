@@ -18,11 +18,12 @@ WITHOUT_UNIT = {
     "heterorl_coordinator_site_quarantined", "heterorl_coordinator_standstill", "heterorl_coordinator_disk_refuses",
     "heterorl_learner_steps_without_signal", "heterorl_coordinator_evaluation_reward_mean",
     "heterorl_learner_source_reward_mean", "heterorl_learner_completion_tokens", "heterorl_learner_reward_part_mean",
+    "heterorl_learner_loss_metric_mean",
     "heterorl_relay_calls", "heterorl_coordinator_standing_by",
 }  # fmt: skip
 LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
           "applied", "stage", "quota", "check", "verdict", "flavour", "loop", "outcome", "phase", "stat",
-          "set", "source", "part", "way"}  # fmt: skip
+          "set", "source", "part", "way", "metric"}  # fmt: skip
 
 
 def _own(name):

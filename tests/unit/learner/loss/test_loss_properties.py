@@ -57,13 +57,13 @@ def _inputs(config: LossConfig, learner, groups):
         batch = couple(rule, batch, logprobs, max_new_tokens=8)
     inputs = collate(batch.sequences, batching="padded").loss_inputs
     coefficients = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=8)
-    return rule, inputs, inputs.padded(torch.cat(logprobs)), coefficients
+    return rule, inputs, inputs.padded(torch.cat(logprobs)), {"coefficients_BT": coefficients, "step": batch.whole}
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_gradient_reaches_learner_logprobs_only(name):
     learner, groups = _case(4)
-    rule, inputs, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+    rule, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
     constants = [
         inputs.sampler_BT,
         inputs.advantages_B,
@@ -77,7 +77,7 @@ def test_gradient_reaches_learner_logprobs_only(name):
     for tensor in (learner_BT, *constants):
         tensor.requires_grad_()
 
-    policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients).contributions_B.sum().backward()
+    policy_loss(rule, inputs, learner_BT, **given).contributions_B.sum().backward()
 
     assert learner_BT.grad.abs().max() > 0
     assert all(tensor.grad is None for tensor in constants if tensor is not inputs.staleness_BT)
@@ -87,13 +87,13 @@ def test_gradient_reaches_learner_logprobs_only(name):
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_what_stands_in_padding_changes_nothing(name):
     learner, groups = _case(5)
-    rule, inputs, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+    rule, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
     mask = inputs.mask_BT
-    clean = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients).contributions_B
+    clean = policy_loss(rule, inputs, learner_BT, **given).contributions_B
     garbage = learner_BT.masked_fill(~mask, float("nan")).requires_grad_()
     inputs.sampler_BT.masked_fill_(~mask, float("inf"))
 
-    dirty = policy_loss(rule, inputs, garbage, coefficients_BT=coefficients).contributions_B
+    dirty = policy_loss(rule, inputs, garbage, **given).contributions_B
     dirty.sum().backward()
 
     assert torch.equal(clean, dirty)
@@ -105,17 +105,17 @@ PLAIN = [
     "gepo", "gepo arithmetic", "gepo geometric", "gepo raw", "gepo clipped on gspo", "gepo with opsm", "gepo with topr",
     "gspo", "gspo clipped on gepo", "gspo without clip", "gmpo", "grpo", "dr_grpo", "dapo", "bnpo", "delta_l", "m2po",
     "opsm", "gepo leaving itself out", "gepo with dual clip", "gepo_1s", "grpo with dual clip", "mois differentiated",
-    "gepo_whole", "reinforce", "gepo_tempered", "gepo_quantile", "tba",
+    "gepo_whole", "reinforce", "gepo_tempered", "gepo_quantile", "tba", "custom", "custom of the step",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_gradient_equals_finite_differences(name):
     learner, groups = _case(6)
-    rule, inputs, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+    rule, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
 
     def contributions(values):
-        return policy_loss(rule, inputs, values, coefficients_BT=coefficients).contributions_B
+        return policy_loss(rule, inputs, values, **given).contributions_B
 
     assert torch.autograd.gradcheck(contributions, learner_BT.requires_grad_())
 
@@ -196,10 +196,10 @@ def test_groups_of_equal_rewards_add_no_policy_gradient(name):
 @pytest.mark.parametrize("config", [GspoConfig(), GepoConfig(), CATALOGUE["grpo"]])
 def test_clip_mask_is_exactly_where_the_gradient_vanishes(config):
     learner, groups = _case(8, shape=[[1] * 8] * 5, spread=0.6)
-    rule, inputs, learner_BT, coefficients = _inputs(config, learner, groups)
+    rule, inputs, learner_BT, given = _inputs(config, learner, groups)
     learner_BT.requires_grad_()
 
-    terms = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients)
+    terms = policy_loss(rule, inputs, learner_BT, **given)
     terms.contributions_B.sum().backward()
 
     moves = learner_BT.grad[:, 0] != 0
@@ -210,7 +210,7 @@ def test_clip_mask_is_exactly_where_the_gradient_vanishes(config):
 
 def test_loss_refuses_misaligned_tensors():
     learner, groups = _case(1)
-    rule, inputs, learner_BT, coefficients = _inputs(GepoConfig(), learner, groups)
+    rule, inputs, learner_BT, given = _inputs(GepoConfig(), learner, groups)
 
     with pytest.raises(AssertionError):
-        policy_loss(rule, inputs, learner_BT[:, :2], coefficients_BT=coefficients)
+        policy_loss(rule, inputs, learner_BT[:, :2], **given)

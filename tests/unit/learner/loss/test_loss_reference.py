@@ -61,6 +61,8 @@ REFERENCES = {
     "decoupled_ppo loglinear": (lambda self, i, a: self.decoupled(i, a, False, 0.05), "mean_std", "token_mean"),
     "m2po": (Reference.unclipped, "mean_std", "token_mean"),
     "opsm": (Reference.grpo, "mean_std", "sequence_mean"),
+    "custom": (Reference.gspo, "mean_std", "sequence_mean"),
+    "custom of the step": (Reference.normalised, "mean", "sequence_mean"),
 }
 HEAD = 9
 
@@ -161,4 +163,4 @@ def test_bounds_and_masks_act_on_the_cases(name):
         terms = outcome.terms[0]
         acted |= bool(terms.is_clipped.any()) or int(terms.is_kept_BT.sum()) < sum(map(len, rows))
 
-    assert acted or name in ("decoupled_ppo", "reinforce", "tba")
+    assert acted or name in ("decoupled_ppo", "reinforce", "tba", "custom of the step")

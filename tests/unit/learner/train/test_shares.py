@@ -25,14 +25,15 @@ from heterorl.learner.train.micro_batch import collate
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.learner.train.shares import assign_groups, empty_pass, share_out
 from heterorl.learner.train.step import micro_batch_loss
-from tests.support.losses import with_reference
+from tests.support.losses import CATALOGUE, with_reference
 from tests.support.training import random_groups, tiny_model
 
 F64 = torch.float64
 LOSSES = [
     GepoConfig(), GrpoConfig(), GspoConfig(), EqpConfig(), M2poConfig(), GepoConfig(aggregation="token_mean"),
     GepoQuantileConfig(), GepoTemperedConfig(), ImpalaConfig(), MoisConfig(mixture_age=1.0), VcpoConfig(),
-    TbaConfig(beta=0.1), GrpoConfig(reference_kl=0.3, aggregation="token_mean"),
+    TbaConfig(beta=0.1), GrpoConfig(reference_kl=0.3, aggregation="token_mean"), CATALOGUE["custom"],
+    CATALOGUE["custom of the step"],
 ]  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def _gradient(loss, groups, *, num_ranks, batching="padded"):
                 for part in parts
             ]
         ordered = Batch(sequences=tuple(shares.ordered()))
-        shares = shares.replaced(couple(rule, ordered, values, max_new_tokens=16).sequences)
+        known = couple(rule, ordered, values, max_new_tokens=16)
+        shares, batch = shares.replaced(known.sequences), batch.with_whole(known, torch.device("cpu"))
     total = 0.0
     for parts in shares.parts:
         for part in parts:
@@ -64,7 +66,7 @@ def _gradient(loss, groups, *, num_ranks, batching="padded"):
     return total, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.kind}-{loss.aggregation}")
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.kind}-{loss.aggregation}-{loss.advantage}")
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_ranks_gradients_add_up_to_that_of_one_rank(loss, num_ranks):
     groups = random_groups(5, seed=3)

@@ -82,7 +82,9 @@ def _assert_close(actual, expected, *, tolerance):
         assert one["loss"] == pytest.approx(other["loss"], abs=tolerance)
         assert one["extra_lr"] == pytest.approx(other["extra_lr"], rel=1e-12)
         # Ten times wider: functions of weights that have gone apart by rounding, AdamW enlarging what is near 0.
-        for key in ("grad_norm", "kl", "entropy", "ess_fraction", "clip_fraction"):
+        assert {key for key in one if key.startswith("metric_")} == {key for key in other if key.startswith("metric_")}
+        metrics = [key for key in one if key.startswith("metric_")]
+        for key in ("grad_norm", "kl", "entropy", "ess_fraction", "clip_fraction", *metrics):
             assert one[key] == pytest.approx(other[key], abs=10 * tolerance, rel=10 * tolerance), key
 
 
@@ -95,9 +97,11 @@ def _assert_close(actual, expected, *, tolerance):
         pytest.param({}, "eqp", marks=pytest.mark.nodes),
         # Version 0 as the reference, by a penalty and by what couples the rollouts of a group.
         ({"lora": LORA}, {"kind": "grpo", "reference_kl": 0.5}),
+        # Each rank imports the function, which sees the whole step on all of them.
+        ({}, {"kind": "custom", "function": "tests.support.custom_losses:normalised"}),
         pytest.param({}, {"kind": "tba", "beta": 0.5, "reference_kl": 0.5}, marks=pytest.mark.nodes),
     ],
-    ids=["plain", "packed", "coupled", "lora-reference", "reference"],
+    ids=["plain", "packed", "coupled", "lora-reference", "custom", "reference"],
 )
 def test_steps_are_those_of_the_torch_backend(config, ranks, tmp_path, changes, loss):
     # Trajectory balance sums over the tokens of a rollout, so that its rounding is larger than that of means.

@@ -1,0 +1,213 @@
+"""A loss of the user's own: what its function is given, what it returns, and how the answer enters the step's loss.
+
+The contract: the loss of a step is sum_it c_it l_it over the drawn tokens of all its rollouts. The function returns l;
+c are `LossBatch.coefficients_BT`, which `loss.aggregation` makes of the counts of the whole step. l of a rollout may
+depend on that rollout, on constants of its group that the batch has, and on `step`; not on which other rollouts share
+the pass. Then micro-batches, padding, packing, ranks and slices of a rollout give the same sum. Masks, the KL penalty
+and the penalty to a reference are added by the learner, as for every other kind.
+
+Suffixes: B sequences, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.rewards.worker import words_of
+from heterorl.learner.loss.objectives import LossTerms
+
+if TYPE_CHECKING:
+    from heterorl.learner.loss.policy_loss import LossInputs
+
+KEY = "loss.function"
+MAX_METRICS = 16
+_METRIC = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_ACTION = "correct the function and start again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossBatch:
+    """B rollouts of one pass, or of the whole step; T is the number of tokens of the longest.
+
+    Tensors are on one device, float64 unless another type is named. Tokens stand at the left of a row, and right of
+    them is padding: 0, and False in the mask. Only `learner_BT` carries gradient, in the whole step none does.
+    """
+
+    learner_BT: torch.Tensor
+    """[B, T], nats: log p of each drawn token under the learner's weights."""
+    sampler_BT: torch.Tensor
+    """[B, T], nats: log q of each drawn token, as its sampler stated it."""
+    mask_BT: torch.Tensor
+    """[B, T], bool: True at drawn tokens."""
+    lengths_B: torch.Tensor
+    """[B], tokens: how many each rollout has, at least 1."""
+    advantages_B: torch.Tensor
+    """[B], in units of the reward or its deviation: A, by `loss.advantage`."""
+    centred_rewards_B: torch.Tensor
+    """[B], in units of the reward: reward minus the mean of its group."""
+    sampler_means_B: torch.Tensor
+    """[B], nats: mean of a rollout's log q; GSPO's log denominator."""
+    log_expectations_B: torch.Tensor
+    """[B], nats: log of sum q^2 / sum q over the whole group, q = e^(mean of log q); GEPO's log denominator."""
+    ages_BT: torch.Tensor
+    """[B, T], versions: the learner's version minus that which drew the token."""
+    groups_B: torch.Tensor
+    """[B], int64: number of the rollout's group in the step; rollouts of one prompt's group have the same."""
+    rows_B: torch.Tensor
+    """[B], int64: row of the rollout in `step`."""
+    coefficients_BT: torch.Tensor
+    """[B, T], no unit: what each token's loss is multiplied by, 0 in padding."""
+    max_log_weight: float
+    """Nats: `loss.max_log_weight`; log weights should be capped at it."""
+    reference_BT: torch.Tensor | None = None
+    """[B, T], nats: log-probs under the reference model; None without `loss.reads_reference` or `reference_kl`."""
+
+    def to(self, device: torch.device) -> LossBatch:
+        """The same tensors on `device`."""
+        return LossBatch(**{name: one.to(device) if _is_tensor(one) else one for name, one in self._values().items()})
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossOutput:
+    """What a custom loss returns; the division by counts is the learner's."""
+
+    losses: torch.Tensor
+    """[B, T] for each token or [B] for each rollout: l, to be minimised. One number of a rollout counts at each of its
+    tokens, so with aggregation `sequence_mean` the step's loss is the mean over rollouts."""
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """At most 16 by name, [B] or [B, T]: a step shows the mean over its rollouts or drawn tokens. Names are
+    `[a-z][a-z0-9_]*`, up to 40 characters."""
+    weights: torch.Tensor | None = None
+    """[B] or [B, T]: importance weights, for the step's effective sample size and variance; None is 1 for all."""
+    is_clipped: torch.Tensor | None = None
+    """[B] or [B, T], bool: where a clip acted, for the step's share of clipped terms; None is nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CustomLoss:
+    """A function that was found, and how it is called; `loading.load_loss` makes it."""
+
+    name: str
+    """`package.module:function`."""
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+    takes_step: bool
+    reads_reference: bool
+
+    def __call__(self, batch: LossBatch, step: LossBatch | None) -> LossOutput:
+        """Ask it about the rollouts of one pass.
+
+        Raises:
+            ConfigError: it raised, changed its input, or returned what is no loss.
+        """
+        given = [batch] if step is None else [batch, step]
+        before = [
+            (name, one, one._version) for part in given for name, one in part._values().items() if _is_tensor(one)
+        ]
+        whole = {"step": step} if self.takes_step else {}
+        try:
+            output = self.function(batch, **whole, **self.options)
+        except Exception as error:
+            raise self.error(f"raised {words_of(error)}") from error
+        for name, tensor, version in before:
+            if tensor._version != version:
+                raise self.error(f"changes {name} in place: make a new tensor")
+        return self._checked(output, batch)
+
+    def error(self, problem: str) -> ConfigError:
+        """What is wrong with it, as the user is told."""
+        return ConfigError(KEY, f"{self.name} {problem}", action=_ACTION)
+
+    def _checked(self, output: Any, batch: LossBatch) -> LossOutput:
+        if not isinstance(output, LossOutput):
+            raise self.error(f"returned a {type(output).__name__}, not LossOutput(losses=...)")
+        losses = self._numbers("losses", output.losses, batch).double()
+        if batch.learner_BT.requires_grad and not losses.requires_grad:
+            # The rollouts of a pass may all be ones that the function leaves out.
+            losses = losses + 0.0 * batch.learner_BT.sum()
+        weights = torch.ones_like(batch.lengths_B) if output.weights is None else output.weights
+        is_clipped = torch.zeros_like(weights, dtype=torch.bool) if output.is_clipped is None else output.is_clipped
+        if not _is_tensor(is_clipped) or is_clipped.dtype != torch.bool:
+            raise self.error("returned is_clipped that is no tensor of true and false")
+        if len(output.metrics) > MAX_METRICS:
+            raise self.error(f"returned {len(output.metrics)} metrics, {MAX_METRICS} are allowed")
+        for name in output.metrics:
+            if not isinstance(name, str) or not _METRIC.fullmatch(name):
+                raise self.error(f"returned a metric named {name!r:.60}: names are a-z, 0-9 and _, up to 40 characters")
+        return LossOutput(
+            losses=losses,
+            metrics={
+                name: self._numbers(f"metric {name}", one, batch).detach().double()
+                for name, one in output.metrics.items()
+            },
+            weights=self._numbers("weights", weights, batch).detach().double(),
+            is_clipped=self._numbers("is_clipped", is_clipped, batch),
+        )
+
+    def _numbers(self, what: str, tensor: Any, batch: LossBatch) -> torch.Tensor:
+        if not _is_tensor(tensor):
+            raise self.error(f"returned {what} as a {type(tensor).__name__}: give a tensor [B] or [B, T]")
+        if tensor.shape not in (batch.lengths_B.shape, batch.mask_BT.shape):
+            shapes = f"{list(batch.lengths_B.shape)} or {list(batch.mask_BT.shape)}"
+            raise self.error(f"returned {what} of shape {list(tensor.shape)}, not {shapes}")
+        if tensor.is_complex() or tensor.device != batch.mask_BT.device:
+            raise self.error(
+                f"returned {what} as {tensor.dtype} on {tensor.device}: real numbers on the batch's device"
+            )
+        return tensor
+
+
+def batch_of(
+    inputs: LossInputs, learner_BT: torch.Tensor, *, coefficients_BT: torch.Tensor, max_log_weight: float
+) -> LossBatch:
+    """What a custom loss is given of these rollouts; padding is 0, whatever stood there."""
+    mask_BT, reference_BT, places_B2 = inputs.mask_BT, inputs.reference_BT, inputs.places_B2
+    assert places_B2 is not None
+    return LossBatch(
+        learner_BT=torch.where(mask_BT, learner_BT, 0.0),
+        sampler_BT=torch.where(mask_BT, inputs.sampler_BT.detach(), 0.0),
+        mask_BT=mask_BT,
+        lengths_B=mask_BT.sum(1).double(),
+        advantages_B=inputs.advantages_B.detach(),
+        centred_rewards_B=inputs.centred_rewards_B.detach(),
+        # Of a rule whose rollouts each have their own denominator.
+        sampler_means_B=inputs.log_denominators_B.detach(),
+        log_expectations_B=inputs.log_expectations_B.detach(),
+        ages_BT=inputs.staleness_BT.detach(),
+        groups_B=places_B2[:, 0],
+        rows_B=places_B2[:, 1],
+        coefficients_BT=coefficients_BT,
+        max_log_weight=max_log_weight,
+        reference_BT=None if reference_BT is None else torch.where(mask_BT, reference_BT.detach(), 0.0),
+    )
+
+
+def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> LossTerms:
+    """What a checked output adds to the step's loss; tokens that a mask left out add nothing."""
+    losses = output.losses if output.losses.dim() == 2 else output.losses[:, None]
+    # Of what stands in padding or was left out neither a value nor a gradient counts, NaN included.
+    losses_BT = torch.where(is_kept_BT, losses, 0.0)
+    weights, is_clipped = output.weights, output.is_clipped
+    assert weights is not None
+    assert is_clipped is not None
+    return LossTerms(
+        contributions_B=(batch.coefficients_BT * losses_BT).sum(1),
+        weights=weights,
+        is_clipped=is_clipped & (batch.mask_BT if is_clipped.dim() == 2 else batch.mask_BT.any(1)),
+        is_counted=batch.mask_BT if weights.dim() == 2 else batch.mask_BT.any(1),
+        is_kept_BT=is_kept_BT,
+        metrics=output.metrics,
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -163,7 +163,8 @@ class CustomLoss:
             raise self.error(
                 f"returned {what} as {tensor.dtype} on {tensor.device}: real numbers on the batch's device"
             )
-        return tensor
+        numbers: torch.Tensor = tensor
+        return numbers
 
 
 def batch_of(

@@ -167,7 +167,7 @@ def test_what_is_searched_is_marked_across_tokens(chromium, url):
 def test_what_a_model_says_does_nothing(chromium, url):
     with opened(chromium, url, path=f"/sample/{COUNT - 2}") as page:
         assert page.title() == f"#{COUNT - 2} - heterorl view"
-        assert page.locator("section.prompt pre").text_content() == EVIL
+        assert page.locator("section.prompt pre").first.text_content() == EVIL
         assert page.locator("#completion-1 pre").text_content() == EVIL
         assert page.locator("main script, main img, main b:not(.reward)").count() == 0
         page.locator("#completion-1 pre span").first.hover()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
 import psycopg
 from psycopg import sql
 
@@ -76,11 +77,16 @@ class PostgresServer:
     def kill(self) -> None:
         """Kill the server and its sessions, as a crash of its host does."""
         assert self._process is not None
-        children = (Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")).read_text().split()
-        for pid in (self._process.pid, *map(int, children)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # Stopped first, so that no session begins between the look and the kill.
+        self._process.send_signal(signal.SIGSTOP)
+        sessions = psutil.Process(self._process.pid).children()
+        for one in (self._process, *sessions):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
         self._process.wait(START_S)
+        # A session that still dies holds the memory by which a new server would refuse to start.
+        while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in sessions):
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """Stop the server, remove what it had."""

@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from heterorl.report.files import read_run
+from heterorl.common.errors import HeterorlError
+from heterorl.report.files import InUse, read_run
 from heterorl.report.past_run import PastRun
 
 FEW = 10
@@ -102,8 +103,13 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("--picture", type=Path, help="PNG file of the run's curves")
     arguments = parser.parse_args()
-    expected = json.loads((arguments.recipe / "expected.json").read_text(encoding="utf-8"))
-    run = read_run(arguments.run)
+    try:
+        expected = json.loads((arguments.recipe / "expected.json").read_text(encoding="utf-8"))
+        run = read_run(arguments.run)
+    except InUse:
+        parser.error(f"a coordinator is running on {arguments.run}: compare when the run is over and it has ended")
+    except (HeterorlError, OSError) as error:
+        parser.error(str(error))
     found = measured(run)
     if arguments.picture is not None:
         draw(run, arguments.picture)

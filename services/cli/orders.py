@@ -25,6 +25,9 @@ from heterorl.cli.live.watch import console_of
 from heterorl.cli.service_config import load_service
 from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
+NEWEST = 20
+"""Versions that `rollback --list` shows where no number is given."""
+
 
 def rollback(
     address: AddressArgument = "",
@@ -34,6 +37,10 @@ def rollback(
     list_: Annotated[
         bool, typer.Option("--list", help="Show the versions that one can go back to, with their held-out results.")
     ] = False,
+    last: Annotated[
+        int, typer.Option(help="Of --list: so many of the newest, and the best of each set.", min=1)
+    ] = NEWEST,
+    all_: Annotated[bool, typer.Option("--all", help="Of --list: every version.")] = False,
     credentials: CredentialsOption = None,
     ca: CaOption = "",
     cert: CertOption = "",
@@ -45,10 +52,13 @@ def rollback(
         raise ConfigError("--to", "name one of --to and --list", action="--list shows which versions --to can name")
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     if to is None:
-        from heterorl.cli.live.versions import read_versions, versions_table
+        from heterorl.cli.live.versions import read_versions, shown, versions_table
 
         found = ask(address, tls=tls, call=read_versions)
-        console_of().print(versions_table(found) if found else "no version but the newest can be rebuilt")
+        lines = shown(found, num=None if all_ else last)
+        console_of().print(versions_table(lines) if lines else "no version but the newest can be rebuilt")
+        if len(lines) < len(found):
+            typer.echo(f"{len(found) - len(lines)} more: --last N or --all shows them")
         return
     try:
         head = ask(address, tls=tls, call=lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))

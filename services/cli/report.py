@@ -12,6 +12,8 @@ from heterorl.cli.link import CaOption, CertOption, CredentialsOption, InsecureO
 if TYPE_CHECKING:
     from heterorl.report.past_run import PastRun
 
+REPORT_FILE = "report.html"
+
 
 def report(
     run: Annotated[
@@ -22,7 +24,10 @@ def report(
             "host:port of a coordinator for one that is going on.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="File to write; everything is inside it.")] = Path("report.html"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write; everything is inside it. report.html in DIRECTORY, or here for HOST:PORT."),
+    ] = None,
     pictures: Annotated[Path | None, typer.Option(help="Directory for the pictures as PNG files, too.")] = None,
     credentials: CredentialsOption = None,
     ca: CaOption = "",
@@ -44,6 +49,8 @@ def report(
 
         raise DependencyMissing(error.name or "jinja2", "report") from None
     page, pngs = render(found)
+    if out is None:
+        out = Path(run) / REPORT_FILE if Path(run).is_dir() else Path(REPORT_FILE)
     try:
         out.write_text(page, encoding="utf-8")
         if pictures is not None:

@@ -201,6 +201,7 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
         nonlocal revoked
         if await asyncio.to_thread(core.room.look):
             core.keeper.poke()
+        core.parts.sites.revoked = server.revoked_sites()
         await observe.observe_run(core)
         if revoked != (now := server.revoked_serials()):
             await core.run.note_revoked(now)

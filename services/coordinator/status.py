@@ -31,11 +31,13 @@ def encode(report: StepReport) -> bytes:
 
 
 def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
-    """Step reports after a cursor, oldest first."""
+    """Step reports after a cursor, oldest first, with the times at which their versions were published."""
     rows = connection.execute(
-        "SELECT report FROM steps WHERE step > ? ORDER BY step, version LIMIT ?", (after_step, limit)
+        "SELECT report, published FROM steps LEFT JOIN versions USING (version) WHERE step > ?"
+        " ORDER BY step, version LIMIT ?",
+        (after_step, limit),
     )
-    return tuple(report_from_row(json.loads(row[0])) for row in rows)
+    return tuple(report_from_row({**json.loads(report), "published_time": at or 0.0}) for report, at in rows)
 
 
 def run_status(

@@ -70,6 +70,7 @@ def measure(record: Record, *, regime: Regime) -> dict[str, Any]:
         "staleness_versions_max": max((report.staleness_max for report in reports), default=None),
         "policy_age_s_p50": statistics.median(r.policy_age_p50_s for r in reports) if reports else None,
         "versions": len(versions),
+        "groups_accepted": None if record.status is None else record.status.ledger.acked,
         "groups_trained": sum(report.num_groups for report in reports),
         "digest_mismatches": digest_mismatches(versions, record.samplers),
         "ledger_balanced": None if record.status is None else record.status.ledger.is_balanced,
@@ -110,8 +111,13 @@ def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
             lines.append(f"no report was written; what is known: {summary['summary']}")
     if ending is Ending.INTERRUPTED:
         lines.append(f"interrupted after {done}; every process was stopped; what is known: {summary['summary']}")
-    if ending in (Ending.FAILED, Ending.INTERRUPTED) and summary["steps"]:
+    if ending in (Ending.FAILED, Ending.INTERRUPTED) and summary["steps"] and not summary["report"]:
         lines.append(f"heterorl report {PurePath(summary['summary']).parent} makes a page of what lies there")
+    if summary["groups_accepted"] is not None:
+        lines.append(
+            f"{summary['versions']} versions published; {summary['groups_accepted']} groups accepted, "
+            f"{summary['groups_trained']} trained"
+        )
     if before is not None and summary["final_accuracy_version"]:
         lines.append(
             f"held-out accuracy {before:.3f} -> {after:.3f} (version {summary['final_accuracy_version']}, "

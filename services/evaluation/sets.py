@@ -21,6 +21,8 @@ from heterorl.sampler.evaluation.sets import open_set as open_site_set
 
 FROM_TASK = "task"
 """Name of the set that is made of the run's own task where none is configured."""
+_OF_SAMPLING = ("temperature", "top_p", "max_new_tokens")
+"""Keys of [sampling] that this set takes where the file states them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class OpenSet:
 def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -> tuple[EvaluationSetConfig, ...]:
     """The sets to evaluate: those of the configuration, or the task's own held-out prompts; each with the changes.
 
+    The task's own prompts are drawn as [sampling] states, as far as it states how.
+
     Args:
         config: a sampler's.
         names: which of its sets; all where none is named.
@@ -43,7 +47,8 @@ def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -
     Raises:
         ConfigError: a name is not there, or a change cannot be.
     """
-    sets = config.evaluation or (EvaluationSetConfig(name=FROM_TASK, task=config.task),)
+    sampling = config.sampling.model_dump(include=set(_OF_SAMPLING) & config.sampling.model_fields_set)
+    sets = config.evaluation or (EvaluationSetConfig(name=FROM_TASK, task=config.task, **sampling),)
     known = {one.name: one for one in sets}
     for name in names:
         if name not in known:

@@ -113,6 +113,7 @@ async def _train(
             max_message_bytes=config.max_message_bytes,
             bandwidth=config.bandwidth,
             payload_urls=config.payload_urls,
+            payload_hosts=config.payload_hosts,
         ) as client,
         pushing(
             lambda series: client.push_learner_metrics(site=site_of(config.tls.cert) or config.holder, series=series),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from heterorl.common.direct.connections import Allowed
+from heterorl.common.direct.connections import Allowed, Host
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import SamplingConfig
@@ -116,6 +116,9 @@ class LearnerConfig(Config):
     payload_urls: Allowed = "https"
     """Addresses in a bucket that the coordinator gives and this node reads payloads from, and puts its own at: of
     `https` on other machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
+    payload_hosts: tuple[Host, ...] = ()
+    """Hosts that such addresses may name, `*.amazonaws.com` for all below one; HTTPS_PROXY of the environment serves
+    them. Empty: any host whose name resolves neither to this machine nor to its link, and no proxy."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of what this process receives and sends."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)

@@ -94,7 +94,7 @@ class Evaluator:
                     version=version,
                     site=SiteId(""),
                     prompt_index=prompt.index,
-                    prompt=prompt.text,
+                    prompt=prompt.shown,
                     answer=shown_answer(prompt.answer),
                     rollouts=tuple(rollouts),
                 )

@@ -58,6 +58,7 @@ async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifie
         policy=BRIEF,
         bandwidth=config.bandwidth,
         payload_urls=config.payload_urls,
+        payload_hosts=config.payload_hosts,
     )
     try:
         weights = Weights(api=upstream, cache=cache, clock=clock)

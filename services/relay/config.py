@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from heterorl.common.direct.connections import Allowed
+from heterorl.common.direct.connections import Allowed, Host
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.address import Addresses, Listen
 from heterorl.common.process.config import Config
@@ -40,6 +40,9 @@ class RelayConfig(Config):
     payload_urls: Allowed = "https"
     """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https` on other
     machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
+    payload_hosts: tuple[Host, ...] = ()
+    """Hosts that such addresses may name, `*.amazonaws.com` for all below one; HTTPS_PROXY of the environment serves
+    them. Empty: any host whose name resolves neither to this machine nor to its link, and no proxy."""
     bandwidth: BandwidthConfig = BandwidthConfig()
     """Caps of the payloads that this process receives from the coordinator."""
     metrics_port: int = Field(default=9104, ge=0, le=65535)

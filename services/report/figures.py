@@ -21,7 +21,7 @@ _WIDE = 100.0
 def titles() -> dict[str, str]:
     """Heading of each picture."""
     return {
-        "accuracy": "Reward and held-out accuracy",
+        "accuracy": "Reward, trained and held out",
         "staleness": "Staleness of the trained groups",
         "kl": "KL divergence of sampler and learner policy",
         "iw_variance": "Variance of the importance weights",
@@ -42,8 +42,8 @@ def drawings(
     Args:
         reports: applied steps in order, at least one.
         versions: rows with `version`, `bytes` and `full_bytes`; may be empty.
-        start: held-out accuracy of version 0, where it was measured.
-        promised: accuracy that was promised for the end, where one was.
+        start: mean held-out reward of version 0, where it was measured.
+        promised: mean held-out reward that was promised for the end, where one was.
     """
     steps = [report.step for report in reports]
     evaluated = [(r.step, r.evaluation_accuracy) for r in reports if r.evaluation_accuracy is not None]
@@ -53,12 +53,15 @@ def drawings(
         rewards = [report.reward_mean for report in reports]
         axes.plot(steps, rewards, color=WEAK, alpha=0.6, linewidth=1, label="reward of the samplers")
         if evaluated:
-            axes.plot(*zip(*evaluated, strict=True), color=STRONG, marker="o", markersize=4, label="held-out, learner")
+            axes.plot(
+                *zip(*evaluated, strict=True), color=STRONG, marker="o", markersize=4, label="held-out prompts, learner"
+            )
         if promised is not None:
             axes.axhline(promised, color="#51606e", linewidth=1, linestyle=":", label="promised for the end")
         _unit_or_wider(axes, rewards)
-        axes.set_ylabel("reward; share right" if evaluated else "reward")
-        axes.legend(loc="upper left")
+        axes.set_ylabel("mean reward")
+        # Above the axes: the first held-out points are as often at the top as at the bottom.
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
 
     def staleness(axes: Any) -> None:
         oldest = [report.staleness_max for report in reports]

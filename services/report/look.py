@@ -33,8 +33,8 @@ PICTURES = """<div class="pictures">{% for title, note, data in pictures %}<sect
 {% endfor %}</div>
 """
 NOTES = {
-    "accuracy": "Look for a line that rises and stays up. A reward that rises while held-out accuracy falls is no "
-    "progress; a late fall of both is a collapse.",
+    "accuracy": "Look for a line that rises and stays up. A reward that rises while that of held-out prompts falls is "
+    "no progress; a late fall of both is a collapse.",
     "staleness": "Look for a level line below the coordinator's bound (max_staleness_versions): what is older is "
     "dropped. A line that rises means that sites fall behind.",
     "kl": "How far the policies that wrote the answers are from the one that learns. Small and level is good; a climb "

@@ -58,6 +58,7 @@ from heterorl.sampler.policy.record import VersionRecord, record_name
 from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.rollout.generate import Generation
 from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.under_way import UnderWay
 from heterorl.sampler.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -173,9 +174,10 @@ def join(
         dtype=parts.engine.dtype, max_delay_versions=max_delay_versions(config.delay),
         max_delay_s=max_delay_s(config.delay), flavour=config.flavour, work_ahead_s=config.work_ahead_s,
     )  # fmt: skip
+    under_way = UnderWay(config.state_dir)
     session = Session(
         api=api, registration=registration, outbox=outbox, record=record, heartbeat_s=config.heartbeat_s, clock=clock,
-        bell=bell, numbering=numbering, rng=rng,
+        bell=bell, numbering=numbering, rng=rng, left=under_way.left,
     )  # fmt: skip
     maker = RolloutMaker(
         task=parts.task, prompter=parts.prompter, site=site, incarnation=outbox.incarnation,
@@ -195,6 +197,7 @@ def join(
         numbering=numbering,
         rng=rng,
         now=now,
+        under_way=under_way,
     )
     evaluation = evaluation_of(
         config, parts.sets, api=api, engine=parts.engine, generation=generation, maker=maker, policy=policy,
@@ -202,14 +205,9 @@ def join(
     )  # fmt: skip
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
-        session=session,
-        policy=policy,
-        generation=generation,
-        delivery=delivery,
-        outbox=outbox,
-        evaluation=evaluation,
-        close=parts.close,
-    )
+        session=session, policy=policy, generation=generation, delivery=delivery, outbox=outbox, evaluation=evaluation,
+        under_way=under_way, close=parts.close,
+    )  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,6 +220,7 @@ class Sampler:
     delivery: Delivery
     outbox: Outbox
     evaluation: EvaluationWork | None
+    under_way: UnderWay
     close: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -253,6 +252,7 @@ class Sampler:
                     task.cancel()
         except BaseExceptionGroup as group:
             raise cause_of(group) from group
+        self.under_way.clear()
         await self._say_end()
 
     async def _say_end(self) -> None:

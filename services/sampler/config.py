@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from heterorl.common.direct.connections import Allowed
+from heterorl.common.direct.connections import Allowed, Host
 from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
@@ -205,6 +205,9 @@ class SamplerConfig(Config):
     payload_urls: Allowed = "https"
     """Addresses in a bucket that the coordinator gives and this node reads payloads from: of `https` on other
     machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
+    payload_hosts: tuple[Host, ...] = ()
+    """Hosts that such addresses may name, `*.amazonaws.com` for all below one; HTTPS_PROXY of the environment serves
+    them. Empty: any host whose name resolves neither to this machine nor to its link, and no proxy."""
     pull_streams: int = Field(default=1, ge=1, le=16)
     """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)

@@ -19,7 +19,11 @@ async def linked(config: SamplerConfig, clock: Clock) -> AsyncIterator[Coordinat
     site = SiteId(config.site)
     async with (
         CoordinatorClient(
-            config.coordinator, tls=config.tls, bandwidth=config.bandwidth, payload_urls=config.payload_urls
+            config.coordinator,
+            tls=config.tls,
+            bandwidth=config.bandwidth,
+            payload_urls=config.payload_urls,
+            payload_hosts=config.payload_hosts,
         ) as api,
         pushing(
             lambda series: api.push_sampler_metrics(site=site, series=series),

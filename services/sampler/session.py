@@ -11,6 +11,7 @@ One that is refused for who this node is ends the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import random
@@ -18,12 +19,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import CorruptData, PermissionDenied, RemoteError, Unauthenticated, Unreachable
+from heterorl.common.errors import (
+    CorruptData,
+    NotRegistered,
+    PermissionDenied,
+    RemoteError,
+    Unauthenticated,
+    Unreachable,
+)
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION
+from heterorl.common.types.rollout import ReturnReason
 from heterorl.common.types.run import Command, Heartbeat, Registration
 from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
@@ -60,7 +69,9 @@ class Session:
         bell: Bell,
         numbering: asyncio.Lock,
         rng: random.Random,
+        left: Sequence[int] = (),
     ) -> None:
+        """Join it; `left` is what an earlier process had under way when it was killed."""
         self.registration = registration
         self.is_draining = False
         self.stopped = asyncio.Event()
@@ -76,6 +87,7 @@ class Session:
         """How far ahead the coordinator lets this site lease, seconds; until it says so, what the site declares."""
         # What an earlier process leased and did not spool nobody will answer; said once, this process leases its own.
         self._is_new = True
+        self._left = tuple(left)
 
     async def register(self) -> None:
         """Register, however long it takes.
@@ -93,6 +105,7 @@ class Session:
             lowest = await asyncio.to_thread(self._outbox.lowest_sequence)
             try:
                 held = await asyncio.to_thread(self._outbox.assignments) if self._is_new else None
+                await self._return_left(held or ())
                 answer = await self._api.register(
                     dataclasses.replace(self.registration, lowest_sequence=lowest, held=held)
                 )
@@ -108,6 +121,23 @@ class Session:
                 _LOG.log(level, "registering waits %.1f s: %s", delay_s, error)
                 await self._clock.sleep(delay_s)
         _LOG.info("registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
+
+    async def _return_left(self, spooled: Sequence[int]) -> None:
+        """Return, before the rest is opened, what a process that was killed had under way: one row may be why."""
+        lost = sorted(set(self._left) - set(spooled))
+        if lost:
+            # Of a coordinator that lost the registration, nothing is held.
+            with contextlib.suppress(NotRegistered):
+                await self._api.abandon_work(
+                    site=self.registration.site, incarnation=self.registration.incarnation, assignments=lost,
+                    reason=ReturnReason.ENGINE_FAILED,
+                )  # fmt: skip
+                _LOG.warning(
+                    "the last process here was killed: the %d prompts that it had under way wait behind others;"
+                    " after three such ends a prompt is given up",
+                    len(lost),
+                )
+        self._left = ()
 
     async def _skip_to(self, sequence: int) -> None:
         if sequence > self._outbox.next_sequence:

@@ -18,6 +18,8 @@ def row_of(report: StepReport) -> dict[str, float]:
         "sites/eu-1/num_tokens": 4096, "times/waiting_s": 1.5}
     """
     row = _numbers(report, "")
+    if not report.published_time:
+        del row["published_time"]
     period_s = 0.0 if report.times is None else report.times.period_s
     if report.completions is not None:
         row |= _numbers(report.completions, "completions/")

@@ -91,7 +91,8 @@ class Mlflow:
     def _write(self, report: StepReport) -> None:
         row = {_name(name): value for name, value in row_of(report).items()}
         marker = row.pop("version")
-        before_ms, self._time_ms = self._time_ms, max(int(time.time() * 1000), self._time_ms + 1)
+        published_ms = int((report.published_time or time.time()) * 1000)
+        before_ms, self._time_ms = self._time_ms, max(published_ms, self._time_ms + 1)
         if self._is_cut:
             left = [name for name in row if self._has_newer(name, before_ms)]
             row = {name: value for name, value in row.items() if name not in left}

@@ -60,7 +60,9 @@ class TensorBoard:
             for report in reports:
                 if self._mark is not None and report.step <= self._mark.step:
                     self._steps.put(Event(step=report.step, session_log=SessionLog(status=SessionLog.START)))
-                self._steps.put(_numbers(report.step, row_of(report)))
+                # Seconds since the epoch are no number for float32: they are the record's own time.
+                row = {name: value for name, value in row_of(report).items() if name != "published_time"}
+                self._steps.put(_numbers(report.step, row), at=report.published_time)
                 self._mark = mark_of(report)
             self._steps.flush()
         except OSError as error:
@@ -70,7 +72,7 @@ class TensorBoard:
         """One record an evaluation, at its version."""
         try:
             for found in evaluations:
-                self._evaluations.put(_numbers(found.version, evaluation_row(found)))
+                self._evaluations.put(_numbers(found.version, evaluation_row(found)), at=found.ended_time)
             self._evaluations.flush()
         except OSError as error:
             raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
@@ -112,8 +114,8 @@ class _Folder:
         for path in self._files:
             yield from _events(path)
 
-    def put(self, event: Any) -> None:
-        """Append a record, with the time of now."""
+    def put(self, event: Any, *, at: float = 0.0) -> None:
+        """Append a record of a time, seconds since the epoch; 0 is now."""
         if self._writer is None:
             self._path.mkdir(parents=True, exist_ok=True)
             # Files are read in the order of their names: this one is behind all others, whatever the clock says.
@@ -121,7 +123,7 @@ class _Folder:
             name = f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.heterorl"
             self._writer = RecordWriter((self._path / name).open("xb"))
             self.put(Event(file_version="brain.Event:2"))
-        event.wall_time = time.time()
+        event.wall_time = at or time.time()
         self._writer.write(event.SerializeToString())
 
     def flush(self) -> None:

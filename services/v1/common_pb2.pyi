@@ -270,6 +270,7 @@ class StepReport(google.protobuf.message.Message):
     SOURCES_FIELD_NUMBER: builtins.int
     NUM_REPLACED_FIELD_NUMBER: builtins.int
     LR_FIELD_NUMBER: builtins.int
+    PUBLISHED_TIME_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Optimizer step, from 1."""
     version: builtins.int
@@ -310,6 +311,8 @@ class StepReport(google.protobuf.message.Message):
     """Groups of equal rewards that others were trained on instead of."""
     lr: builtins.float
     """Step size of the optimizer, with the schedule's and the loss's factors; 0 of a learner that does not state it."""
+    published_time: builtins.float
+    """When its version was published, by the coordinator's clock, seconds since the epoch; 0 where that is not known."""
     @property
     def completions(self) -> Global___CompletionNumbers:
         """The completions of the groups; unset by a learner that does not state them."""
@@ -348,9 +351,10 @@ class StepReport(google.protobuf.message.Message):
         sources: collections.abc.Iterable[Global___SourceReport] | None = ...,
         num_replaced: builtins.int = ...,
         lr: builtins.float = ...,
+        published_time: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "completions", b"completions", "evaluation_accuracy", b"evaluation_accuracy", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "lr", b"lr", "num_groups", b"num_groups", "num_replaced", b"num_replaced", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "lr", b"lr", "num_groups", b"num_groups", "num_replaced", b"num_replaced", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "published_time", b"published_time", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_completions", b"_completions"]) -> typing.Literal["completions"] | None: ...
     @typing.overload

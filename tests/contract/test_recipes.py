@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -12,6 +13,7 @@ from heterorl.common.process.config import load
 from heterorl.common.types.common import StepReport
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
+from heterorl.report.files import InUse
 from heterorl.report.past_run import PastRun
 from heterorl.sampler.config import SamplerConfig
 
@@ -103,6 +105,20 @@ def test_a_recipe_that_was_run_shows_what_it_measured_within_its_own_bounds(name
     measured = expected["run"]["measured"]
     assert measured["steps"] == expected["run"]["steps"]
     assert [problem for bound in expected["bounds"] if (problem := script().problem(bound, measured))] == []
+
+
+def test_a_run_that_goes_on_is_compared_later(monkeypatch, tmp_path, capsys):
+    def in_use(directory):
+        raise InUse(directory, None)
+
+    module = script()
+    monkeypatch.setattr(module, "read_run", in_use)
+    monkeypatch.setattr(sys, "argv", ["check_run.py", str(EXAMPLES / "own-reward"), str(tmp_path)])
+
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    assert f"a coordinator is running on {tmp_path}: compare when the run is over" in capsys.readouterr().err
 
 
 def test_every_metric_that_can_be_bounded_is_measured():

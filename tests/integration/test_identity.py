@@ -189,7 +189,11 @@ async def test_revocation_ends_calls_and_open_streams_at_once(secure):
     await secure.run.publish()
     with pytest.raises(Unauthenticated, match="revoked"):
         await anext(watch)
-    assert (await secure.operator.get_status()).head_version == 1
+    # As the coordinator's loop does every few seconds.
+    secure.core.parts.sites.revoked = secure.server.revoked_sites()
+    status = await secure.operator.get_status()
+    assert status.head_version == 1
+    assert {site.site: "is revoked" in site.problem for site in status.sites} == {SITE: True}
 
 
 async def test_damaged_or_missing_list_takes_no_revocation_back(secure):

@@ -292,11 +292,13 @@ def as_float32(row):
 def test_tensorboard_shows_what_is_listed(told):
     world, listed = told
     folder = world.directory / "track" / "tensorboard" / "run"
-    rows, _ = shown(folder)
+    rows, events = shown(folder)
     evaluations, _ = shown(folder / "evaluation")
     _, texts = shown(folder / "samples")
 
-    assert rows == {entry.step: as_float32(row_of(entry)) for entry in listed}
+    assert rows == {entry.step: as_float32(row_of(dataclasses.replace(entry, published_time=0.0))) for entry in listed}
+    # Also in a backfill a step stands at the time at which it was published.
+    assert [event.wall_time for event in events.Scalars("loss")] == [entry.published_time for entry in listed]
     assert evaluations == {found.version: as_float32(evaluation_row(found)) for found in world.evaluated}
     tables = texts.Tensors("samples")
     assert [event.step for event in tables] == [2, 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +33,17 @@ def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -
         narrow[0].add_row(*work)
         narrow[1].add_row(work[0], *state)
     return tuple(narrow)
+
+
+def work_lines(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[str, list[str]]:
+    """The head and a line a site of the table of work, without a frame."""
+    rows = [[cell.plain for cell in _work(site, head_version)] for site in fold(sites)]
+    widths = [max(map(cell_len, column)) for column in zip(_WORK, *rows, strict=True)]
+    head, *lines = (
+        "  ".join(f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_WORK, *rows)
+    )
+    return head, lines
 
 
 def _work(site: Folded, head_version: int) -> list[Text]:

@@ -17,6 +17,8 @@ from heterorl.common.types.incarnations import fold
 from heterorl.common.types.run import RunStatus
 from heterorl.common.types.standstill import describe, quarantined_sites
 
+STANDS_STILL = "STANDS STILL"
+
 
 def plain(value: Any) -> Any:
     """A domain value as plain JSON values."""
@@ -43,6 +45,15 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
     `accuracy` is the newest held-out one, where it is known.
     """
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
+    for name, value in status_rows(status, accuracy=accuracy):
+        # Names come from other machines: text, never markup.
+        style = "bold red" if name == STANDS_STILL else ""
+        run.add_row(Text(name, style=style), Text(value, style=style))
+    return run, *site_tables(status.sites, head_version=status.head_version, width=width)
+
+
+def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tuple[str, str]]:
+    """A run's state as names and values, what needs a person first."""
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [
@@ -78,16 +89,13 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
         rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
     stands_still = describe(quarantined_sites(status))
     if stands_still:
-        run.add_row(Text("STANDS STILL", style="bold red"), Text(stands_still, style="bold red"))
-    for row in rows:
-        # Names come from other machines: text, never markup.
-        run.add_row(*map(Text, row))
+        rows.insert(0, (STANDS_STILL, stands_still))
     for site in [entry.newest for entry in fold(status.sites)]:
         if site.quarantine:
-            run.add_row(Text(f"quarantine of {site.site}"), Text(site.quarantine))
+            rows.append((f"quarantine of {site.site}", site.quarantine))
         if site.problem:
-            run.add_row(Text(f"problem of {site.site}"), Text(site.problem))
-    return run, *site_tables(status.sites, head_version=status.head_version, width=width)
+            rows.append((f"problem of {site.site}", site.problem))
+    return rows
 
 
 def _version(status: RunStatus) -> str:

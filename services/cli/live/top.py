@@ -106,14 +106,18 @@ async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
             return
 
 
-def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> Group:
-    """One picture of the run, `width` characters wide; `wall` in seconds since the epoch."""
-    from rich.console import Group
+def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: bool = False) -> Group:
+    """One picture of the run, `width` characters wide; `wall` in seconds since the epoch.
+
+    Where it has more than `height` lines, the most important ones alone, without frames; 0 is as many as it needs.
+    """
+    from rich.console import Console, Group
     from rich.table import Table
     from rich.text import Text
 
     from heterorl.cli.live.curves import series
     from heterorl.cli.live.evaluations import evaluation_tables
+    from heterorl.cli.live.small import lines_of
     from heterorl.cli.live.status import status_tables
     from heterorl.report.sparkline import newest_accuracy, sparkline
 
@@ -137,7 +141,15 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
             # A reward names its parts: text, never markup.
             curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
         parts.append(curves)
-    return Group(*parts, *evaluation_tables(view.evaluations.values()))
+    picture = Group(*parts, *evaluation_tables(view.evaluations.values()))
+    screen = Console(width=width, height=height or None, markup=False, emoji=False, highlight=False)
+    if not height or len(screen.render_lines(picture)) <= height:
+        return picture
+    reports = [view.reports[step] for step in sorted(view.reports)]
+    lines = lines_of(
+        view.status, reports, accuracy=accuracy, rates=rates, height=height - 1, line=LINE, is_unicode=is_unicode
+    )
+    return Group(head, *(Text(each, no_wrap=True, overflow="ellipsis") for each in lines))
 
 
 def _rates(view: View) -> str:
@@ -189,7 +201,8 @@ def top(
                     reason = " -> ".join(await explain_link(address, tls=tls) or ())
                 if view.unreachable_since is not None:
                     view.problem = reason or view.problem
-                show(frame(view, wall=clock.wall(), width=console.width, is_unicode=is_unicode))
+                height = 0 if once else console.height
+                show(frame(view, wall=clock.wall(), width=console.width, height=height, is_unicode=is_unicode))
                 if once:
                     return
                 await clock.sleep(interval)
@@ -197,7 +210,7 @@ def top(
     if once:
         asyncio.run(watch(console.print))
         raise typer.Exit(int(view.unreachable_since is not None))
-    # The screen is whole at each picture; what does not fit is cut, not scrolled.
+    # The screen is whole at each picture: what does not fit is left out, not scrolled.
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             asyncio.run(watch(lambda picture: live.update(picture, refresh=True)))

@@ -49,6 +49,19 @@ async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
     return tuple(sorted(found.values(), key=lambda each: -each.version))
 
 
+def shown(versions: Sequence[Restorable], *, num: int | None) -> tuple[Restorable, ...]:
+    """The newest `num` of versions that are listed newest first, and the best of each set; all where num is None."""
+    if num is None:
+        return tuple(versions)
+    names = {name for each in versions for name in each.held_out}
+    best = {max(_with(versions, name), key=lambda each: each.held_out[name]).version for name in names}
+    return tuple(each for place, each in enumerate(versions) if place < num or each.version in best)
+
+
+def _with(versions: Sequence[Restorable], name: str) -> list[Restorable]:
+    return [each for each in versions if name in each.held_out]
+
+
 def versions_table(versions: Sequence[Restorable]) -> Table:
     """A line a version; the best of each set is marked."""
     names = sorted({name for each in versions for name in each.held_out}, key=lambda name: (name != LEARNER, name))

@@ -55,7 +55,7 @@ def evaluate(
     """Evaluate a model, or versions of a run, on held-out prompts: avg@n and pass@k with intervals over prompts.
 
     Draws and scores exactly what the run's own evaluations draw and score. Without [[evaluation]] in the configuration
-    the set is the held-out prompts of its task.
+    the set is the held-out prompts of its task, with the temperature, top_p and max_new_tokens that [sampling] states.
     """
     from heterorl.cli.link import silence_grpc
     from heterorl.cli.service_config import load_service

@@ -41,13 +41,15 @@ class PromptDraft:
     def refused(self) -> PromptResult:
         """The result of a prompt that cannot be drawn: none of its completions has a reward."""
         none = ScoredSample(reward=None, num_tokens=0, is_truncated=False)
-        return PromptResult(prompt_index=self.prompt_index, samples=(none,) * self.num_samples, prompt=self.prompt.text)
+        return PromptResult(
+            prompt_index=self.prompt_index, samples=(none,) * self.num_samples, prompt=self.prompt.shown
+        )
 
     def result(self) -> PromptResult:
         """All of it."""
         return PromptResult(
             prompt_index=self.prompt_index,
             samples=tuple(self.samples[number] for number in range(self.num_samples)),
-            prompt=self.prompt.text,
+            prompt=self.prompt.shown,
             answer=shown_answer(self.prompt.answer),
         )

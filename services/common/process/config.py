@@ -6,12 +6,13 @@ Precedence: `--set a.b=value` beats the file, the file beats the default; nothin
 from __future__ import annotations
 
 import tomllib
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_words import Problem, problems_of
@@ -23,10 +24,37 @@ DIRECTORY = "directory"
 """Key of the validation context: the configuration file's directory, for paths that are meant from there."""
 
 
+_PLAIN = (int, float, bool, type(None))
+
+
+class _Text:
+    """A text where a number is wanted, which nothing reads as one; shown as it is written."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+
 class Config(BaseModel):
     """Base of every configuration section: frozen, no unknown keys, docstrings under fields are the reference."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_text_as_number(cls, table: object) -> object:
+        """Text is no number and no truth, also where it reads like one."""
+        if not isinstance(table, dict):
+            return table
+        plain = {name for name, field in cls.model_fields.items() if _is_plain(field.annotation)}
+        return {name: _Text(each) if isinstance(each, str) and name in plain else each for name, each in table.items()}
+
+
+def _is_plain(wanted: object) -> bool:
+    kinds = get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
+    return all(kind in _PLAIN for kind in kinds)
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

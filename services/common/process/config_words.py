@@ -28,6 +28,7 @@ PATTERNS = {
     r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,10}[a-z0-9])?){0,2}$": (
         "a site: small letters, digits and dashes, with at most two dots"
     ),
+    r"^(\*\.)?[A-Za-z0-9:._-]{1,253}$": "a host, or `*.` and a domain for all hosts below it",
     r"^/[A-Za-z0-9._/@+-]*$": "a path from / of letters, digits and . _ / @ + -",
     r"^(/[A-Za-z0-9._/@+-]*)?$": "a path from / of letters, digits and . _ / @ + -, or nothing",
     r"^ed25519:[0-9a-f]{64}$": "a public key as `heterorl keys show` prints it: ed25519: and 64 hexadecimal digits",

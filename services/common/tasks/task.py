@@ -37,6 +37,11 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The columns of its row but for the prompt itself, which a reward of one's own may ask for."""
 
+    @property
+    def shown(self) -> str:
+        """What people read of it: the text, or each message under its role."""
+        return "\n\n".join(f"{each.role}:\n{each.content}" for each in self.messages) or self.text
+
 
 Measure = Callable[[Sequence[Prompt]], list[int | None]]
 """Tokens of prompts as a node writes them, template included."""

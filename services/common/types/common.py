@@ -147,6 +147,8 @@ class StepReport:
     """Groups of equal rewards that others were trained on instead of."""
     lr: float = 0.0
     """Step size, with the schedule's and the loss's factors; 0 of a learner that does not state it."""
+    published_time: float = 0.0
+    """When its version was published, by the coordinator's clock, seconds since the epoch; 0 where it is not known."""
 
 
 def report_from_row(row: Mapping[str, Any]) -> StepReport:

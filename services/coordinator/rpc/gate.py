@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from heterorl.common.errors import PermissionDenied, Unauthenticated
 from heterorl.common.identity.carried import NODE_KEY, carried
 from heterorl.common.identity.handshake import identify
-from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason
+from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, Role
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
 from heterorl.coordinator.rpc.access import refuse_call, refuse_request
 
@@ -45,6 +45,7 @@ class Gate:
         self._revoked = revoked
         self._wall_time = wall_time
         self._authorities = authorities
+        self._serials: dict[str, int] = {}
         # A counter that appears with its first refusal has not increased, for whoever watches rates.
         for reason in RefusalReason:
             IDENTITY_REFUSALS.labels(reason.value)
@@ -65,7 +66,9 @@ class Gate:
                 peer = carried(peer, shown, self._authorities())
         if isinstance(peer, Refusal):
             raise _refused(peer)
+        self._note(peer, is_admitted=False)
         self.recheck(peer)
+        self._note(peer, is_admitted=True)
         _raise(refuse_call(method, peer, run=self._run_id))
         return peer
 
@@ -83,6 +86,16 @@ class Gate:
             _raise(each.refuse_at(self._wall_time()))
             if each.serial in self._revoked:
                 _raise(Refusal(reason=RefusalReason.REVOKED, message=f"certificate {each.serial:x} is revoked"))
+
+    def revoked_sites(self) -> dict[str, int]:
+        """Samplers' sites whose newest certificate is revoked, and its serial: of the newest call that was let in, or
+        of a refused one where none was.
+        """
+        return {site: serial for site, serial in self._serials.items() if serial in self._revoked}
+
+    def _note(self, peer: Peer, *, is_admitted: bool) -> None:
+        if isinstance(peer, Identity) and peer.role is Role.SAMPLER and (is_admitted or peer.site not in self._serials):
+            self._serials[peer.site] = peer.serial
 
     def check_request(self, method: str, peer: Peer, request: object) -> None:
         """Check one message of a caller.

@@ -58,7 +58,7 @@ class Server:
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
         if self._files is not None and self._revoked is None:
             _LOG.warning("tls.revoked is not set: certificates that the authority revokes go on working")
-        gate = Gate(
+        self._gate = Gate(
             run_id=run_id,
             is_plaintext=tls.insecure,
             wall_time=wall_time,
@@ -66,7 +66,7 @@ class Server:
             authorities=lambda: b"" if self._files is None else self._files.current().ca,
         )
         self.door = Door(
-            gate,
+            self._gate,
             shares=Shares(places=max_concurrent_rpcs, per_site=site_concurrent_rpcs),
             budget=Budget(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
         )
@@ -82,6 +82,10 @@ class Server:
     def revoked_serials(self) -> frozenset[int]:
         """Serial numbers of certificates that are refused now."""
         return frozenset() if self._revoked is None else self._revoked.current()
+
+    def revoked_sites(self) -> dict[str, int]:
+        """Sites of samplers that are refused because their certificate is revoked, and its serial."""
+        return self._gate.revoked_sites()
 
     async def start(self, address: str) -> int:
         """Listen and report SERVING; returns the port.

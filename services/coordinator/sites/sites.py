@@ -56,6 +56,8 @@ class Sites:
         self._seen: dict[Holder, _Seen] = {}
         self._max_work_ahead_s = max_work_ahead_s
         self._seen_of: dict[str, set[str]] = {}
+        self.revoked: Mapping[str, int] = {}
+        """Sites whose certificate is revoked, and its serial."""
 
     def seen_at(self, holder: Holder) -> float | None:
         """Instant of a site's last sign of life; None when this process saw none."""
@@ -197,7 +199,7 @@ class Sites:
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
-                    problem=seen.problem if seen else "",
+                    problem=self._problem(site, seen),
                     flavour=row.flavour,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
@@ -205,6 +207,12 @@ class Sites:
                 )
             )
         return tuple(statuses)
+
+    def _problem(self, site: str, seen: _Seen | None) -> str:
+        serial = self.revoked.get(site)
+        if serial is not None:
+            return f"its certificate {serial:x} is revoked: its calls are refused"
+        return seen.problem if seen else ""
 
 
 def declared(connection: Connection, holder: Holder) -> Declared:

@@ -1,4 +1,7 @@
-"""Tokens as text for people: a prompt as the model saw it, a completion, and where each token ends in it.
+"""Tokens as text for people: a prompt, a completion, and where each token ends in it.
+
+A prompt is shown as the task has it, its messages under their roles. One whose tokens are others than the task and the
+template give is shown as the model read it.
 
 A token is text of its own, but for two things: a character of several bytes may lie in several tokens, and some
 tokenizers leave a space out that stands before a word. What does not come out even has no ends: nothing is guessed.
@@ -11,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from heterorl.common.errors import PromptRefused
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Float32Array, Int32Array
@@ -40,7 +44,7 @@ class Reader:
             ratios: by number of the rollout, log p - log q of each token; of those that were trained on.
             limit_bytes: about the largest message; beyond it the numbers of tokens are left out.
         """
-        prompt: str = self._prompter.tokenizer.decode(group.prompt_token_ids.tolist(), skip_special_tokens=False)
+        prompt, answer = self._asked(group)
         rollouts = []
         for number, rollout in enumerate(group.rollouts):
             text = self._prompter.decode(rollout.token_ids)
@@ -54,11 +58,19 @@ class Reader:
             )
         if _num_bytes(prompt, rollouts) > limit_bytes:
             rollouts = [RolloutNote(completion=rollout.completion, reward_parts=()) for rollout in rollouts]
-        answer = ""
-        with contextlib.suppress(LookupError):
-            # A prompt that the task does not have was rejected, and its group is kept to be read.
-            answer = shown_answer(self._task.prompt(group.prompt_index).answer)
         return SampleNote(group=group.id, prompt=prompt, answer=answer, rollouts=tuple(rollouts))
+
+    def _asked(self, group: Group) -> tuple[str, str]:
+        """A group's prompt and expected answer."""
+        answer = ""
+        # A prompt that the task does not have was rejected, and its group is kept to be read.
+        with contextlib.suppress(LookupError, PromptRefused):
+            asked = self._task.prompt(group.prompt_index)
+            answer = shown_answer(asked.answer)
+            if np.array_equal(self._prompter.encode_prompt(asked), group.prompt_token_ids):
+                return asked.shown, answer
+        raw: str = self._prompter.tokenizer.decode(group.prompt_token_ids.tolist(), skip_special_tokens=False)
+        return raw, answer
 
     def ends(self, token_ids: Int32Array, text: str) -> Int32Array:
         """The character of `text` behind each token; empty where tokens and text do not come out even."""

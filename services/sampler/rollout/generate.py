@@ -34,14 +34,13 @@ from heterorl.sampler.rollout.harvest import Harvest
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 from heterorl.sampler.rollout.reserve import Reserve
 from heterorl.sampler.rollout.swap import Swap
+from heterorl.sampler.rollout.under_way import UnderWay
 from heterorl.sampler.rollout.work import Work
 from heterorl.sampler.session import Reported, Session
 
 _LOG = logging.getLogger(__name__)
 MAX_UNSCORED = 2
 """Fills of the engine that may wait for their rewards; then nothing begins until the rewards have come after."""
-
-
 REFUSED_S = 1.0
 """Pause where nothing can be generated of any prompt that is given."""
 
@@ -65,7 +64,9 @@ class Generation:
         numbering: asyncio.Lock,
         rng: random.Random,
         now: Callable[[], float],
+        under_way: UnderWay,
     ) -> None:
+        self._under_way = under_way
         self.spooling = Spooling(
             outbox=outbox, delay=config.delay, seed=config.seed, clock=clock, now=now, rng=rng, numbering=numbering
         )
@@ -259,6 +260,7 @@ class Generation:
         """Hand requests to the engine, and prompts back that were refused; whether anything became of them."""
         if drafts:
             self.harvest.begin(drafts)
+            await asyncio.to_thread(self._under_way.note, [draft.assignment.id for draft in self._drafts])
         count, too_long, error = await asyncio.to_thread(self._submitted, drafts)
         found = [(draft.assignment, why) for draft, why in too_long if self._drafts.lose(draft.key) is not None]
         self.harvest.refuse([*refused, *found])

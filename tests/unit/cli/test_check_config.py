@@ -84,6 +84,8 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         (SamplerConfig, "seeded_sampling=perhaps", "seeded_sampling: must be true or false, is 'perhaps'"),
         (SamplerConfig, "trusted_keys=['x']", "trusted_keys[0]: 'x' is not a public key as"),
         (SamplerConfig, "task=3", "task: must be a table, is 3"),
+        (CoordinatorConfig, "max_staleness_versions='8'", "max_staleness_versions: must be a whole number, is '8'"),
+        (LearnerConfig, "backend.lr='1e-3'", "backend.lr: must be a number, is '1e-3'"),
         (LearnerConfig, "backend.lr=-1", "backend.lr: must be above 0, is -1"),
         (LearnerConfig, "loss.kind=gepoo", "loss.kind: 'gepoo' is none of "),
         (LearnerConfig, "model_dir=3", "model_dir: must be text, is 3"),

@@ -79,7 +79,7 @@ async def leased(core, run, count, *, held=()):
     return groups
 
 
-async def test_group_travels_from_work_to_a_version(core, run):
+async def test_group_travels_from_work_to_a_version(core, run, clock):
     ids = await run.push(2)
     groups = await leased(core, run, 2)
     await run.publish(consumed=ids)
@@ -89,7 +89,8 @@ async def test_group_travels_from_work_to_a_version(core, run):
     assert (counts.acked, counts.pending, counts.leased, counts.consumed) == (2, 0, 0, 2)
     status = await core.get_status()
     assert (status.head_version, status.learner, status.sites[0].groups_accepted) == (1, "learner", 2)
-    assert [report.step for report in await core.list_steps(after_step=0, limit=10)] == [1]
+    (report,) = await core.list_steps(after_step=0, limit=10)
+    assert (report.step, report.published_time) == (1, clock.wall())
 
 
 async def test_learner_lease_is_exclusive_until_it_expires_and_epochs_grow(core, run, clock):

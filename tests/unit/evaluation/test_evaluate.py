@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.tiny.model import write_tiny_model
+from heterorl.evaluation.sets import configured
+from heterorl.sampler.config import SamplerConfig
 
 SETS = """
 [engine]
@@ -84,6 +86,18 @@ def test_a_task_of_the_options_as_a_table(model_dir):
         f"{model_dir}, task: 2 of 2 prompts",
     ]  # fmt: skip
     assert "reading the set task" in said
+
+
+def test_the_tasks_own_prompts_are_drawn_as_the_file_states():
+    def drawn(sampling, **changes):
+        (one,) = configured(SamplerConfig.model_validate({"sampling": sampling}), names=(), **changes)
+        return one.temperature, one.top_p, one.max_new_tokens
+
+    assert drawn({}) == (0.0, 1.0, 512)
+    assert drawn({"max_new_tokens": 5}) == (0.0, 1.0, 5)
+    assert drawn({"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 5, "top_k": 3}) == (1.0, 0.9, 5)
+    # What the command line names comes first.
+    assert drawn({"temperature": 1.0, "max_new_tokens": 5}, temperature=0.5, max_new_tokens=7) == (0.5, 1.0, 7)
 
 
 @pytest.mark.process

@@ -16,7 +16,8 @@ TIMES = StepTimes(period_s=2.0, waiting_s=0.1, examining_s=0.2, computing_s=0.3,
 
 def test_row_has_what_the_learner_said():
     source = SourceReport(label="sums", num_groups=3, reward_mean=0.75)
-    row = row_of(dataclasses.replace(REPORT, completions=COMPLETIONS, times=TIMES, sources=(source,), num_tokens=8))
+    report = dataclasses.replace(REPORT, completions=COMPLETIONS, times=TIMES, sources=(source,), num_tokens=8)
+    row = row_of(dataclasses.replace(report, published_time=1.5e9))
 
     numbers = {field.name for field in dataclasses.fields(StepReport)}
     assert numbers - {"evaluation_accuracy", "completions", "times", "sources"} <= row.keys()
@@ -32,3 +33,4 @@ def test_row_has_what_the_learner_said():
 def test_what_was_not_said_is_not_there():
     assert row_of(REPORT).keys() <= {field.name for field in dataclasses.fields(StepReport)}
     assert "tokens_per_s" not in row_of(dataclasses.replace(REPORT, completions=COMPLETIONS))
+    assert "published_time" not in row_of(REPORT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from heterorl.common.direct.connections import Allowed, Connections
@@ -22,9 +22,11 @@ _LOG = logging.getLogger(__name__)
 class WeightCalls(Calls):
     """Asks for versions and reads payloads: from an address where the plan has one that serves, else from the peer."""
 
-    def __init__(self, address: str, *, payload_urls: Allowed = "https", **how: Any) -> None:
+    def __init__(
+        self, address: str, *, payload_urls: Allowed = "https", payload_hosts: Sequence[str] = (), **how: Any
+    ) -> None:
         super().__init__(address, **how)
-        self._connections = Connections(payload_urls)
+        self._connections = Connections(payload_urls, payload_hosts)
         self._direct = DirectReads(self._connections)
 
     async def close(self) -> None:

@@ -63,15 +63,15 @@ class Calling:
             request: prompt, completion, answer, messages, whole (the completion with its thoughts), and columns if any.
 
         Raises:
-            ValueError: it returned no list of one number, where it is called with lists.
+            ValueError: it returned text, or no list of one number where it is called with lists.
         """
         if self._is_batch:
-            return {"reward": float(self._of_batch(request))}
+            return {"reward": _number(self._of_batch(request))}
         columns = {name: value for name, value in request.get("columns", {}).items() if name not in _NAMES}
         named = {name: request[name] for name in self._own} | columns
         value = self._function(*[request[name] for name in _NAMES[: self._num_in_order]], **named)
         parts = value if isinstance(value, dict) else {"reward": value}
-        return {str(part): float(number) for part, number in parts.items()}
+        return {str(part): _number(number) for part, number in parts.items()}
 
     def _of_batch(self, request: Mapping[str, Any]) -> Any:
         prompt, completion = request["prompt"], request["whole"]
@@ -89,6 +89,12 @@ class Calling:
         if value is None:
             raise ValueError("it returned None for a completion, and no number")
         return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise ValueError(f"it returned the text {value!r:.80}, and no number")
+    return float(value)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool, int]:

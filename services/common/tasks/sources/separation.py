@@ -33,6 +33,15 @@ class Separable(Protocol):
         ...
 
 
+def say_held_out(num: int, *, wanted: int, different: int) -> None:
+    """Say where fewer prompts are held out than were asked for: half of a data set stays for training."""
+    if num < wanted:
+        _LOG.info(
+            "task.evaluation_size = %d, and %d of %d different prompts are held out: at most half of them",
+            wanted, num, different,
+        )  # fmt: skip
+
+
 def separated(tasks: Mapping[str, Task]) -> dict[str, Task]:
     """The tasks by label, without the training prompts that another one holds out.
 

@@ -23,6 +23,7 @@ from heterorl.common.tasks.sources.columns import Columns
 from heterorl.common.tasks.sources.config import DataConfig
 from heterorl.common.tasks.sources.files import Loaded
 from heterorl.common.tasks.sources.length import short_ones
+from heterorl.common.tasks.sources.separation import say_held_out
 from heterorl.common.tasks.task import Measure, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
@@ -156,6 +157,7 @@ def _split(columns: Columns, rows: Rows, size: int) -> tuple[Rows, Rows]:
     texts = _texts_of(columns, rows)
     different = texts.unique()
     count = min(size, len(different) // 2)
+    say_held_out(count, wanted=size, different=len(different))
     if not count:
         problem = f"{len(different)} different prompts; at least 2 are needed"
         raise ConfigError("task.name", problem, action="add prompts, or name task.data.evaluation_split")

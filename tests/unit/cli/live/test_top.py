@@ -14,7 +14,7 @@ from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.run import LedgerCounts, RunStatus
+from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
@@ -80,6 +80,31 @@ async def test_picture_shows_run_series_and_rates():
     assert "4.0 versions and 60 groups a minute" in text
     # Only what is new is asked for.
     assert api.asked == [0, 3]
+
+
+async def test_a_small_screen_shows_run_sites_and_curves():
+    view = View(address="c:1")
+    site = SiteStatus(
+        site="eu-1\x1b", incarnation="i", policy_version=3, state_root="", last_seen_s=2.0, groups_accepted=7,
+        groups_dropped=0, tokens_per_s=9.0, work_leased=1, problem="the disk is full",
+    )  # fmt: skip
+    sites = [dataclasses.replace(site, site=f"eu-{number}", problem="") for number in range(2, 12)]
+    await poll(view, Scripted(dataclasses.replace(STATUS, sites=(site, *sites))), wall=1000.0, monotonic=0.0)
+
+    def lines(**size):
+        console = Console(width=80, file=io.StringIO(), record=True, markup=False)
+        console.print(frame(view, wall=1000.0, width=80, **size))
+        return console.export_text().splitlines()
+
+    small = lines(height=24)
+    assert len(small) <= 24
+    assert all(len(line) <= 80 for line in small)
+    text = "\n".join(small)
+    for part in ("run [/r]", "problem of", "the disk is full", "version ", "step ", "eu-2", "more sites", "reward "):
+        assert part in text, part
+    assert "\x1b" not in text
+    assert len(lines()) > 24
+    assert lines(height=200) == lines()
 
 
 async def test_unreachable_coordinator_keeps_the_last_picture_and_says_since_when():

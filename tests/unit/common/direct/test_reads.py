@@ -90,3 +90,41 @@ def test_addresses_of_the_machine_itself_are_asked_only_where_any_are(host):
     assert Connections("https").allows(url) == (host not in OWN)
     assert Connections("any").allows(url)
     assert not Connections("none").allows(url)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_asked"),
+    [("s3.example", True), ("S3.Example.", True), ("eu.objects.example", True), ("objects.example", False),
+     ("bobjects.example", False), ("10.0.0.7", True), ("10.0.0.8", False), ("other.example", False)],
+)  # fmt: skip
+def test_addresses_of_named_hosts_alone_are_asked(host, is_asked):
+    connections = Connections("https", ["s3.example", "*.Objects.example", "10.0.0.7"])
+
+    assert connections.allows(f"https://{host}/payloads/1") == is_asked
+    assert not connections.allows(f"http://{host}/payloads/1")
+
+
+def test_this_machine_is_asked_where_it_is_named():
+    assert Connections("https", ["127.0.0.1"]).allows("https://127.0.0.1:9000/p")
+
+
+async def test_a_name_that_resolves_to_this_machine_is_sent_nothing():
+    foreign, own = Connections("https"), Connections("any")
+    async with store(10) as (url, heads):
+        # What `allows` has let through is a name; what it resolves to shows when the connection is there.
+        with pytest.raises(Unreachable, match="resolves to this machine or its link"):
+            await read(reads.DirectReads(foreign), url)
+        assert heads == []
+        assert await read(reads.DirectReads(own), url) == b"bytes"
+    await foreign.close()
+    await own.close()
+
+
+async def test_a_proxy_of_the_environment_takes_what_named_hosts_are_asked(monkeypatch):
+    async with store(10) as (url, heads):
+        monkeypatch.setenv("HTTP_PROXY", url.rpartition("/")[0])
+        connections = Connections("any", ["payloads.example"])
+        assert await read(reads.DirectReads(connections), "http://payloads.example/p") == b"bytes"
+        await connections.close()
+
+    assert heads[0].startswith(b"get http://payloads.example/p ")

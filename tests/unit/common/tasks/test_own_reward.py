@@ -388,6 +388,10 @@ def trl_ids(completions, completion_ids, **kwargs):
 def trl_none(completions, **kwargs):
     return [None]
 
+def as_text(completion):
+    return "0.7"
+
+
 def trl_number(completions, **kwargs):
     return 1.0
 
@@ -450,7 +454,11 @@ def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_p
         ConfigError, match="task.reward: forms:missing asks for difficulty; the rows have answer, level"
     ):
         formed(tmp_path, "missing")
-    for reward, words in (("trl_none", "returned None"), ("trl_number", "a list of one number, and returned 1.0")):
+    for reward, words in (
+        ("trl_none", "returned None"),
+        ("trl_number", "a list of one number, and returned 1.0"),
+        ("as_text", "returned the text '0.7', and no number"),
+    ):
         task = formed(tmp_path, reward)
         try:
             with pytest.raises(RewardError, match=words):

@@ -131,6 +131,19 @@ def test_jsonl_holds_some_out_and_matches_exactly(tmp_path):
     assert task.score(task.prompt(1), right + "0")[0].value == 0.0
 
 
+def test_fewer_held_out_prompts_than_asked_for_are_said(tmp_path, caplog):
+    path = lines(tmp_path, *({"prompt": f"p{i}", "answer": i} for i in range(12)))
+
+    with caplog.at_level("INFO"):
+        assert build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=6)).num_evaluation_prompts == 6
+        assert caplog.messages == []
+        assert build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=12)).num_evaluation_prompts == 6
+
+    assert caplog.messages == [
+        "task.evaluation_size = 12, and 6 of 12 different prompts are held out: at most half of them"
+    ]
+
+
 def test_jsonl_gives_a_reward_lists_and_objects_as_json(tmp_path):
     answers = [{"tests": ["f", "assert f(2) == 4"]}, ["f"], 3]
     path = lines(tmp_path, *({"prompt": str(number), "answer": answer} for number, answer in enumerate(answers)))

@@ -1,6 +1,7 @@
 """Tokens as text: each token ends where its text ends, whatever tokenizer made it; else nothing is claimed."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from heterorl.common.tasks.messages import Message
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
@@ -32,6 +34,9 @@ class Prompts:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+
+    def encode_prompt(self, prompt):
+        return np.array(self.tokenizer.encode(prompt.text), np.int32)
 
     def decode(self, ids):
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
@@ -146,6 +151,23 @@ def test_note_has_the_answer_that_the_task_expects(index, answer):
     group = dataclasses.replace(group_of(["it is 46", "no"]), prompt_index=index)
 
     assert Reader(Prompts(BYTES), TASK).note(group, {}, limit_bytes=1 << 20).answer == answer
+
+
+def test_a_prompt_that_the_template_wrote_is_shown_as_its_messages():
+    group, prompts = group_of(["it is 46"]), Prompts(BYTES)
+    prompts.encode_prompt = lambda _: group.prompt_token_ids
+    asked = Prompt(index=0, text="what is 12", answer="24")
+    said = (Message(role="system", content="be brief"), Message(role="user", content="what is 12"))
+
+    def shown(prompt):
+        task = SimpleNamespace(prompt=lambda _: prompt)
+        return Reader(prompts, task).note(group, {}, limit_bytes=1 << 20).prompt
+
+    assert shown(asked) == "what is 12"
+    assert shown(dataclasses.replace(asked, messages=said)) == "system:\nbe brief\n\nuser:\nwhat is 12"
+    # What a site wrote otherwise is what there is to see.
+    prompts.encode_prompt = lambda _: group.prompt_token_ids[:-1]
+    assert shown(asked) == "what is 12<eos>"
 
 
 def test_note_has_the_prompt_as_the_model_saw_it_and_the_ratios_of_what_was_trained_on():

@@ -1,11 +1,15 @@
 """A sampler whose engine cannot be trusted: it takes no work, says so, and goes on when a swap succeeds."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from heterorl.common.errors import EngineDied, StaleWeights
 from heterorl.common.generation.canary import ScoredText
 from heterorl.common.process import metrics
+from heterorl.common.types.rollout import ReturnReason
+from heterorl.sampler.rollout.under_way import MAX_NOTED, NAME, UnderWay
 from tests.support.sampler_world import World
 
 
@@ -109,3 +113,56 @@ async def test_one_engine_of_several_that_is_out_is_started_again_ever_more_rare
     loaded = len(world.engine.loaded)
     await world.passed(400.0, step_s=2.0)
     assert len(world.engine.loaded) == loaded
+
+
+async def killed_in_a_batch(world):
+    """A process that is killed while its engine computes."""
+    world.start()
+    world.engine.proceed.clear()
+    await world.until(lambda: world.engine.is_held)
+    held = [draft.assignment.id for draft in world.sampler.generation.harvest.drafts]
+    world.kill()
+    world.engine.proceed.set()
+    return held
+
+
+async def test_a_row_under_which_three_processes_are_killed_is_closed(world):
+    await world.run.publish()
+    counts = Counter()
+
+    for _ in range(20):
+        counts.update(await killed_in_a_batch(world))
+        closed = (await world.core.get_status()).ledger.closed
+        if closed.get(ReturnReason.ENGINE_FAILED):
+            break
+
+    # The fourth process says of the third one that it was killed.
+    assert closed.get(ReturnReason.ENGINE_FAILED) == sum(count >= 3 for count in counts.values())
+    assert max(counts.values()) == 3
+
+
+async def test_a_process_that_ends_in_order_accuses_no_row(world):
+    await generating(world)
+    world.stop.set()
+    await world.end()
+    assert not (world.directory / "site" / NAME).exists()
+
+    world.start()
+    before = world.link.calls["abandon_work"]
+    await world.until(lambda: world.engine.num_batches >= 1)
+
+    assert world.link.calls["abandon_work"] == before
+
+
+def test_note_of_what_is_under_way(tmp_path):
+    assert UnderWay(tmp_path).left == ()
+    UnderWay(tmp_path).note(range(MAX_NOTED + 2))
+    left = UnderWay(tmp_path).left
+    assert (left[0], len(left)) == (MAX_NOTED + 1, MAX_NOTED)
+
+    for damaged in (b"", b"[1, ", b"{}", b'["1", true, -1, 1.5]', b"\xff"):
+        (tmp_path / NAME).write_bytes(damaged)
+        assert UnderWay(tmp_path).left == ()
+    UnderWay(tmp_path).clear()
+    UnderWay(tmp_path).clear()
+    assert UnderWay(tmp_path / "gone").note([1]) is None

@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
-from heterorl.learner.loss.config import GepoConfig, LossConfig
+from heterorl.learner.loss.config import GepoConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
+from heterorl_research.losses.kinds import LabLoss
 
 AS_PUBLISHED = 20.0
 """`max_log_weight` of the lab: log weights of whole rollouts stay below it, so it bounds numbers and no algorithm."""
@@ -20,8 +21,9 @@ class AlgorithmConfig(Config):
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._+-]+$")
     """Name in tables and figures."""
-    loss: LossConfig = GepoConfig(max_log_weight=AS_PUBLISHED)
-    """The rule, as in a learner's configuration, but with the bound on weights that its authors have: none."""
+    loss: LabLoss = GepoConfig(max_log_weight=AS_PUBLISHED)
+    """The rule, as in a learner's configuration or of research/losses, but with the bound on weights that its authors
+    have: none."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,8 +13,8 @@ import numpy as np
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config
 from heterorl.common.wire.common import bytes_digest
-from heterorl.learner.loss.rule import rule_of
 from heterorl_research.lab.cell import Cell
+from heterorl_research.losses.kinds import level_of
 
 if TYPE_CHECKING:
     from heterorl_research.lab.world import Outcome
@@ -97,7 +97,7 @@ def identity(cell: Cell) -> dict[str, Any]:
         "task": cell.task.name,
         "variant": cell.variant,
         "lr": cell.regime.lr,
-        "weights": "token" if rule_of(cell.algorithm.loss).level == "token" else "rollout",
+        "weights": "token" if level_of(cell.algorithm.loss) == "token" else "rollout",
         "cell_digest": cell_digest(cell),
     }
 

@@ -59,6 +59,7 @@ from heterorl_research.lab.pace import (
     versions_in_flight,
 )
 from heterorl_research.lab.virtual_loop import VirtualClock, VirtualLoop, run_virtually
+from heterorl_research.losses.kinds import learner_loss
 
 _HOUR = 3600.0
 
@@ -211,7 +212,7 @@ def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerC
             "groups_per_step": cell.regime.groups_per_step,
             "max_steps": cell.regime.max_steps,
             "steps_per_version": cell.regime.steps_per_version,
-            "loss": cell.algorithm.loss.model_dump(),
+            "loss": learner_loss(cell.algorithm.loss).model_dump(),
             "backend": {
                 "lr": cell.regime.lr,
                 "warmup_steps": cell.regime.warmup_steps,

@@ -20,7 +20,6 @@ from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.checks.judge import VerificationConfig
 from heterorl.learner.checks.uniform import DynamicSamplingConfig
 from heterorl.learner.loss.config import GepoConfig, LossConfig
-from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.config import BackendConfig, TorchBackendConfig
 
 
@@ -140,14 +139,8 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _check_dynamic_sampling(self) -> LearnerConfig:
-        if self.dynamic_sampling.max_replaced_per_step:
-            if self.group_size < 2:
-                raise ValueError("dynamic_sampling with group_size 1: each group would be replaced; set it to 0")
-            if rule_of(self.loss).balance_beta > 0.0:
-                raise ValueError(
-                    f"dynamic_sampling with loss.kind {self.loss.kind}: groups of equal rewards have a gradient there;"
-                    " set max_replaced_per_step to 0"
-                )
+        if self.dynamic_sampling.max_replaced_per_step and self.group_size < 2:
+            raise ValueError("dynamic_sampling with group_size 1: each group would be replaced; set it to 0")
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,15 @@ def over_the_sampler(batch: LossBatch) -> LossOutput:
     return LossOutput(losses=batch.learner_BT / batch.sampler_BT * batch.advantages_B[:, None])
 
 
+def near_the_reference(batch: LossBatch, step: LossBatch, *, beta: float = 1.0) -> LossOutput:
+    """Half the squared distance of whole rollouts from the reference, over its mean in the step; rewards do not count."""
+    assert batch.reference_BT is not None
+    assert step.reference_BT is not None
+    gaps_B = (batch.learner_BT - batch.reference_BT).sum(1)
+    scale = (step.learner_BT - step.reference_BT).sum(1).square().mean().clamp(min=1.0)
+    return LossOutput(losses=beta * gaps_B.square() / scale / 2)
+
+
 def of_the_pass(batch: LossBatch) -> LossOutput:
     """Wrong: divides by the mean weight of the rollouts that share the pass."""
     weights_B = _log_weights(batch).exp()

@@ -20,20 +20,16 @@ from heterorl.learner.loss.config import (
     DecoupledPpoConfig,
     DeltaLConfig,
     DrGrpoConfig,
-    DsGepoConfig,
     DsGspoConfig,
     EqpConfig,
     GepoConfig,
     GepoOneSidedConfig,
     GepoPlusConfig,
     GepoProductConfig,
-    GepoQuantileConfig,
-    GepoTemperedConfig,
     GepoWholeConfig,
     GmpoConfig,
     GrpoConfig,
     GspoConfig,
-    GspoTokenConfig,
     ImpalaConfig,
     LossConfig,
     M2poConfig,
@@ -41,10 +37,8 @@ from heterorl.learner.loss.config import (
     MoisConfig,
     OpsmConfig,
     ReinforceConfig,
-    TbaConfig,
     TisConfig,
     ToprConfig,
-    VcpoConfig,
 )
 from heterorl.learner.loss.objectives import LossTerms
 from heterorl.learner.loss.policy_loss import policy_loss
@@ -160,7 +154,8 @@ def run_loss(
             inputs,
             **{
                 name: torch.nn.functional.pad(getattr(inputs, name), (0, extra))
-                for name in ("mask_BT", "sampler_BT", "staleness_BT", "is_selected_BT")
+                for name in ("mask_BT", "sampler_BT", "staleness_BT", "is_selected_BT", "reference_BT")
+                if getattr(inputs, name) is not None
             },
         )
         learner_BT = inputs.padded(torch.cat([logprobs[position] for position in part])).requires_grad_()
@@ -191,18 +186,14 @@ CATALOGUE: dict[str, LossConfig] = {
     "gepo with dual clip": GepoConfig(dual_clip=1.3),
     "gepo_1s": GepoOneSidedConfig(),
     "gepo_product": GepoProductConfig(),
-    "gepo_quantile": GepoQuantileConfig(),
-    "gepo_tempered": GepoTemperedConfig(tempering_ess=0.9),
     "gepo_whole": GepoWholeConfig(drift_limit=0.1),
     "gepo_plus": GepoPlusConfig(kl_threshold=0.05),
-    "ds_gepo": DsGepoConfig(defensive_fraction=0.2),
     "eqp": EqpConfig(),
     "eqp with opsm": EqpConfig(opsm_threshold=0.05, aggregation="token_mean"),
     "gspo": GspoConfig(),
     "gspo clipped on gepo": GspoConfig(clip_on="gepo"),
     "gspo without clip": GspoConfig(clip="none"),
     "ds_gspo": DsGspoConfig(defensive_fraction=0.2),
-    "gspo_token": GspoTokenConfig(),
     "gmpo": GmpoConfig(eps_log=0.2),
     "grpo": GrpoConfig(),
     "grpo with dual clip": GrpoConfig(dual_clip=1.3),
@@ -211,8 +202,6 @@ CATALOGUE: dict[str, LossConfig] = {
     "reinforce": ReinforceConfig(),
     "impala": ImpalaConfig(),
     "impala wider": ImpalaConfig(rho_cap=1.3, c_cap=1.1),
-    "vcpo": VcpoConfig(cap=1.2),
-    "tba": TbaConfig(beta=0.1),
     "dr_grpo": DrGrpoConfig(),
     "dapo": DapoConfig(),
     "dapo dropping": DapoConfig(drop_uniform_groups=True),

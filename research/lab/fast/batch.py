@@ -38,6 +38,7 @@ from heterorl_research.lab.fast.stack import Shape, published, read_model, views
 from heterorl_research.lab.fast.work import Assignments, Texts
 from heterorl_research.lab.measure import step_row
 from heterorl_research.lab.world import Outcome
+from heterorl_research.losses.kinds import learner_loss
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,15 +203,15 @@ class _Batch:
         logits = forward(folded, layout, drawing.mask_SS)
         temperature = drawing.sampling.logprob_temperature
         learner, entropies = log_probs(logits, layout, step.tokens_RGMT, temperature=temperature)
-        configs = [run.cell.algorithm.loss for run in runs]
+        configs = [learner_loss(run.cell.algorithm.loss) for run in runs]
         total, samples = losses(configs, step, learner.flatten(1, 2), entropies.flatten(1, 2))
         gradients = torch.autograd.grad(total, list(leaves.values()))
         step_sizes = [
             Schedule(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps).rate(
                 step=version + 1, applied_steps=version
             )
-            * step_size_factor(rule_of(run.cell.algorithm.loss), sample.sequences)
-            for run, sample in zip(runs, samples, strict=True)
+            * step_size_factor(rule_of(config), sample.sequences)
+            for run, config, sample in zip(runs, configs, samples, strict=True)
         ]
         norms = self._adam.step(
             torch.cat([gradient.flatten(1) for gradient in gradients], 1),

@@ -255,6 +255,7 @@ def _apart(
     is_token = step.mask_RBT[number][rows]
     logprobs_N, entropies_N = learner_RBT[number][rows][is_token], entropies_RBT[number][rows][is_token]
     if rule.needs_first_pass:
-        batch = couple(rule, batch, [logprobs_N.detach()], max_new_tokens=max_new_tokens)
+        known = couple(rule, batch, [logprobs_N.detach()], max_new_tokens=max_new_tokens)
+        batch = known.with_whole(known, learner_RBT.device)
     micro_batch = collate(batch.sequences, batching="padded").to(learner_RBT.device)
     return micro_batch_loss(rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens)

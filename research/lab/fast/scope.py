@@ -7,6 +7,7 @@ from heterorl.learner.loss.rule import rule_of
 from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.pace import counts_versions
+from heterorl_research.losses.kinds import learner_loss
 
 _SERVICES = "choose the engine services"
 
@@ -30,5 +31,5 @@ def check_scope(cell: Cell) -> None:
         raise ConfigError("regime.link_loss", "messages are lost by the services' link", action=_SERVICES)
     if regime.steps_per_version != 1:
         raise ConfigError("regime.steps_per_version", "a version holds one step here", action=_SERVICES)
-    if rule_of(cell.algorithm.loss).needs_reference:
+    if rule_of(learner_loss(cell.algorithm.loss)).needs_reference:
         raise ConfigError("algorithms.loss", f"{cell.algorithm.name} needs a reference model", action=_SERVICES)

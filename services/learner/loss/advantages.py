@@ -42,50 +42,6 @@ def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tenso
     return centred_G / (rewards_G.std(correction=1) + STD_FLOOR) if kind == "mean_std" else centred_G
 
 
-def optimal_baseline(
-    advantages_G: torch.Tensor, log_products_G: torch.Tensor, square_norms_G: torch.Tensor
-) -> torch.Tensor:
-    """b = sum_i W_i A_i / sum_i W_i with W_i = ||g_i||^2 e^(2 z_i), float64 scalar: arXiv 2602.17616 equation 7.
-
-    The variance of mean_i e^(z_i) (A_i - b) g_i over samples is smallest there (its derivative in b is linear). g_i is
-    what the loss takes of a rollout, c_i grad log p_i: c_i is 1 / T_i where it is a mean over tokens. Given
-    A = (r - mean) / std, A - b is (r - b') / std with the optimal b' of the rewards. Its authors measure ||g_i|| by one
-    backward pass for each rollout.
-
-    Args:
-        advantages_G: A of one whole group.
-        log_products_G: z, log ratios of whole rollouts.
-        square_norms_G: ||g_i||^2 up to a common factor, see `score_square_norm`.
-    """
-    assert advantages_G.shape == log_products_G.shape == square_norms_G.shape
-    logs_G = 2.0 * log_products_G + square_norms_G.clamp(min=torch.finfo(square_norms_G.dtype).tiny).log()
-    return (torch.softmax(logs_G, -1) * advantages_G).sum(-1)
-
-
-def score_square_norm(logprobs_T: torch.Tensor) -> torch.Tensor:
-    """sum_t (1 - p_t)^2, which stands for ||grad log p||^2 of a rollout where only its own log-probs are known; scalar.
-
-    The gradient of log p_t by the logits is onehot - softmax, whose square norm is (1 - p_t)^2 + sum over other tokens
-    of p^2, between (1 - p_t)^2 and twice that.
-    """
-    return torch.expm1(logprobs_T.clamp(max=0.0)).square().sum(-1)
-
-
-def drift_compensated(advantages_G: torch.Tensor, log_ratios_G: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """A_i - beta (z_i - mean z): the trajectory balance (VarGrad) of a group, arXiv 2503.18929; float64 [G].
-
-    Its loss mean_i (log Z + log p_i - log ref_i - r_i / beta)^2 with log Z = mean_i (r_i / beta - z_i) and
-    z_i = log p_i - log ref_i has the gradient -(2 / beta) mean_i A'_i grad log p_i with this A' (log Z is a constant).
-
-    Args:
-        advantages_G: r - mean(r) of one whole group.
-        log_ratios_G: z, learner over reference, whole rollouts.
-        beta: temperature, in units of the reward.
-    """
-    assert advantages_G.shape == log_ratios_G.shape
-    return advantages_G - beta * (log_ratios_G - log_ratios_G.mean(-1, keepdim=True))
-
-
 def beta_weights(means_P: torch.Tensor) -> torch.Tensor:
     """1 / Beta(p; alpha, beta) for each prompt of a step, at most 1e6: BNPO, arXiv 2506.02864 equations 9 to 12.
 

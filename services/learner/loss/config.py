@@ -19,25 +19,19 @@ from heterorl.learner.loss.kinds_score import (
     ImpalaConfig,
     MisConfig,
     ReinforceConfig,
-    TbaConfig,
     TisConfig,
     ToprConfig,
-    VcpoConfig,
 )
 from heterorl.learner.loss.kinds_sequence import (
-    DsGepoConfig,
     DsGspoConfig,
     EqpConfig,
     GepoConfig,
     GepoOneSidedConfig,
     GepoPlusConfig,
     GepoProductConfig,
-    GepoQuantileConfig,
-    GepoTemperedConfig,
     GepoWholeConfig,
     GmpoConfig,
     GspoConfig,
-    GspoTokenConfig,
 )
 from heterorl.learner.loss.kinds_token import (
     BnpoConfig,
@@ -63,20 +57,16 @@ __all__ = [
     "DeltaLConfig",
     "Denominator",
     "DrGrpoConfig",
-    "DsGepoConfig",
     "DsGspoConfig",
     "EqpConfig",
     "GepoConfig",
     "GepoOneSidedConfig",
     "GepoPlusConfig",
     "GepoProductConfig",
-    "GepoQuantileConfig",
-    "GepoTemperedConfig",
     "GepoWholeConfig",
     "GmpoConfig",
     "GrpoConfig",
     "GspoConfig",
-    "GspoTokenConfig",
     "ImpalaConfig",
     "LossConfig",
     "LossOptions",
@@ -85,25 +75,19 @@ __all__ = [
     "MoisConfig",
     "OpsmConfig",
     "ReinforceConfig",
-    "TbaConfig",
     "TisConfig",
     "ToprConfig",
-    "VcpoConfig",
 ]
 
 LossConfig = Annotated[
     GepoConfig
     | GepoOneSidedConfig
     | GepoProductConfig
-    | GepoQuantileConfig
-    | GepoTemperedConfig
     | GepoWholeConfig
     | GepoPlusConfig
-    | DsGepoConfig
     | EqpConfig
     | GspoConfig
     | DsGspoConfig
-    | GspoTokenConfig
     | GmpoConfig
     | GrpoConfig
     | DrGrpoConfig
@@ -116,8 +100,6 @@ LossConfig = Annotated[
     | TisConfig
     | MisConfig
     | ImpalaConfig
-    | VcpoConfig
-    | TbaConfig
     | DecoupledPpoConfig
     | M2poConfig
     | OpsmConfig

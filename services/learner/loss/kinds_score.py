@@ -1,4 +1,4 @@
-"""Losses that multiply A log p by a constant weight: REINFORCE, truncated and masked ratios, trajectory balance."""
+"""Losses that multiply A log p by a constant weight: REINFORCE, truncated and masked ratios."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CispoConfig(LossOptions):
 class TisConfig(LossOptions):
     """Truncated importance sampling (Yao et al. 2025; Ionides 2008): weights min(r, cap).
 
-    `level = "sequence"`, `cap = 8` and `step_size = "ess"` take two ideas of VCPO; `vcpo` has its baseline too.
+    `level = "sequence"`, `cap = 8` and `step_size = "ess"` take two ideas of VCPO, without its baseline.
     """
 
     kind: Literal["tis"] = "tis"
@@ -81,23 +81,3 @@ class ImpalaConfig(LossOptions):
     """Largest ratio of a token at which the policy is corrected."""
     c_cap: float = Field(default=1.0, gt=0.0)
     """Largest ratio of a later token through which the reward comes back."""
-
-
-class VcpoConfig(LossOptions):
-    """VCPO, arXiv 2602.17616: truncated ratios of rollouts, optimal off-policy baseline, step size times sqrt(ESS)."""
-
-    kind: Literal["vcpo"] = "vcpo"
-    baseline: Literal["group", "optimal"] = "optimal"
-    step_size: Literal["constant", "ess", "ess_uncapped"] = "ess_uncapped"
-    cap: float = Field(default=8.0, gt=0.0)
-    """Largest weight; the baseline and the step size see ratios up to e^max_log_weight."""
-
-
-class TbaConfig(LossOptions):
-    """Trajectory balance with the batch's partition function (VarGrad), arXiv 2503.18929. Backends torch and fsdp2."""
-
-    kind: Literal["tba"] = "tba"
-    advantage: Advantage = "mean"
-    aggregation: Aggregation = "sequence_sum"
-    beta: float = Field(default=0.005, gt=0.0)
-    """Temperature of the policy to be learned, reference x exp(reward / beta)."""

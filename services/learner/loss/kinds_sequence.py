@@ -38,7 +38,7 @@ class GepoProductConfig(GroupDenominatorConfig):
 
     kind: Literal["gepo_product"] = "gepo_product"
     eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
-    negative_weight: Literal["own", "one", "product", "tempered"] = "product"
+    negative_weight: Literal["own", "one", "product"] = "product"
 
 
 class GepoWholeConfig(GroupDenominatorConfig):
@@ -50,37 +50,12 @@ class GepoWholeConfig(GroupDenominatorConfig):
     drift_limit: float = Field(default=1.1, ge=0.0)
 
 
-class GepoQuantileConfig(GroupDenominatorConfig):
-    """GEPO without upper clip for good rollouts; of the step's bad ones, those of the largest ratios count 1."""
-
-    kind: Literal["gepo_quantile"] = "gepo_quantile"
-    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
-    negative_weight: Literal["own", "one", "product", "tempered"] = "one"
-    negative_keep: float = Field(default=0.3, ge=0.0, le=1.0)
-
-
-class GepoTemperedConfig(GroupDenominatorConfig):
-    """GEPO without upper clip for good rollouts; bad ones by ratios tempered until the step supports them."""
-
-    kind: Literal["gepo_tempered"] = "gepo_tempered"
-    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
-    negative_weight: Literal["own", "one", "product", "tempered"] = "tempered"
-
-
 class GepoPlusConfig(GroupDenominatorConfig):
     """GEPO for rollouts far from the sampler, GSPO for the others; later code of the authors of arXiv 2508.17850."""
 
     kind: Literal["gepo_plus"] = "gepo_plus"
     kl_threshold: float = Field(default=0.002, gt=0.0)
     """Rollouts whose mean KL estimate per token, nats, is below this use their own denominator."""
-
-
-class DsGepoConfig(GroupDenominatorConfig):
-    """GEPO with a defensive mixture as denominator: (1 - a) E + a sg(p), so weights never exceed 1 / a."""
-
-    kind: Literal["ds_gepo"] = "ds_gepo"
-    defensive_fraction: float = Field(default=0.005, gt=0.0, lt=1.0)
-    """Share a of the learner's own probability in the denominator."""
 
 
 class EqpConfig(RatioLossConfig):
@@ -108,12 +83,6 @@ class DsGspoConfig(SequenceLossConfig):
     kind: Literal["ds_gspo"] = "ds_gspo"
     defensive_fraction: float = Field(default=0.005, gt=0.0, lt=1.0)
     """Share a of the learner's own probability in the denominator."""
-
-
-class GspoTokenConfig(RatioLossConfig):
-    """GSPO-token, arXiv 2507.18071 section 4.3: the sequence weight with the gradient of each token."""
-
-    kind: Literal["gspo_token"] = "gspo_token"
 
 
 class GmpoConfig(LossOptions):

@@ -5,12 +5,9 @@ Suffixes: B sequences, T completion tokens, N tokens of the whole step.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from heterorl.learner.loss.denominators import masked_mean
-from heterorl.learner.loss.importance import log_effective_share
 
 
 def has_not_drifted(
@@ -60,27 +57,3 @@ def within_second_moment(log_ratios_N: torch.Tensor, advantages_N: torch.Tensor,
     # Ascending squares have ascending means, so those within the budget are a prefix.
     is_kept_N[harmful[order[means > budget]]] = False
     return is_kept_N
-
-
-def within_quantile(log_products_N: torch.Tensor, advantages_N: torch.Tensor, *, least: float) -> torch.Tensor:
-    """False where A < 0 and z is not among the largest k n of the step's n rollouts with A < 0; bool [N].
-
-    k = max(least, effective share of e^z over those n), so that nothing is left out while all ratios are alike. The
-    threshold is a quantile of z itself: adding a constant to all z changes nothing. Equal z share a side.
-
-    Args:
-        log_products_N: z, log ratios of whole rollouts.
-        advantages_N: A of each rollout.
-        least: in (0, 1].
-    """
-    assert log_products_N.dim() == 1
-    assert log_products_N.shape == advantages_N.shape
-    is_bad_N = advantages_N < 0
-    bad = log_products_N[is_bad_N].double()
-    if not bad.numel():
-        return torch.ones_like(is_bad_N)
-    share = max(least, math.exp(float(log_effective_share(bad))))
-    # Shares such as .3 of 10 are 3 and a rounding; that of equal ratios may be 1 and a rounding.
-    count = min(bad.numel(), math.ceil(share * bad.numel() - 1e-9))
-    threshold = bad.sort(descending=True).values[count - 1]
-    return ~is_bad_N | (log_products_N.double() >= threshold)

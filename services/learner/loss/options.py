@@ -35,12 +35,6 @@ class LossOptions(Config):
     max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
     """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient: whatever log-probs a site
     states, no rollout or token counts for more than e^3 = 20 of its peers. 20 is the published algorithms, uncapped."""
-    baseline: Literal["group", "optimal"] = "group"
-    """What is subtracted from rewards: the group's mean, or the mean weighted by squared ratios and gradient norms that
-    gives the estimate of the gradient its least variance (VCPO, arXiv 2602.17616 equation 7)."""
-    negative_keep: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Least share of the step's rollouts worse than their group that take part, those of the largest ratio; where the
-    effective share of their ratios is larger, it is that share. 0 turns the gate off."""
     reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
     """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 turns it off. Backends torch and fsdp2."""
     drop_uniform_groups: bool = False
@@ -78,12 +72,9 @@ class SequenceLossConfig(RatioLossConfig):
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
     """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
     the upper clip or with it."""
-    negative_weight: Literal["own", "one", "product", "tempered"] = "own"
-    """Weight of rollouts worse than their group: the loss's own with its clip; or of the plain log-likelihood 1, the
-    truncated ratio of the whole rollout min(1, prod_t p / q) as in TOPR, or the same of tempered, normalised ratios."""
-    tempering_ess: float = Field(default=0.5, gt=0.0, le=1.0)
-    """With negative_weight tempered: ratios, at most e^max_log_weight, are raised to the largest power, at most 1, at
-    which the effective share of the step's rollouts is this."""
+    negative_weight: Literal["own", "one", "product"] = "own"
+    """Weight of rollouts worse than their group: the loss's own with its clip; or of the plain log-likelihood 1, or the
+    truncated ratio of the whole rollout min(1, prod_t p / q) as in TOPR."""
 
 
 class GroupDenominatorConfig(SequenceLossConfig):

@@ -54,8 +54,6 @@ class LossInputs:
     """Versions between each token's sampler and the learner."""
     is_selected_BT: torch.Tensor
     """bool, True at tokens that the step's selection keeps."""
-    log_gates_B: torch.Tensor | None = None
-    """log of the step's weight for a rollout with A < 0, where the rule tempers ratios."""
     reference_BT: torch.Tensor | None = None
     """log-probs of the reference model, where the rule has one."""
     places_B2: torch.Tensor | None = None
@@ -118,7 +116,9 @@ def policy_loss(
             objective, learner_BT, advantages_B[:, None], is_clip_kept=rule.positive_weight == "one_clipped"
         )
     if rule.negative_weight != "own":
-        logs_B1 = _negative_log_weights(rule, inputs, learner_BT, sampler_BT)[:, None]
+        # Of weight 1, or of the whole rollout's ratio.
+        logs_BT = learner_BT - sampler_BT if rule.negative_weight == "product" else torch.zeros_like(learner_BT)
+        logs_B1 = logs_BT.sum(1, keepdim=True)
         objective = with_likelihood_of_bad(objective, learner_BT, advantages_B[:, None], logs_B1)
 
     contributions_B = -(coefficients_BT * objective.values).sum(1)
@@ -127,7 +127,7 @@ def policy_loss(
         contributions_B = contributions_B + inputs.couplings_B.detach() * (means_B - means_B.detach())
     is_clipped = objective.is_clipped
     if rule.level != "token":
-        is_clipped = is_clipped[:, 0] if is_clipped.shape[1] == 1 or rule.level == "spread" else is_clipped
+        is_clipped = is_clipped[:, 0] if is_clipped.shape[1] == 1 else is_clipped
     return LossTerms(
         contributions_B=contributions_B,
         weights=objective.weights if rule.level == "token" else objective.weights[:, 0],
@@ -135,17 +135,6 @@ def policy_loss(
         is_counted=is_counted,
         is_kept_BT=is_kept_BT,
     )
-
-
-def _negative_log_weights(
-    rule: Rule, inputs: LossInputs, learner_BT: torch.Tensor, sampler_BT: torch.Tensor
-) -> torch.Tensor:
-    if rule.negative_weight == "product":
-        return (learner_BT - sampler_BT).sum(1)
-    if rule.negative_weight == "tempered":
-        assert inputs.log_gates_B is not None
-        return inputs.log_gates_B
-    return torch.zeros_like(inputs.log_denominators_B)
 
 
 def _token_objective(
@@ -206,7 +195,7 @@ def _sequence_objective(
     log_probs_B = importance.sequence_log_probs(numerators_BT, mask_BT, is_raw=is_raw)
     log_weights_B = log_probs_B - _log_denominators(rule, inputs, learner_BT, sampler_BT, log_probs_B)
     # A mask of single tokens takes their gradient only if each token's gradient is its own.
-    is_spread = rule.level == "spread" or rule.m2_budget > 0.0
+    is_spread = rule.m2_budget > 0.0
     log_weights = importance.spread(log_weights_B, learner_BT) if is_spread else log_weights_B[:, None]
     decision = None
     if rule.clip_on != "own":

@@ -24,8 +24,8 @@ class Rule:
     """The user's own function, in place of weight and clip."""
 
     # Importance weight: exp(log p - log D).
-    level: Literal["token", "sequence", "spread"] = "token"
-    """One weight per token, one per rollout, or one per rollout whose gradient is each token's own."""
+    level: Literal["token", "sequence"] = "token"
+    """One weight per token, or one per rollout."""
     denominator: Denominator | Literal["own", "expected_learner"] = "own"
     """D: the sampler's own probability, a mean of the group's, or sum_j q^_j p_j with its gradient."""
     normalisation: Literal["length", "raw"] = "length"
@@ -62,24 +62,16 @@ class Rule:
     """c of V-trace, whose rho is `high`: token weights times truncated ratios of all later tokens; 0 turns it off."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
     """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR), all of them or the unclipped."""
-    negative_weight: Literal["own", "one", "product", "tempered"] = "own"
-    """Weight of rollouts with A < 0: the rule's own, or of plain likelihood 1, min(1, prod_t p / q) (TOPR), or that of
-    ratios tempered to the effective share `tempering_ess` of the step."""
-    tempering_ess: float = 0.5
+    negative_weight: Literal["own", "one", "product"] = "own"
+    """Weight of rollouts with A < 0: the rule's own, or of plain likelihood 1 or min(1, prod_t p / q) (TOPR)."""
 
     # What is averaged, and how.
     advantage: Advantage = "mean"
-    baseline: Literal["group", "optimal"] = "group"
-    """What A is centred on: the group's mean, or the mean of least variance (VCPO)."""
-    balance_beta: float = 0.0
-    """b of A <- A - b (z - mean z), z = log learner over reference of a rollout: trajectory balance; 0 turns it off."""
     aggregation: Aggregation = "sequence_mean"
     length_power: float = 1.0
     opsm_threshold: float = 0.0
     drift_limit: float = 0.0
     m2_budget: float = 0.0
-    negative_keep: float = 0.0
-    """Least share of the step's rollouts with A < 0 that take part, by ratio; 0 is all."""
     drop_uniform_groups: bool = False
     kl_coefficient: float = 0.0
     reference_kl: float = 0.0
@@ -103,17 +95,14 @@ class Rule:
         """Whether the loss of one rollout depends on the learner's log-probs of others."""
         return (
             self.denominator == "expected_learner"
-            or self.negative_weight == "tempered"
-            or self.baseline == "optimal"
+            or self.m2_budget > 0.0
             or (self.custom is not None and self.custom.takes_step)
-            or max(self.m2_budget, self.negative_keep, self.balance_beta) > 0.0
         )
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads log-probs of a frozen model."""
-        is_read = self.custom is not None and self.custom.reads_reference
-        return is_read or max(self.reference_kl, self.balance_beta) > 0.0
+        return self.reference_kl > 0.0 or (self.custom is not None and self.custom.reads_reference)
 
     @property
     def needs_staleness(self) -> bool:
@@ -126,14 +115,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gepo_1s": {"level": "sequence"},
     "gepo_product": {"level": "sequence"},
     "gepo_whole": {"level": "sequence"},
-    "gepo_quantile": {"level": "sequence"},
-    "gepo_tempered": {"level": "sequence"},
     "gepo_plus": {"level": "sequence"},
-    "ds_gepo": {"level": "sequence"},
     "eqp": {"level": "sequence", "denominator": "expected_learner"},
     "gspo": {"level": "sequence"},
     "ds_gspo": {"level": "sequence"},
-    "gspo_token": {"level": "spread"},
     "gmpo": {"level": "sequence", "clip": "token_log"},
     "grpo": {},
     "dr_grpo": {},
@@ -156,8 +141,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "tis": {"clip": "truncate"},
     "mis": {"clip": "drop"},
     "impala": {"clip": "truncate"},
-    "vcpo": {"level": "sequence", "normalisation": "raw", "clip": "truncate"},
-    "tba": {"clip": "truncate", "positive_weight": "one", "negative_weight": "one"},
 }
 """What each algorithm fixes; the rest is its configuration's keys or the defaults of `Rule`."""
 
@@ -191,8 +174,6 @@ def rule_of(config: LossConfig) -> Rule:
         parts |= {"low": keys.get("floor", 0.0), "high": keys["cap"]}
     if "rho_cap" in keys:
         parts |= {"high": keys["rho_cap"], "trace_cap": keys["c_cap"]}
-    if "beta" in keys:
-        parts |= {"balance_beta": keys["beta"]}
     if config.kind in ("mis", "tis"):
         parts |= LEVELS[config.level]
     return Rule(**parts)

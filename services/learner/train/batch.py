@@ -50,8 +50,6 @@ class TrainingSequence:
     """See `policy_loss.LossInputs`; known after a first pass only."""
     is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
     """Tokens that the step's selection keeps; None is all."""
-    log_gate: float = 0.0
-    """See `policy_loss.LossInputs`; known after a first pass only."""
     reference_logprobs: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
     """Of the reference model, where the loss has one."""
     routed_experts: bytes = b""

@@ -124,8 +124,8 @@ class TorchBackendConfig(_Training):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the weights live: cpu, cuda or cuda:N."""
     reference_model_dir: str = ""
-    """Frozen model that `loss.reference_kl` and `loss.kind = "tba"` compare with, loaded beside the learner's for them
-    only; empty is model_dir, that is version 0."""
+    """Frozen model that `loss.reference_kl` and custom losses with `loss.reads_reference` compare with, loaded beside
+    the learner's for them only; empty is model_dir, that is version 0."""
 
     @model_validator(mode="after")
     def _check_slices(self) -> TorchBackendConfig:
@@ -191,8 +191,8 @@ class Fsdp2BackendConfig(_Ranks):
     """bf16: weights are gathered and passes computed in it, whatever forward_weights says; masters, moments and
     accumulated gradients stay fp32."""
     reference_model_dir: str = ""
-    """Frozen model that `loss.reference_kl` and `loss.kind = "tba"` compare with, for them only; divided like the
-    learner's, 4 bytes a parameter among all ranks. Empty is model_dir, that is version 0."""
+    """Frozen model that `loss.reference_kl` and custom losses with `loss.reads_reference` compare with, for them only;
+    divided like the learner's, 4 bytes a parameter among all ranks. Empty is model_dir, that is version 0."""
     offload_optimizer: bool = False
     """Keep masters, gradients and moments in host memory and step there; every pass copies this rank's rows of each
     block to its device as fp32."""

@@ -7,17 +7,13 @@ over micro-batches however they are cut, is that of the loss over the whole step
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from heterorl.learner.loss.advantages import drift_compensated, optimal_baseline, score_square_norm
 from heterorl.learner.loss.custom import LossBatch, batch_of
 from heterorl.learner.loss.denominators import expected_learner_log_denominator
-from heterorl.learner.loss.importance import tempered_log_weights
-from heterorl.learner.loss.masks import within_quantile, within_second_moment
+from heterorl.learner.loss.masks import within_second_moment
 from heterorl.learner.loss.objectives import token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule
@@ -50,18 +46,8 @@ def couple(rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_ne
     """
     lengths = [sequence.token_ids.size for sequence in batch.sequences]
     of_sequences = torch.cat(list(logprobs)).detach().to("cpu", torch.float64).split(lengths)
-    if rule.balance_beta > 0.0:
-        batch = _with_balance(batch, of_sequences, beta=rule.balance_beta)
-    if rule.baseline == "optimal":
-        batch = _with_optimal_baselines(rule, batch, of_sequences, max_new_tokens=max_new_tokens)
     if rule.m2_budget > 0.0:
         batch = _with_selection(batch, of_sequences, budget=rule.m2_budget)
-    if rule.negative_keep > 0.0:
-        batch = _with_quantile(batch, of_sequences, least=rule.negative_keep)
-    if rule.negative_weight == "tempered":
-        products = _log_products(batch, of_sequences).clamp(max=rule.max_log_weight)
-        logs = tempered_log_weights(products, share=rule.tempering_ess)
-        batch = _replaced(batch, [{"log_gate": value} for value in logs.tolist()])
     if rule.custom is not None and rule.custom.takes_step:
         return dataclasses.replace(batch, whole=_whole(rule, batch, of_sequences, max_new_tokens=max_new_tokens))
     if rule.denominator == "expected_learner":
@@ -78,70 +64,11 @@ def _whole(rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_ne
     return batch_of(inputs, learner_BT, coefficients_BT=coefficients_BT, max_log_weight=rule.max_log_weight)
 
 
-def _replaced(batch: Batch, changes: Sequence[dict[str, Any]]) -> Batch:
-    pairs = zip(batch.sequences, changes, strict=True)
-    return Batch(sequences=tuple(dataclasses.replace(sequence, **change) for sequence, change in pairs))
-
-
-def _log_products(batch: Batch, logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """z, log of the ratio of each whole rollout."""
-    pairs = zip(batch.sequences, logprobs, strict=True)
-    return torch.stack([_log_ratio(own, one.sampler_logprobs) for one, own in pairs])
-
-
-def _log_ratio(logprobs_T: torch.Tensor, other_T: np.ndarray[Any, Any] | None) -> torch.Tensor:
-    """Of a whole rollout."""
-    assert other_T is not None, "the loss needs log-probs that this step does not have"
-    return (logprobs_T - torch.from_numpy(other_T).double()).sum()
-
-
 def _members(batch: Batch) -> list[list[int]]:
     members: dict[int, list[int]] = {}
     for position, sequence in enumerate(batch.sequences):
         members.setdefault(sequence.group, []).append(position)
     return list(members.values())
-
-
-def _with_advantages(batch: Batch, change: Callable[[torch.Tensor, list[int]], torch.Tensor]) -> Batch:
-    advantages = torch.tensor([sequence.advantage for sequence in batch.sequences], dtype=torch.float64)
-    for positions in _members(batch):
-        advantages[positions] = change(advantages[positions], positions)
-    return _replaced(batch, [{"advantage": value} for value in advantages.tolist()])
-
-
-def _with_balance(batch: Batch, logprobs: Sequence[torch.Tensor], *, beta: float) -> Batch:
-    ratios = torch.stack(
-        [_log_ratio(own, one.reference_logprobs) for own, one in zip(logprobs, batch.sequences, strict=True)]
-    )
-    return _with_advantages(
-        batch, lambda advantages_G, positions: drift_compensated(advantages_G, ratios[positions], beta=beta)
-    )
-
-
-def _with_optimal_baselines(
-    rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int
-) -> Batch:
-    products = _log_products(batch, logprobs).clamp(max=rule.max_log_weight)
-    mask_BT = collate(batch.sequences, batching="padded").loss_inputs.mask_BT
-    # What the loss multiplies grad log p_i with; 1 / (N T_i) where it is a mean over tokens.
-    factors_B = step_coefficients(rule, mask_BT, batch, max_new_tokens=max_new_tokens).amax(1)
-    norms = torch.stack([score_square_norm(own) for own in logprobs]) * factors_B.square()
-    return _with_advantages(
-        batch,
-        lambda advantages_G, positions: (
-            advantages_G - optimal_baseline(advantages_G, products[positions], norms[positions])
-        ),
-    )
-
-
-def _with_quantile(batch: Batch, logprobs: Sequence[torch.Tensor], *, least: float) -> Batch:
-    advantages = torch.tensor([sequence.advantage for sequence in batch.sequences], dtype=torch.float64)
-    is_kept = within_quantile(_log_products(batch, logprobs), advantages, least=least)
-    changes: list[dict[str, Any]] = [
-        {} if keep else {"is_selected": np.zeros(sequence.token_ids.size, np.bool_)}
-        for sequence, keep in zip(batch.sequences, is_kept.tolist(), strict=True)
-    ]
-    return _replaced(batch, changes)
 
 
 def _with_selection(batch: Batch, logprobs: Sequence[torch.Tensor], *, budget: float) -> Batch:

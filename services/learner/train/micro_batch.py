@@ -152,7 +152,6 @@ def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:
         couplings_B=_vector([sequence.coupling for sequence in sequences]),
         staleness_BT=torch.from_numpy(staleness_BT),
         is_selected_BT=torch.from_numpy(is_selected_BT),
-        log_gates_B=_vector([sequence.log_gate for sequence in sequences]),
         reference_BT=_reference(sequences, longest),
         places_B2=torch.tensor([(sequence.group, sequence.row) for sequence in sequences]),
     )

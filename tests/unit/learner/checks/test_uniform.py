@@ -37,7 +37,6 @@ def test_a_difference_however_small_is_signal():
     ("changes", "words"),
     [
         ({"group_size": 1}, "dynamic_sampling with group_size 1"),
-        ({"loss": {"kind": "tba"}}, "dynamic_sampling with loss.kind tba"),
     ],
 )
 def test_configurations_in_which_equal_rewards_are_no_lack_are_refused(changes, words):

@@ -10,8 +10,6 @@ from heterorl.learner.loss.config import (
     DsGspoConfig,
     GepoConfig,
     GepoProductConfig,
-    GepoQuantileConfig,
-    GepoTemperedConfig,
     GrpoConfig,
     GspoConfig,
     ImpalaConfig,
@@ -19,7 +17,6 @@ from heterorl.learner.loss.config import (
     MoisConfig,
     TisConfig,
     ToprConfig,
-    VcpoConfig,
 )
 from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
@@ -65,7 +62,7 @@ def _worst(model_dir, loss):
     "config",
     [
         GepoConfig, GspoConfig, DsGspoConfig, GrpoConfig, MisConfig, TisConfig, ToprConfig, DecoupledPpoConfig,
-        GepoProductConfig, GepoQuantileConfig, GepoTemperedConfig, ImpalaConfig, MoisConfig, VcpoConfig,
+        GepoProductConfig, ImpalaConfig, MoisConfig,
     ],
 )  # fmt: skip
 def test_forged_rollout_counts_for_at_most_twenty_of_its_peers(model_dir, config):

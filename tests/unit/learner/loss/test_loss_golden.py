@@ -17,7 +17,6 @@ from heterorl.learner.loss.config import (
     GmpoConfig,
     GrpoConfig,
     GspoConfig,
-    GspoTokenConfig,
     TisConfig,
     ToprConfig,
 )
@@ -50,11 +49,6 @@ CASES = {
     ),
     "gspo": (
         GspoConfig(advantage="mean"),
-        -0.069811727384304,
-        [-0.136498515253525, 0.109396664880368, -0.142709877011148, 0],
-    ),
-    "gspo_token": (
-        GspoTokenConfig(advantage="mean"),
         -0.069811727384304,
         [-0.136498515253525, 0.109396664880368, -0.142709877011148, 0],
     ),

@@ -8,15 +8,11 @@ from hypothesis import strategies as st
 from heterorl.learner.loss.config import (
     EqpConfig,
     GepoConfig,
-    GepoQuantileConfig,
-    GepoTemperedConfig,
     GrpoConfig,
     GspoConfig,
     ImpalaConfig,
     M2poConfig,
     MoisConfig,
-    TbaConfig,
-    VcpoConfig,
 )
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import Batch, build_batch
@@ -31,8 +27,7 @@ from tests.support.training import random_groups, tiny_model
 F64 = torch.float64
 LOSSES = [
     GepoConfig(), GrpoConfig(), GspoConfig(), EqpConfig(), M2poConfig(), GepoConfig(aggregation="token_mean"),
-    GepoQuantileConfig(), GepoTemperedConfig(), ImpalaConfig(), MoisConfig(mixture_age=1.0), VcpoConfig(),
-    TbaConfig(beta=0.1), GrpoConfig(reference_kl=0.3, aggregation="token_mean"), CATALOGUE["custom"],
+    ImpalaConfig(), MoisConfig(mixture_age=1.0), GrpoConfig(reference_kl=0.3, aggregation="token_mean"), CATALOGUE["custom"],
     CATALOGUE["custom of the step"],
 ]  # fmt: skip
 

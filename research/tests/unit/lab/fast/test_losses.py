@@ -4,11 +4,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import ALGORITHMS, rule_of
 from heterorl.learner.train.report import step_extras
 from heterorl_research.lab.fast import losses as fast
 from heterorl_research.lab.fast.layout import Sizes
+from heterorl_research.losses.kinds import LabLoss, learner_loss
 from research.tests.support.fast_lab import random_rollouts
 
 SIZES = Sizes(num_prompts=5, group_size=4, prompt_length=3, max_new_tokens=4, vocab_size=19)
@@ -23,8 +23,10 @@ OPTIONS = [
     {"kind": "grpo", "kl_coefficient": 0.0, "max_log_weight": 20.0, "dual_clip": 3.0},
     {"kind": "gepo", "denominator": "leave_one_out", "positive_weight": "one_clipped"},
 ]
+MOVED = ["gepo_quantile", "gepo_tempered", "ds_gepo", "gspo_token", "vcpo"]
 CONFIGS = [
-    TypeAdapter(LossConfig).validate_python(keys) for keys in [*({"kind": kind} for kind in ALGORITHMS), *OPTIONS]
+    learner_loss(TypeAdapter(LabLoss).validate_python(keys))
+    for keys in [*({"kind": kind} for kind in [*ALGORITHMS, *MOVED]), *OPTIONS]
 ]
 
 
@@ -74,4 +76,4 @@ def test_what_is_called_together_and_what_apart():
     together = {config.kind for config in CONFIGS if fast.is_separable(rule_of(config))}
     assert {"gepo", "gspo", "grpo", "topr", "cispo", "bnpo", "delta_l", "gmpo"} <= together
     assert {"reinforce", "impala", "mois", "gepo_1s", "gepo_product", "gepo_whole"} <= together
-    assert not {"eqp", "m2po", "vcpo", "gepo_quantile", "gepo_tempered"} & together
+    assert not {"eqp", "m2po", "custom"} & together

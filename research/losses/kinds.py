@@ -1,0 +1,125 @@
+"""The names under which experiments know these losses, with the keys that they have there.
+
+Keys and their order are those of the time when the learner had these kinds, so that a run keeps its digest.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from heterorl.learner.loss.config import (
+    Advantage,
+    Aggregation,
+    CustomLossConfig,
+    LossConfig,
+    LossOptions,
+)
+from heterorl.learner.loss.options import GroupDenominatorConfig, RatioLossConfig
+from heterorl.learner.loss.rule import rule_of
+
+
+class MovedLoss(LossOptions):
+    """A loss that a learner takes as a custom one."""
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """Keys that its function takes."""
+    LEVEL: ClassVar[Literal["token", "sequence"]] = "sequence"
+    """Whether a token or a rollout has a weight."""
+    READS_REFERENCE: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> MovedLoss:
+        common = {"kind", *self.OPTIONS, *CustomLossConfig.model_fields}
+        for name, field in type(self).model_fields.items():
+            if name not in common and getattr(self, name) != field.default:
+                raise ValueError(f"{name} does not vary here: leave it out")
+        return self
+
+    def learner_loss(self) -> CustomLossConfig:
+        """What a learner takes."""
+        values = dict(self)
+        options: dict[str, JsonValue] = {name: values[name] for name in self.OPTIONS}
+        shared = {name: value for name, value in values.items() if name in LossOptions.model_fields}
+        function = f"heterorl_research.losses.{values['kind']}:loss"
+        return CustomLossConfig(function=function, options=options, reads_reference=self.READS_REFERENCE, **shared)
+
+
+class GepoQuantileConfig(GroupDenominatorConfig, MovedLoss):
+    """GEPO without upper clip for good rollouts; of the step's bad ones, those of the largest ratios count 1."""
+
+    OPTIONS = ("eps_low", "eps_high", "negative_keep")
+    kind: Literal["gepo_quantile"] = "gepo_quantile"
+    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
+    negative_keep: float = Field(default=0.3, gt=0.0, le=1.0)
+    """Least share of the step's rollouts worse than their group that take part, those of the largest ratio; where the
+    effective share of their ratios is larger, it is that share."""
+
+
+class GepoTemperedConfig(GroupDenominatorConfig, MovedLoss):
+    """GEPO without upper clip for good rollouts; bad ones by ratios tempered until the step supports them."""
+
+    OPTIONS = ("eps_low", "eps_high", "tempering_ess")
+    kind: Literal["gepo_tempered"] = "gepo_tempered"
+    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
+    tempering_ess: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Ratios, at most e^max_log_weight, are raised to the largest power, at most 1, at which the effective share of the
+    step's rollouts is this."""
+
+
+class DsGepoConfig(GroupDenominatorConfig, MovedLoss):
+    """GEPO with a defensive mixture as denominator: (1 - a) E + a sg(p), so weights never exceed 1 / a."""
+
+    OPTIONS = ("eps_low", "eps_high", "defensive_fraction")
+    kind: Literal["ds_gepo"] = "ds_gepo"
+    defensive_fraction: float = Field(default=0.005, gt=0.0, lt=1.0)
+    """Share a of the learner's own probability in the denominator."""
+
+
+class GspoTokenConfig(RatioLossConfig, MovedLoss):
+    """GSPO-token, arXiv 2507.18071 section 4.3: the sequence weight with the gradient of each token."""
+
+    OPTIONS = ("eps_low", "eps_high")
+    kind: Literal["gspo_token"] = "gspo_token"
+
+
+class VcpoConfig(MovedLoss):
+    """VCPO, arXiv 2602.17616: truncated ratios of rollouts, optimal off-policy baseline, step size times sqrt(ESS)."""
+
+    OPTIONS = ("cap",)
+    kind: Literal["vcpo"] = "vcpo"
+    step_size: Literal["constant", "ess", "ess_uncapped"] = "ess_uncapped"
+    cap: float = Field(default=8.0, gt=0.0)
+    """Largest weight; the baseline and the step size see ratios up to e^max_log_weight."""
+
+
+class TbaConfig(MovedLoss):
+    """Trajectory balance with the batch's partition function (VarGrad), arXiv 2503.18929. Backends torch and fsdp2."""
+
+    OPTIONS = ("beta",)
+    LEVEL = "token"
+    READS_REFERENCE = True
+    kind: Literal["tba"] = "tba"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "sequence_sum"
+    beta: float = Field(default=0.005, gt=0.0)
+    """Temperature of the policy to be learned, reference x exp(reward / beta)."""
+
+
+MovedLossConfig = Annotated[
+    GepoQuantileConfig | GepoTemperedConfig | DsGepoConfig | GspoTokenConfig | VcpoConfig | TbaConfig,
+    Field(discriminator="kind"),
+]
+LabLoss = Annotated[LossConfig | MovedLossConfig, Field(discriminator="kind")]
+"""What an experiment may name."""
+
+
+def level_of(loss: LabLoss) -> str:
+    """Whether a token has a weight, or a rollout."""
+    return loss.LEVEL if isinstance(loss, MovedLoss) else rule_of(loss).level
+
+
+def learner_loss(loss: LabLoss) -> LossConfig:
+    """The loss as a learner takes it."""
+    return loss.learner_loss() if isinstance(loss, MovedLoss) else loss

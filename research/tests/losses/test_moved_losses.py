@@ -1,0 +1,173 @@
+"""Every loss that the lab keeps: against loops over floats, however a step is divided, on extremes, and as a learner's."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from heterorl.common.errors import ConfigError
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss.config import GspoConfig
+from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.trial import try_loss
+from heterorl_research.losses.kinds import (
+    DsGepoConfig,
+    GepoQuantileConfig,
+    GepoTemperedConfig,
+    GspoTokenConfig,
+    TbaConfig,
+    VcpoConfig,
+)
+from research.tests.support.moved_reference import MovedReference
+from tests.support.loss_cases import HEAD, assert_equals, case_of, coefficient, groups_of_case
+from tests.support.loss_reference import advantage
+from tests.support.losses import groups_of, run_loss
+from tests.support.training import SAMPLING, random_groups, tiny_model
+
+# Configuration, objective, advantage, aggregation.
+CASES = {
+    "gepo_quantile": (GepoQuantileConfig(), MovedReference.gepo_quantile, "mean", "sequence_mean"),
+    "gepo_tempered": (GepoTemperedConfig(tempering_ess=0.9), MovedReference.gepo_tempered, "mean", "sequence_mean"),
+    "ds_gepo": (DsGepoConfig(defensive_fraction=0.2), MovedReference.ds_gepo, "mean", "sequence_mean"),
+    "gspo_token": (GspoTokenConfig(), MovedReference.gspo_token, "mean_std", "sequence_mean"),
+    "vcpo": (VcpoConfig(cap=1.2), MovedReference.vcpo, "mean_std", "sequence_mean"),
+    "tba": (TbaConfig(beta=0.1), MovedReference.tba, "mean", "sequence_sum"),
+}
+LOSSES = {name: config.learner_loss() for name, (config, *_) in CASES.items()}
+
+
+def _value(name, case, learner, fixed):
+    _, objective, kind, aggregation = CASES[name]
+    reference = MovedReference(case, learner, fixed)
+    rows = range(len(case.group))
+    return -sum(
+        coefficient(case, i, aggregation, rows) * sum(objective(reference, i, advantage(case, i, kind))) for i in rows
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_loss_and_gradient_equal_the_reference(name, seed):
+    case, learner = case_of(seed)
+
+    # The gradient of trajectory balance is that of a square, its value that of another function.
+    assert_equals(
+        LOSSES[name], case, learner, lambda moved: _value(name, case, moved, learner), has_value=name != "tba"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "tba"])
+def test_bounds_and_masks_act_on_the_cases(name):
+    acted = False
+    for seed in (1, 2, 3):
+        case, learner = case_of(seed)
+        outcome = run_loss(LOSSES[name], learner, groups_of_case(case), max_tokens=6, head_version=HEAD)
+        acted |= bool(outcome.terms[0].is_clipped.any())
+        # The gate leaves whole rollouts out.
+        bad = [gradient for i, gradient in enumerate(outcome.gradients) if advantage(case, i, "mean") < 0]
+        acted |= name == "gepo_quantile" and not all(gradient.any() for gradient in bad)
+    assert acted
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "division", [{"parts": [[i] for i in range(10)]}, {"parts": [[9, 0, 4], [1, 2, 3, 5], [8, 7, 6]]}, {"width": 23}]
+)
+def test_loss_does_not_depend_on_micro_batches_their_order_or_padding(name, division):
+    # Parts are also what ranks would hold: the loss of a rank is the sum of its parts.
+    case, learner = case_of(4)
+    one, other = (run_loss(LOSSES[name], learner, groups_of_case(case), **chosen) for chosen in ({}, division))
+
+    assert other.value == pytest.approx(one.value, abs=1e-12)
+    for left, right in zip(one.gradients, other.gradients, strict=True):
+        torch.testing.assert_close(right, left, rtol=0, atol=1e-12)
+
+
+EXTREMES = {
+    "learner far above": (-100.0, -20000.0),
+    "learner far below": (-20000.0, -100.0),
+    "both far down": (-20000.0, -19000.0),
+    "sampler beyond any probability": (-100.0, -2e7),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("learner_sum", "sampler_sum"), EXTREMES.values(), ids=EXTREMES.keys())
+def test_loss_and_gradient_are_finite_on_16k_tokens(name, learner_sum, sampler_sum):
+    length = 16384
+    sampler = [[[sampler_sum / length] * length, [-0.5], [sampler_sum / length] * length], [[-1.0], [-2.0]], [[-3.0]]]
+    learner = [[learner_sum / length] * length, [-0.6], [learner_sum / length] * length, [-1.0], [-2.0], [-3.0]]
+    groups = groups_of(sampler, [[1.0, 0.5, 0.0], [1.0, 1.0], [0.0]])
+
+    outcome = run_loss(LOSSES[name], learner, groups, max_tokens=length, head_version=5)
+
+    assert math.isfinite(outcome.value)
+    assert all(gradient.isfinite().all() for gradient in outcome.gradients)
+    assert all(terms.weights.isfinite().all() for terms in outcome.terms)
+
+
+# The pull to the reference is inside tba's advantage.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "tba"])
+def test_groups_of_equal_rewards_add_no_policy_gradient(name):
+    case, learner = case_of(7)
+    rows = [[member.sampler_logprobs.tolist() for member in group.rollouts] for group in groups_of_case(case)]
+    flat = groups_of(rows, [[0.5] * len(group) for group in rows])
+
+    outcome = run_loss(LOSSES[name], learner, flat)
+
+    assert outcome.value == pytest.approx(0.0, abs=1e-15)
+    assert all(gradient.abs().max() < 1e-15 for gradient in outcome.gradients)
+
+
+def test_gspo_token_equals_gspo():
+    rng = random.Random(3)
+    sampler = [[-rng.random() for _ in range(2)] for _ in range(5)]
+    learner = [[x + 0.3 * rng.gauss(0, 1) for x in row] for row in sampler]
+    groups = groups_of([sampler], [[float(number % 2) for number in range(5)]])
+
+    one, other = run_loss(GspoConfig(), learner, groups), run_loss(LOSSES["gspo_token"], learner, groups)
+
+    assert one.value == pytest.approx(other.value, abs=1e-12)
+    for left, right in zip(one.gradients, other.gradients, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+def test_defensive_weights_are_at_most_one_over_the_fraction(fraction):
+    groups = groups_of([[[-9.0], [-8.0], [-0.1]]], [[1.0, 0.0, 0.5]])
+
+    outcome = run_loss(DsGepoConfig(defensive_fraction=fraction).learner_loss(), [[-0.1], [-1e-3], [-9.0]], groups)
+
+    assert (outcome.terms[0].weights <= (1 + 1e-12) / fraction).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_a_learner_starts_with_it(loss):
+    try_loss(loss)
+
+
+def test_a_key_that_its_function_has_not_is_refused():
+    with pytest.raises(ValueError, match="clip_on does not vary here"):
+        DsGepoConfig(clip_on="gspo")
+
+
+@pytest.mark.parametrize("name", ["gepo_quantile", "gepo_tempered", "vcpo"])
+def test_forged_rollout_counts_for_at_most_twenty_of_its_peers(tmp_path, name):
+    tiny_model().save_pretrained(tmp_path)
+
+    def gradient(forged):
+        config = TorchBackendConfig(micro_batch_tokens=4096)
+        backend = TorchBackend(model_dir=tmp_path, config=config, loss=LOSSES[name], sampling=SAMPLING)
+        groups = random_groups(seed=9)
+        if forged is not None:
+            groups[0].group.rollouts[2].sampler_logprobs[:] = forged
+        return backend.train_step(groups, head_version=2, step=3).grad_norm
+
+    # The worst rollout has about the gradient of all others together, hence a little more than e^3.
+    assert max(gradient(value) for value in (-1e30, -50.0, -9.0, 0.0)) < 30 * gradient(None)
+
+
+def test_trajectory_balance_without_a_reference_says_which_key():
+    with pytest.raises(ConfigError, match=r"set loss\.reads_reference"):
+        try_loss(LOSSES["tba"].model_copy(update={"reads_reference": False}))

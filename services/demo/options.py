@@ -30,9 +30,10 @@ class DemoOptions:
 
 
 def algorithms() -> tuple[str, ...]:
-    """Names of the learner's losses, from its own configuration."""
+    """Names of the learner's losses, from its own configuration; not `custom`, which needs a function."""
     members = get_args(get_args(LossConfig)[0])
-    return tuple(get_args(member.model_fields["kind"].annotation)[0] for member in members)
+    names = (get_args(member.model_fields["kind"].annotation)[0] for member in members)
+    return tuple(name for name in names if name != "custom")
 
 
 def check_options(options: DemoOptions) -> None:

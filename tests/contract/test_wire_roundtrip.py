@@ -249,12 +249,8 @@ def test_group_survives_bytes_bit_for_bit(group):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         # bit patterns: NaN must stay NaN to be refused later
         assert one.sampler_logprobs.view(np.int32).tolist() == other.sampler_logprobs.view(np.int32).tolist()
-        assert (one.spans, one.reward, one.reward_parts, one.finish_reason) == (
-            other.spans,
-            other.reward,
-            other.reward_parts,
-            other.finish_reason,
-        )
+        assert (one.spans, one.finish_reason) == (other.spans, other.finish_reason)
+        assert repr((one.reward, one.reward_parts)) == repr((other.reward, other.reward_parts))
 
 
 @given(GROUPS, real, real, st.none() | st.integers(0, 2**63), text, st.booleans())

@@ -21,7 +21,7 @@ import numpy as np
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.ranks.versions.weights import read_snapshot
+from heterorl.learner.backends.weights import read_snapshot
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.cursor import Cursor

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.objectives import kl_estimates, token_coefficients
-from heterorl.learner.loss.policy_loss import LossInputs, policy_loss
+from heterorl.learner.loss.objectives import LossInputs, kl_estimates, token_coefficients
+from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.coupling import couple

@@ -25,8 +25,8 @@ from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.learner.backends.loading.tensor_file import TensorFile
-from heterorl.learner.train.config import OptimizerName
 from heterorl.learner.train.update.optimizer import STEP, moments_of
+from heterorl.learner.train.update.schedule import OptimizerName
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -199,4 +199,11 @@ class TorchBackend:
         )
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        return build_optimizer(trainable(self._model).values(), self._config)
+        config = self._config
+        return build_optimizer(
+            trainable(self._model).values(),
+            optimizer=config.optimizer,
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )

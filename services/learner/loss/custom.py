@@ -11,24 +11,31 @@ Suffixes: B sequences, T completion tokens.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.rewards.worker import words_of
-from heterorl.learner.loss.objectives import LossTerms
-
-if TYPE_CHECKING:
-    from heterorl.learner.loss.policy_loss import LossInputs
+from heterorl.common.tasks.rewards.worker import LoadError, load_function, words_of
+from heterorl.learner.loss.kinds_custom import CustomLossConfig
+from heterorl.learner.loss.objectives import LossInputs, LossTerms
 
 KEY = "loss.function"
 MAX_METRICS = 16
 _METRIC = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _ACTION = "correct the function and start again"
+_EXAMPLE = "for example mylosses:loss, a function loss(batch, **options) in mylosses.py"
+_PLACES = (
+    "put the package or module beside the configuration file, name its directory in loss.directory, or install it into "
+    "this environment"
+)
+_OWN = ("batch", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -212,3 +219,49 @@ def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> 
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def load_loss(config: CustomLossConfig) -> CustomLoss:
+    """The function that a configuration names; the same object for the same configuration.
+
+    Raises:
+        ConfigError: it cannot be found, imported or called, or takes other options.
+    """
+    return _load(config.function, config.directory, json.dumps(config.options, sort_keys=True), config.reads_reference)
+
+
+@functools.cache
+def _load(path: str, directory: str, options_json: str, reads_reference: bool) -> CustomLoss:
+    module, _, name = path.partition(":")
+    if not all(word.isidentifier() for word in [*module.split("."), name]):
+        raise ConfigError(KEY, f"{path!r} is not package.module:function", action=_EXAMPLE)
+    try:
+        function = load_function(module, name, directory)
+    except LoadError as error:
+        if error.kind == "place":
+            problem = f"{error}, nor among the packages that are installed here"
+            raise ConfigError(KEY, problem, action=_PLACES) from error
+        raise ConfigError(KEY, f"{path}: {error}", action="correct the module and start again") from error
+    options: dict[str, Any] = json.loads(options_json)
+    takes_step = _check_signature(path, function, options)
+    return CustomLoss(
+        name=path, function=function, options=options, takes_step=takes_step, reads_reference=reads_reference
+    )
+
+
+def _check_signature(path: str, function: Any, options: dict[str, Any]) -> bool:
+    """Whether it takes the whole step."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(KEY, f"{path} has no signature", action="name a Python function") from error
+    takes_step = "step" in signature.parameters
+    if taken := sorted(options.keys() & set(_OWN)):
+        raise ConfigError("loss.options", f"{', '.join(taken)} is given by the learner", action="remove it")
+    try:
+        signature.bind(None, **({"step": None} if takes_step else {}), **options)
+    except TypeError as error:
+        names = ", ".join(name for name in signature.parameters if name not in _OWN) or "no options"
+        problem = f"{path} cannot be called with them: {error}; its parameters are {names}"
+        raise ConfigError("loss.options", problem, action="correct loss.options or the function") from error
+    return takes_step

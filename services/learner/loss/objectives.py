@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -22,6 +22,47 @@ MAX_LOG_WEIGHT = 20.0
 """Weights beyond e^20 are capped, without gradient and counted as clipped: their exp could overflow to inf.
 
 A rule may cap them earlier, so that no rollout counts for more than so many of its peers, whatever its site states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """What the loss knows of one micro-batch before any pass: constants, float64 but for the two masks.
+
+    Example: LossInputs(sampler_BT=log_q, mask_BT=mask, advantages_B=a, centred_rewards_B=r, log_denominators_B=d,
+    log_expectations_B=e, couplings_B=zeros, staleness_BT=zeros, is_selected_BT=mask)
+    """
+
+    sampler_BT: torch.Tensor
+    """log q under the policy that sampled, nats."""
+    mask_BT: torch.Tensor
+    """bool, True at completion tokens."""
+    advantages_B: torch.Tensor
+    """A of each rollout, in the unit of the rule's advantage."""
+    centred_rewards_B: torch.Tensor
+    """Reward minus the group's mean, for what is measured; no loss reads it."""
+    log_denominators_B: torch.Tensor
+    """log D of the rule's sequence weight."""
+    log_expectations_B: torch.Tensor
+    """GEPO's log denominator, contraharmonic and length-normalised, whatever the rule."""
+    couplings_B: torch.Tensor
+    """Gradient that reaches a rollout's mean log-prob through its group's denominator; 0 for most rules."""
+    staleness_BT: torch.Tensor
+    """Versions between each token's sampler and the learner."""
+    is_selected_BT: torch.Tensor
+    """bool, True at tokens that the step's selection keeps."""
+    reference_BT: torch.Tensor | None = None
+    """log-probs of the reference model, where the rule has one."""
+    places_B2: torch.Tensor | None = None
+    """int64 [B, 2]: the group of each rollout, and its row in the step; custom losses read them."""
+
+    def to(self, device: torch.device) -> LossInputs:
+        """The same tensors on `device`."""
+        present = {field.name: one for field in fields(self) if (one := getattr(self, field.name)) is not None}
+        return LossInputs(**{name: one.to(device) for name, one in present.items()})
+
+    def padded(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Values of all completion tokens, one rollout after another, as float64 [B, T]; 0 in padding."""
+        return torch.zeros_like(self.sampler_BT).masked_scatter(self.mask_BT, values_N.to(torch.float64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

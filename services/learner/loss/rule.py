@@ -163,7 +163,7 @@ def rule_of(config: LossConfig) -> Rule:
     parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS.get(config.kind, {})
     if isinstance(config, CustomLossConfig):
         # Here, so that a configuration is read without torch.
-        from heterorl.learner.loss.loading import load_loss
+        from heterorl.learner.loss.custom import load_loss
 
         parts |= {"custom": load_loss(config)}
     if "eps_low" in keys:

@@ -31,7 +31,7 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.ranks.backend import DividedBackend
-from heterorl.learner.backends.ranks.versions.weights import Weights, read_snapshot, write_snapshot
+from heterorl.learner.backends.weights import Weights, read_snapshot, write_snapshot
 from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
 CURSOR_FILE = "cursor.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterorl.learner.backends.ranks.versions.weights import Weights
+from heterorl.learner.backends.weights import Weights
 from heterorl.learner.publish.checkpoint import Begun
 from heterorl.learner.publish.encode import Encoded
 from heterorl.learner.publish.flavours import QuantisedFlavour

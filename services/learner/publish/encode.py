@@ -10,7 +10,7 @@ from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo
 from heterorl.common.wire.policy import manifest_to_bytes
-from heterorl.learner.backends.ranks.versions.weights import Weights, write_delta, write_snapshot
+from heterorl.learner.backends.weights import Weights, write_delta, write_snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

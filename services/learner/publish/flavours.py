@@ -30,7 +30,7 @@ from heterorl.common.pull.trusted import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION, FlavourVersion
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.ranks.versions.weights import whole_of
+from heterorl.learner.backends.weights import whole_of
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
 

@@ -11,7 +11,7 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.weights import Weights, maker_of, read_snapshot
+from heterorl.learner.backends.weights import Weights, maker_of, read_snapshot
 from heterorl.learner.publish.checkpoint import PUBLISHED_FILE, CheckpointStore, read_all_scales, read_checkpoint
 from heterorl.learner.publish.cursor import Cursor
 from heterorl.learner.publish.flavours import Flavours

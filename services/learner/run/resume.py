@@ -26,7 +26,7 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.weights import Weights, maker_of
+from heterorl.learner.backends.weights import Weights, maker_of
 from heterorl.learner.publish.checkpoint import CheckpointStore, find_published
 from heterorl.learner.publish.cursor import Cursor
 from heterorl.learner.publish.encode import Position

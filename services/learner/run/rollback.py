@@ -29,7 +29,7 @@ from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.weights import whole_of
+from heterorl.learner.backends.weights import whole_of
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.published import PublishedVersions
 from heterorl.learner.run.restore import Restorer

@@ -16,7 +16,7 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection
 from heterorl.common.types.step import LearnerPhase
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.weights import Weights, whole_of
+from heterorl.learner.backends.weights import Weights, whole_of
 from heterorl.learner.checks.judge import judge_log_ratios
 from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.uniform import split_uniform

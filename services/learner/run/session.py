@@ -24,7 +24,7 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup
 from heterorl.common.types.step import LearnerPhase
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.weights import Weights, whole_of
+from heterorl.learner.backends.weights import Weights, whole_of
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from heterorl.common.process.config import Config
-from heterorl.learner.train.update.schedule import Schedule
+from heterorl.learner.train.update.schedule import OptimizerName, Schedule
 
-OptimizerName = Literal["adamw", "adafactor"]
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

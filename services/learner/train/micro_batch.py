@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from heterorl.common.model.routing import RoutedTokens
-from heterorl.learner.loss.policy_loss import LossInputs
+from heterorl.learner.loss.objectives import LossInputs
 from heterorl.learner.train.batch import TrainingSequence
 
 Batching = Literal["padded", "packed"]

@@ -20,8 +20,8 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import log_denominators, masked_mean
-from heterorl.learner.loss.objectives import kl_estimates, reference_kl_estimates
-from heterorl.learner.loss.policy_loss import LossInputs, policy_loss
+from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates
+from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import Batch, TrainingSequence
 from heterorl.learner.train.coupling import couple, step_coefficients

@@ -15,19 +15,26 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from heterorl.learner.train.config import OptimizerName, TorchBackendConfig
+from heterorl.learner.train.update.schedule import OptimizerName
 
 STEP = "step"
 """Beside the moments of every parameter: how many steps they have seen."""
 _EPSILONS = (1e-16, 1e-3)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], options: TorchBackendConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    optimizer: OptimizerName,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> torch.optim.Optimizer:
     """The optimizer that is configured, before its first step."""
-    if options.optimizer == "adafactor":
+    if optimizer == "adafactor":
         # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
-        return torch.optim.Adafactor(parameters, lr=options.lr, eps=_EPSILONS, weight_decay=options.weight_decay)
-    return torch.optim.AdamW(parameters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
+        return torch.optim.Adafactor(parameters, lr=lr, eps=_EPSILONS, weight_decay=weight_decay)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Shape = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adafactor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

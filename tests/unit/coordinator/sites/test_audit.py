@@ -170,7 +170,9 @@ async def test_running_coordinator_notes_which_certificates_are_refused(tmp_path
     revoked.write_text("ab  # lost laptop\n")
     serials = Revocations(revoked)
 
-    loop = asyncio.create_task(_gauges(core, SimpleNamespace(revoked_serials=serials.current), clock))
+    loop = asyncio.create_task(
+        _gauges(core, SimpleNamespace(revoked_serials=serials.current, revoked_sites=dict), clock)
+    )
     await clock.is_sleeping.wait()
     loop.cancel()
 

@@ -101,7 +101,7 @@ async def uninterrupted(tmp_path, **changes):
     root, reports = await head_root(core), await core.list_steps(after_step=0, limit=10)
     await core.close()
     # Where the time went is of the machine, not of the run.
-    return root, [dataclasses.replace(report, times=None) for report in reports]
+    return root, [dataclasses.replace(report, times=None, published_time=0.0) for report in reports]
 
 
 def sequences(backend):

@@ -158,7 +158,7 @@ async def test_groups_are_refused_at_the_mark_while_versions_are_published_and_w
     bounds = {"keep_versions": 32, "max_staleness_versions": 8, "pull_lease_s": 1.0}
     core, run = await begun(disk, tmp_path, clock, **bounds)
     # Fewer to give up than are worth it where there is room.
-    for _ in range(35):
+    for _ in range(10):
         await run.publish(snapshot=True)
     keeper = asyncio.create_task(core.keeper.run())
     await core.keeper.settle()

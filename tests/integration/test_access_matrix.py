@@ -13,7 +13,9 @@ from google.protobuf import message_factory
 from heterorl.certs.authority import Pair
 from heterorl.common.identity.identity import Role
 from heterorl.coordinator.rpc.access import RULES
+from heterorl.v1 import common_pb2, rollout_pb2
 from tests.support.certificates import DAY, Certificates
+from tests.support.groups import push_of
 from tests.support.protos import METHODS, NOT_SERVED
 from tests.support.run import SITE
 from tests.support.secure_run import SecureRun, refusals
@@ -109,7 +111,10 @@ async def _call(channel, name, *, site):
     """The code that an rpc answers a request with nothing in it but what it has to state."""
     method = METHODS[name]
     request = message_factory.GetMessageClass(method.input_type)()
-    if name in RULES and RULES[name].site:
+    if name.endswith("/PushGroups"):
+        # The door takes a push for its groups.
+        request = push_of(rollout_pb2.Group(id=common_pb2.GroupId(site=site)))
+    elif name in RULES and RULES[name].site:
         *path, last = RULES[name].site
         part = request
         for step in path:

@@ -1,5 +1,7 @@
 """A run whose sites are behind a relay: the relay is killed, and nothing is lost or done twice."""
 
+import pytest
+
 from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster, account, free_port
@@ -7,6 +9,7 @@ from tests.support.cluster import Cluster, account, free_port
 FIRST, SECOND = "eu.gpu1", "eu.gpu2"
 
 
+@pytest.mark.timeout(600)
 async def test_a_killed_relay_costs_a_pause_and_nothing_else(tmp_path):
     certificates = Certificates(tmp_path / "certs", run="kills")
     address = f"127.0.0.1:{free_port()}"
@@ -17,7 +20,7 @@ async def test_a_killed_relay_costs_a_pause_and_nothing_else(tmp_path):
             cluster.start(name)
         async with CoordinatorClient(cluster.address, tls=certificates.tls("operator", "desk")) as client:
             # Each version takes four groups of the site, and each is pulled through the relay.
-            before = await cluster.until(client, lambda status: status.head_version >= 4, timeout_s=90)
+            before = await cluster.until(client, lambda status: status.head_version >= 4, timeout_s=240)
             cluster.kill("relay")
             num_kept = len(list(kept.iterdir()))
             cluster.start("relay")
@@ -29,7 +32,7 @@ async def test_a_killed_relay_costs_a_pause_and_nothing_else(tmp_path):
                     status.head_version >= before.head_version + 6
                     and {entry.site for entry in status.sites if entry.groups_accepted} == {FIRST, SECOND}
                 ),
-                timeout_s=90,
+                timeout_s=240,
             )
     finally:
         cluster.stop()

@@ -105,7 +105,8 @@ class Session:
             lowest = await asyncio.to_thread(self._outbox.lowest_sequence)
             try:
                 held = await asyncio.to_thread(self._outbox.assignments) if self._is_new else None
-                await self._return_left(held or ())
+                if held is not None:
+                    await self._return_left(held)
                 answer = await self._api.register(
                     dataclasses.replace(self.registration, lowest_sequence=lowest, held=held)
                 )

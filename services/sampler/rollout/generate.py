@@ -260,8 +260,8 @@ class Generation:
         """Hand requests to the engine, and prompts back that were refused; whether anything became of them."""
         if drafts:
             self.harvest.begin(drafts)
-            await asyncio.to_thread(self._under_way.note, [draft.assignment.id for draft in self._drafts])
-        count, too_long, error = await asyncio.to_thread(self._submitted, drafts)
+        under_way = [draft.assignment.id for draft in self._drafts]
+        count, too_long, error = await asyncio.to_thread(self._submitted, drafts, under_way)
         found = [(draft.assignment, why) for draft, why in too_long if self._drafts.lose(draft.key) is not None]
         self.harvest.refuse([*refused, *found])
         if error is not None:
@@ -278,17 +278,17 @@ class Generation:
             self._work.ask_time = max(self._work.ask_time, self._clock.monotonic() + REFUSED_S)
         return count > 0 or bool(refused)
 
-    def _submitted(self, drafts: Sequence[Draft]) -> tuple[int, list[tuple[Draft, PromptRefused]], EngineError | None]:
+    def _submitted(
+        self, drafts: Sequence[Draft], under_way: Sequence[int]
+    ) -> tuple[int, list[tuple[Draft, PromptRefused]], EngineError | None]:
         """How many of them the engine has seen, which of these are too long, and why not all; in a thread."""
-        too_long = []
+        self._under_way.note(under_way)
+        too_long, size = [], self._maker.group_size
         for number, draft in enumerate(drafts):
             try:
                 self._engine.submit(
-                    Request(
-                        key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed,
-                        num_completions=self._maker.group_size,
-                    )
-                )  # fmt: skip
+                    Request(key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed, num_completions=size)
+                )
             except PromptRefused as error:
                 too_long.append((draft, error))
             except EngineError as error:

@@ -47,8 +47,12 @@ def agree(state_dir: Path, *, run: str, to_version: int) -> None:
         OperatorError, CorruptStore: as `differences`.
     """
     for record in _records(state_dir, run):
-        for seen in record.rewind(to_version):
-            _LOG.warning("forgotten by order: version %d, state %s", seen.version, seen.state_root)
+        if forgotten := record.rewind(to_version):
+            first, last = forgotten[0], forgotten[-1]
+            _LOG.warning(
+                "forgotten by order: %d versions from %d, state %s, to %d, state %s",
+                len(forgotten), first.version, first.state_root, last.version, last.state_root,
+            )  # fmt: skip
 
 
 def _records(state_dir: Path, run: str) -> list[VersionRecord]:

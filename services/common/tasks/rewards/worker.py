@@ -71,11 +71,19 @@ def main() -> None:
             text = json.dumps({"error": words_of(error)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        out.write(text.encode() + b"\n")
+        _write_line(out, text)
 
 
 def _write(out: Any, reply: dict[str, Any]) -> None:
-    out.write(json.dumps(reply).encode() + b"\n")
+    _write_line(out, json.dumps(reply))
+
+
+def _write_line(out: Any, text: str) -> None:
+    try:
+        out.write(text.encode() + b"\n")
+    except BrokenPipeError:
+        # Who asked was killed: nothing is wrong here, and nobody is left to answer.
+        os._exit(0)
 
 
 def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:

@@ -359,3 +359,15 @@ def test_reasoning_gym_has_the_same_prompts_when_two_threads_ask_for_new_ones(mo
 
     # One seed for each: what was made twice would stand in the place of the next.
     assert len(made) == len(set(made))
+
+
+@pytest.mark.process
+def test_worker_whose_parent_is_gone_ends_without_a_word():
+    command = [sys.executable, "-P", str(SCRIPT)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+        worker.stdout.close()
+        worker.stdin.write(b'{"kind": "exact"}\n')
+        worker.stdin.close()
+
+        assert worker.stderr.read() == b""
+        assert worker.wait() == 0

@@ -65,6 +65,16 @@ def test_what_is_left_is_said_before_and_holds_for_every_flavour(tmp_path):
     assert VersionRecord(tmp_path / "versions.old.jsonl").highest_version == 2
 
 
+def test_what_is_forgotten_is_one_line_however_much_it_is(tmp_path, caplog):
+    write(tmp_path / "versions.jsonl", [5, *range(7, 200)])
+
+    rewind.agree(tmp_path, run="run", to_version=5)
+
+    (line,) = caplog.messages
+    assert line.startswith("forgotten by order: 193 versions from 7, state aaaa")
+    assert ", to 199, state aaaa" in line
+
+
 def command(tmp_path, argument, *options, typed=None):
     config = tmp_path / "sampler.toml"
     config.write_text(f'state_dir = "{tmp_path / "site"}"\nmodel_dir = "{tmp_path}"\nsite = "eu-1"\n')

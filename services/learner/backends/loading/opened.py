@@ -7,6 +7,7 @@ reads the whole model, and the log says so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -149,6 +150,11 @@ def _by_name(model_dir: str) -> OpenedModel:
 def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
     _LOG.warning("%s is read whole before it is divided: %s", model_dir, reason)
     model = load_model(model_dir)
+    # transformers trains all that it loads, what the model's own code freezes too.
+    with contextlib.suppress(ConfigError):
+        like = dict(empty_model(str(model_dir)).named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in like or like[name].requires_grad)
     held = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     for _ in replace_parameters(model, lambda _, parameter: parameter.detach().to("meta")):
         pass

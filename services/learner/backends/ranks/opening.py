@@ -59,7 +59,10 @@ def _open(
 
 def _table(opened: OpenedModel) -> bytes:
     """What two ranks must have in common: where their weights are, and what they are."""
-    state = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in opened.model.state_dict().items()}
+    state = {
+        name: [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        for name, tensor in opened.model.state_dict(keep_vars=True).items()
+    }
     return json.dumps([opened.is_held, tensors.layout_of(opened.model, "fp32").layout_id, state]).encode()
 
 

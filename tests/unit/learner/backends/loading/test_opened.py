@@ -15,6 +15,7 @@ from heterorl.learner.backends.loading import opened as opened_module
 from heterorl.learner.backends.loading.empty import replace_parameters
 from heterorl.learner.backends.loading.opened import fill, open_model
 from heterorl.learner.train.model import load_model
+from tests.support.families import write_family
 from tests.support.training import tiny_model
 
 FAMILIES = ["Qwen3", "Llama", "Olmo2", "Qwen2"]
@@ -283,3 +284,14 @@ def test_a_model_whose_code_needs_values_is_read_whole(tmp_path, monkeypatch):
     model = fill(opened)
     # In memory once: what was read is what is trained.
     assert all(parameter.data_ptr() == held[name].data_ptr() for name, parameter in model.named_parameters())
+
+
+def test_what_the_models_code_freezes_stays_frozen_where_transformers_reads_the_whole(tmp_path):
+    write_family("ernie4.5-moe", tmp_path)
+
+    held, empty = open_model(tmp_path), open_model(tmp_path, may_hold=False)
+
+    assert held.is_held
+    frozen = {name for name, parameter in empty.model.named_parameters() if not parameter.requires_grad}
+    assert len(frozen) == 2
+    assert frozen == {name for name, parameter in held.model.named_parameters() if not parameter.requires_grad}

@@ -47,7 +47,7 @@ from heterorl.common.types.rollout import (
     GroupId,
     RewardPart,
     Rollout,
-    VersionSpan,
+    Span,
     WorkAssignment,
 )
 from heterorl.common.types.run import Registration
@@ -237,7 +237,7 @@ def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: i
         return Rollout(
             token_ids=rng.integers(0, VOCABULARY, num_tokens).astype(np.int32),
             sampler_logprobs=-rng.random(num_tokens).astype(np.float32),
-            spans=(VersionSpan(version=0, start=0, end=num_tokens),),
+            spans=(Span(version=0, start=0, end=num_tokens),),
             reward=1.0,
             reward_parts=(RewardPart(name="correct", value=1.0),),
             finish_reason=FinishReason.LENGTH,

@@ -84,7 +84,7 @@ PROMPT = np.arange(2, 18, dtype=np.int32)
 def queued_groups(options: dict[str, Any]) -> list[Any]:
     """The rollouts as a learner gets them."""
     from heterorl.common.types.common import Digest, SiteId
-    from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, VersionSpan
+    from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, Span
 
     return [
         QueuedGroup(
@@ -97,7 +97,7 @@ def queued_groups(options: dict[str, Any]) -> list[Any]:
                     Rollout(
                         token_ids=tokens,
                         sampler_logprobs=logprobs,
-                        spans=(VersionSpan(version=0, start=0, end=tokens.size),),
+                        spans=(Span(version=0, start=0, end=tokens.size),),
                         reward=reward,
                         reward_parts=(),
                         finish_reason=FinishReason.EOS,

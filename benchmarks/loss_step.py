@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import ALGORITHMS
 from heterorl.learner.train.batch import build_batch
@@ -76,7 +76,7 @@ def build_groups(num_groups: int, group_size: int, max_tokens: int) -> list[Grou
                 Rollout(
                     token_ids=rng.integers(0, VOCAB_SIZE, length).astype(np.int32),
                     sampler_logprobs=(-np.log(VOCAB_SIZE) + 0.1 * rng.standard_normal(length)).astype(np.float32),
-                    spans=(VersionSpan(version=1, start=0, end=length),),
+                    spans=(Span(version=1, start=0, end=length),),
                     reward=float(rng.integers(0, 2)),
                     reward_parts=(),
                     finish_reason=FinishReason.EOS,

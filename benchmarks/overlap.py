@@ -45,7 +45,7 @@ from heterorl.common.types.rollout import (
     QueuedGroup,
     RewardPart,
     Rollout,
-    VersionSpan,
+    Span,
 )
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
@@ -199,7 +199,7 @@ def _rollout(rng: np.random.Generator, contract: Contract, member: int) -> Rollo
     return Rollout(
         token_ids=rng.integers(2, contract.vocab_size, TOKENS).astype(np.int32),
         sampler_logprobs=np.full(TOKENS, -np.log(contract.vocab_size), np.float32),
-        spans=(VersionSpan(version=0, start=0, end=TOKENS),),
+        spans=(Span(version=0, start=0, end=TOKENS),),
         reward=reward,
         reward_parts=(RewardPart(name="correct", value=reward),),
         finish_reason=FinishReason.LENGTH,

@@ -23,7 +23,7 @@ import grpc.aio
 import numpy as np
 
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span
 from heterorl.common.wire.common import contract_from_bytes, contract_to_pb
 from heterorl.common.wire.rollout import pushes_to_pb
 from heterorl.common.wire.seal import seal
@@ -134,7 +134,7 @@ class Site:
         rollout = Rollout(
             token_ids=np.arange(TOKENS, dtype=np.int32),
             sampler_logprobs=np.full(TOKENS, -1.0, np.float32),
-            spans=(VersionSpan(version=version, start=0, end=TOKENS),),
+            spans=(Span(version=version, start=0, end=TOKENS),),
             reward=1.0,
             reward_parts=(RewardPart(name="correct", value=1.0),),
             finish_reason=FinishReason.LENGTH,

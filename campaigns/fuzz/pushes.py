@@ -12,7 +12,7 @@ from campaigns.fuzz.messages import any_message
 from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span
 from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.common.wire.seal import open_group, read_sealed, seal
 from heterorl.coordinator.groups.intake import examined
@@ -145,7 +145,7 @@ def _rollout(draw: random.Random, *, num_prompt: int) -> Rollout:
     return Rollout(
         token_ids=np.array(ids, np.int32),
         sampler_logprobs=np.full(length, -draw.random(), np.float32),
-        spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in bounds),
+        spans=tuple(Span(version=version, start=start, end=end) for version, start, end in bounds),
         reward=draw.choice((0.0, 1.0)),
         reward_parts=(RewardPart(name="correct", value=1.0),) * draw.randrange(2),
         finish_reason=FinishReason.EOS if is_end else FinishReason.LENGTH,

@@ -100,6 +100,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         layout_id=backend.layout.layout_id,
         vocab_size=room_of(model.config).vocab_size,
         group_size=config.group_size,
+        min_members=config.sampling.members(config.group_size),
         sampling=sampling,
         end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
         lora=backend.lora,

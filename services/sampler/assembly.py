@@ -85,6 +85,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         layout_id=engine.layout.layout_id,
         vocab_size=engines.vocab_size,
         group_size=config.group_size,
+        min_members=config.sampling.members(config.group_size),
         sampling=sampling,
         end_token_ids=end_token_ids,
         lora=engines.lora,

@@ -29,19 +29,47 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not stated; refused."""
     FINISH_REASON_EOS: _FinishReason.ValueType  # 1
-    """The end-of-sequence token was drawn; it is the last token."""
+    """Of itself: the end-of-sequence token was drawn; it is the last token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """The length limit was reached."""
+    """Of itself, its last turn cut at the length limit."""
+    FINISH_REASON_TURNS: _FinishReason.ValueType  # 3
+    """After the largest number of turns."""
+    FINISH_REASON_CONTEXT: _FinishReason.ValueType  # 4
+    """No room was left for another turn."""
+    FINISH_REASON_SECONDS: _FinishReason.ValueType  # 5
+    """After the longest time."""
+    FINISH_REASON_ENVIRONMENT_FAILED: _FinishReason.ValueType  # 16
+    """The environment's code raised an error."""
+    FINISH_REASON_TOOL_LOST: _FinishReason.ValueType  # 17
+    """A step took too long, or its process was killed."""
+    FINISH_REASON_REWARD_FAILED: _FinishReason.ValueType  # 18
+    """Its reward could not be computed."""
+    FINISH_REASON_ENGINE_FAILED: _FinishReason.ValueType  # 19
+    """The engine lost it, or ended no turn of it in time."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """FinishReason says why a rollout ended."""
+    """FinishReason says why a rollout ended. From 16 on it is a lost member of its group, which is not trained on."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not stated; refused."""
 FINISH_REASON_EOS: FinishReason.ValueType  # 1
-"""The end-of-sequence token was drawn; it is the last token."""
+"""Of itself: the end-of-sequence token was drawn; it is the last token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""The length limit was reached."""
+"""Of itself, its last turn cut at the length limit."""
+FINISH_REASON_TURNS: FinishReason.ValueType  # 3
+"""After the largest number of turns."""
+FINISH_REASON_CONTEXT: FinishReason.ValueType  # 4
+"""No room was left for another turn."""
+FINISH_REASON_SECONDS: FinishReason.ValueType  # 5
+"""After the longest time."""
+FINISH_REASON_ENVIRONMENT_FAILED: FinishReason.ValueType  # 16
+"""The environment's code raised an error."""
+FINISH_REASON_TOOL_LOST: FinishReason.ValueType  # 17
+"""A step took too long, or its process was killed."""
+FINISH_REASON_REWARD_FAILED: FinishReason.ValueType  # 18
+"""Its reward could not be computed."""
+FINISH_REASON_ENGINE_FAILED: FinishReason.ValueType  # 19
+"""The engine lost it, or ended no turn of it in time."""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
 class _PushStatus:
@@ -146,6 +174,8 @@ class _DropReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Its site is in quarantine."""
     DROP_REASON_CODE_MISMATCH: _DropReason.ValueType  # 15
     """The learner computes another reward of kind code, and the same one each time; nothing else differs."""
+    DROP_REASON_LOST_MEMBERS: _DropReason.ValueType  # 16
+    """It has lost members, and its site loses more of them than max_lost_share."""
     DROP_REASON_UNIFORM: _DropReason.ValueType  # 60
     """All its rewards were equal, and the learner trained on another group instead."""
 
@@ -184,6 +214,8 @@ DROP_REASON_QUARANTINED: DropReason.ValueType  # 14
 """Its site is in quarantine."""
 DROP_REASON_CODE_MISMATCH: DropReason.ValueType  # 15
 """The learner computes another reward of kind code, and the same one each time; nothing else differs."""
+DROP_REASON_LOST_MEMBERS: DropReason.ValueType  # 16
+"""It has lost members, and its site loses more of them than max_lost_share."""
 DROP_REASON_UNIFORM: DropReason.ValueType  # 60
 """All its rewards were equal, and the learner trained on another group instead."""
 Global___DropReason: typing_extensions.TypeAlias = DropReason
@@ -244,6 +276,7 @@ class Group(google.protobuf.message.Message):
     PART_SIGNATURES_FIELD_NUMBER: builtins.int
     RECORD_LENGTHS_FIELD_NUMBER: builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
+    SPAN_KEEPS_FIELD_NUMBER: builtins.int
     assignment: builtins.int
     """Work assignment that asked for the group."""
     prompt_index: builtins.int
@@ -261,17 +294,17 @@ class Group(google.protobuf.message.Message):
     id_bytes: builtins.int
     """Bytes of each token id, 1 to 4: as many as the group's largest id needs."""
     token_ids: builtins.bytes
-    """Token ids, `id_bytes` each: the prompt's, then each rollout's, its end-of-sequence token included."""
+    """Token ids, `id_bytes` each: the prompt's, then each rollout's, drawn and given, end-of-sequence tokens included."""
     lengths: builtins.bytes
     """Tokens of the prompt, then of each rollout; uint32 each."""
     logprobs: builtins.bytes
-    """Log-probs of the rollouts' tokens under the sampler's policy, finite and at most 0; float32 each."""
+    """Log-probs of the rollouts' drawn tokens under the sampler's policy, finite and at most 0; float32 each."""
     endings: builtins.bytes
     """Why each rollout ended, a FinishReason; uint8 each."""
     span_counts: builtins.bytes
-    """Spans of each rollout; uint32 each. A span is a run of tokens that one policy version drew."""
+    """Spans of each rollout; uint32 each. A span is a run of tokens that one policy version drew, or that were given."""
     span_versions: builtins.bytes
-    """Policy version of each span; int64 each."""
+    """Policy version of each span, -1 for given tokens; int64 each."""
     span_lengths: builtins.bytes
     """Tokens of each span, which begins where the one before ends; uint32 each."""
     rewards: builtins.bytes
@@ -292,6 +325,10 @@ class Group(google.protobuf.message.Message):
     """Bytes of each rollout's record of experts; uint32 each, or empty where no rollout has one."""
     routed_experts: builtins.bytes
     """Experts of each token that was read, of prompt and completion, by layer."""
+    span_keeps: builtins.bytes
+    """Of each span: 0 where it goes on, n + 1 where it begins another sequence behind the first n tokens of the one before,
+    prompt included; uint32 each, or empty where every rollout is one sequence.
+    """
     @property
     def id(self) -> heterorl.v1.common_pb2.GroupId:
         """Identity."""
@@ -324,9 +361,10 @@ class Group(google.protobuf.message.Message):
         part_signatures: builtins.bytes = ...,
         record_lengths: builtins.bytes = ...,
         routed_experts: builtins.bytes = ...,
+        span_keeps: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "endings", b"endings", "generation_s", b"generation_s", "id", b"id", "id_bytes", b"id_bytes", "is_seeded", b"is_seeded", "lengths", b"lengths", "logprobs", b"logprobs", "oldest_version", b"oldest_version", "part_counts", b"part_counts", "part_name_positions", b"part_name_positions", "part_names", b"part_names", "part_signatures", b"part_signatures", "part_values", b"part_values", "part_weights", b"part_weights", "prompt_index", b"prompt_index", "record_lengths", b"record_lengths", "rewards", b"rewards", "routed_experts", b"routed_experts", "span_counts", b"span_counts", "span_lengths", b"span_lengths", "span_versions", b"span_versions", "state_root", b"state_root", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "endings", b"endings", "generation_s", b"generation_s", "id", b"id", "id_bytes", b"id_bytes", "is_seeded", b"is_seeded", "lengths", b"lengths", "logprobs", b"logprobs", "oldest_version", b"oldest_version", "part_counts", b"part_counts", "part_name_positions", b"part_name_positions", "part_names", b"part_names", "part_signatures", b"part_signatures", "part_values", b"part_values", "part_weights", b"part_weights", "prompt_index", b"prompt_index", "record_lengths", b"record_lengths", "rewards", b"rewards", "routed_experts", b"routed_experts", "span_counts", b"span_counts", "span_keeps", b"span_keeps", "span_lengths", b"span_lengths", "span_versions", b"span_versions", "state_root", b"state_root", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, VersionSpan
+from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, Span
 from heterorl.common.types.sample import (
     CONSUMED,
     EVALUATED,
@@ -232,7 +232,7 @@ def _sample(rows: Sequence[_Row]) -> Sample:
 
 
 def _rollout(row: _Row) -> SampleRollout:
-    spans = (VersionSpan(version=row.versions[0], start=0, end=len(row.token_ids)),) if len(row.versions) == 1 else ()
+    spans = (Span(version=row.versions[0], start=0, end=len(row.token_ids)),) if len(row.versions) == 1 else ()
     return SampleRollout(
         completion=clean(row.completion or ""),
         token_ids=np.array(row.token_ids, np.int32),

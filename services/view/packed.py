@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import FinishReason, GroupId, RewardPart, VersionSpan
+from heterorl.common.types.rollout import FinishReason, GroupId, RewardPart, Span
 from heterorl.common.types.sample import Sample, SampleKind, SampleRollout, SampleSummary
 
 _ARRAYS = (
@@ -89,7 +89,7 @@ def read_texts(summary: SampleSummary, data: bytes) -> Sample:
             reward=row["reward"],
             reward_parts=tuple(RewardPart(name=name, value=value) for name, value in row["parts"]),
             finish_reason=FinishReason(row["finish"]),
-            spans=tuple(VersionSpan(version=version, start=start, end=stop) for version, start, stop in row["spans"]),
+            spans=tuple(Span(version=version, start=start, end=stop) for version, start, stop in row["spans"]),
             **{name: take(count, kind) for (name, kind), count in zip(_ARRAYS, row["arrays"], strict=True)},
         )
         for row in head["rollouts"]

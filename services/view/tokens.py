@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 from heterorl.common.types.sample import SampleRollout
 from heterorl.view.scale import UNKNOWN, probability_classes, ratio_classes
 
@@ -81,7 +81,7 @@ def _at_most(values: Float32Array, num_tokens: int, count: int) -> Float32Array:
     return values[:count] if len(values) == num_tokens else np.full(count, np.nan, np.float32)
 
 
-def _versions(spans: tuple[VersionSpan, ...], count: int) -> list[str]:
+def _versions(spans: tuple[Span, ...], count: int) -> list[str]:
     versions = [""] * count
     for span in spans:
         begin, end = max(span.start, 0), min(span.end, count)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.generation.requests import Finished, Request, in_order
-from heterorl.common.types.rollout import FinishReason, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model
 
@@ -124,7 +124,7 @@ def test_twenty_swaps_each_generate_with_their_own_version(subject):
 
         assert subject.truth.difference(state, groups, SAMPLING) < 1e-5
         rows = [row for rows in groups for row in rows]
-        assert all(row.spans == (VersionSpan(version=version, start=0, end=len(row.token_ids)),) for row in rows)
+        assert all(row.spans == (Span(version=version, start=0, end=len(row.token_ids)),) for row in rows)
         seen.append([row.logprobs.tolist() for row in rows])
     assert all(one != other for one, other in pairwise(seen))
     previous = disturbed(subject.base, seed=0, scale=0.02)

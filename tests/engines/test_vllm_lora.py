@@ -11,7 +11,7 @@ from heterorl.common.errors import StaleWeights
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
 from heterorl.common.model.lora import LoraConfig
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 from heterorl.sampler.vllm import weights
 from tests.support.engines import PROMPTS, Truth, semantics, vllm_engine, write_model
 
@@ -68,9 +68,7 @@ def test_adapters_are_drawn_with_as_merged_and_never_those_of_another_version(ma
         groups = engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4)
 
         assert truth.difference(state, groups, SAMPLING) < 1e-4
-        assert all(
-            row.spans == (VersionSpan(version=version, start=0, end=len(row.token_ids)),) for g in groups for row in g
-        )
+        assert all(row.spans == (Span(version=version, start=0, end=len(row.token_ids)),) for g in groups for row in g)
         state = adapters(base, seed=version)
         assert truth.difference(state, groups, SAMPLING) > 1e-2
     assert engine.canary_difference < 1e-5

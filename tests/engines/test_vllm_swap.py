@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from heterorl.common.errors import EngineDied, EngineError, StaleWeights
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 from heterorl.sampler.vllm import weights
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 
@@ -68,7 +68,7 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     assert engine._process is not old
     groups = generate(engine)
     assert truth.difference(state, groups, SAMPLING) < 1e-5
-    assert all(row.spans == (VersionSpan(version=3, start=0, end=len(row.token_ids)),) for g in groups for row in g)
+    assert all(row.spans == (Span(version=3, start=0, end=len(row.token_ids)),) for g in groups for row in g)
 
     # The new process swaps in place as the first one did; a file without a tensor is refused before anything is drawn.
     state = disturbed(base, seed=4)

@@ -13,7 +13,7 @@ from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.process.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, RewardPart, VersionSpan
+from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import open_group, seal
 from heterorl.learner.observe import observe_step
@@ -28,7 +28,7 @@ CONTEXT = f"00-{'a1' * 16}-{'b2' * 8}-01"
 
 COMPLETION = Completion(
     token_ids=np.array([5, 6, 1], np.int32), logprobs=np.array([-0.5, -0.25, -1.0], np.float32),
-    spans=(VersionSpan(version=0, start=0, end=3),), finish_reason=FinishReason.EOS,
+    spans=(Span(version=0, start=0, end=3),), finish_reason=FinishReason.EOS,
 )  # fmt: skip
 
 

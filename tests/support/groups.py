@@ -9,12 +9,15 @@ from collections.abc import Iterable
 import numpy as np
 from hypothesis import strategies as st
 
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span
 from heterorl.common.wire.common import MAX_INT64
 from heterorl.v1 import common_pb2, rollout_pb2
 
 _TRACE = f"00-{'a1' * 16}-{'b2' * 8}-01"
-_ENDINGS = {FinishReason.EOS: 1, FinishReason.LENGTH: 2}
+_ENDINGS = {
+    "eos": 1, "length": 2, "turns": 3, "context": 4, "seconds": 5,
+    "environment_failed": 16, "tool_lost": 17, "reward_failed": 18, "engine_failed": 19,
+}  # fmt: skip
 
 
 def _packed(kind: str, numbers: Iterable[float]) -> bytes:
@@ -44,7 +47,7 @@ def group_to_pb(value: Group) -> rollout_pb2.Group:
         token_ids=b"".join(token.to_bytes(width, "little") for token in ids),
         lengths=_packed("I", [value.prompt_token_ids.size, *(rollout.token_ids.size for rollout in rollouts)]),
         logprobs=_packed("f", [number for rollout in rollouts for number in rollout.sampler_logprobs.tolist()]),
-        endings=_packed("B", [_ENDINGS[rollout.finish_reason] for rollout in rollouts]),
+        endings=_packed("B", [_ENDINGS[rollout.finish_reason.value] for rollout in rollouts]),
         span_counts=_packed("I", [len(rollout.spans) for rollout in rollouts]),
         span_versions=_packed("q", [span.version for span in spans]),
         span_lengths=_packed("I", [span.end - span.start for span in spans]),
@@ -54,6 +57,8 @@ def group_to_pb(value: Group) -> rollout_pb2.Group:
         part_name_positions=_packed("H", [names.index(part.name) for part in parts]),
         part_values=_packed("d", [part.value for part in parts]),
     )
+    if any(span.keeps is not None for span in spans):
+        message.span_keeps = _packed("I", [0 if span.keeps is None else 1 + span.keeps for span in spans])
     if any(part.weight != 1.0 for part in parts):
         message.part_weights = _packed("d", [part.weight for part in parts])
     if any(part.signature for part in parts):
@@ -88,15 +93,15 @@ _parts = st.builds(
 def _rollouts(draw):
     tokens = draw(st.lists(_ids, max_size=40))
     cuts = sorted({0, len(tokens), *draw(st.lists(st.integers(0, len(tokens)), max_size=2))})
+    spans = tuple(
+        Span(version=draw(st.integers(-1, 2**40)), start=start, end=end, keeps=draw(st.none() | st.integers(0, 90)))
+        for start, end in itertools.pairwise(cuts)
+    )
+    count = sum(span.end - span.start for span in spans if span.version >= 0)
     return Rollout(
         token_ids=np.array(tokens, np.int32),
-        sampler_logprobs=np.array(
-            draw(st.lists(st.floats(width=32), min_size=len(tokens), max_size=len(tokens))), "f4"
-        ),
-        spans=tuple(
-            VersionSpan(version=draw(st.integers(-1, 2**40)), start=start, end=end)
-            for start, end in itertools.pairwise(cuts)
-        ),
+        sampler_logprobs=np.array(draw(st.lists(st.floats(width=32), min_size=count, max_size=count)), "f4"),
+        spans=spans,
         reward=draw(st.floats()),
         reward_parts=tuple(draw(st.lists(_parts, max_size=3))),
         finish_reason=draw(st.sampled_from(FinishReason)),

@@ -24,7 +24,7 @@ from heterorl.common.types.rollout import (
     QueuedGroup,
     RewardPart,
     Rollout,
-    VersionSpan,
+    Span,
 )
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
@@ -88,7 +88,7 @@ def make_group(
             Rollout(
                 token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
                 sampler_logprobs=-rng.random(length).astype(np.float32),
-                spans=(VersionSpan(version=version, start=0, end=length),),
+                spans=(Span(version=version, start=0, end=length),),
                 reward=reward,
                 reward_parts=(RewardPart(name="correct", value=reward),),
                 finish_reason=FinishReason.LENGTH,

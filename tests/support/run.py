@@ -13,7 +13,7 @@ from heterorl.common.api import CoordinatorApi
 from heterorl.common.identity.signing import Signer
 from heterorl.common.types.common import Contract, Digest, LogprobMode, SamplingSemantics, SiteId, StepReport
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan, WorkAssignment
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span, WorkAssignment
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
@@ -45,7 +45,7 @@ def rollout(version: int, **changes: Any) -> Rollout:
     values: dict[str, Any] = {
         "token_ids": np.array([5, 6, 1], np.int32),
         "sampler_logprobs": np.array([-0.5, -0.25, -1.0], np.float32),
-        "spans": (VersionSpan(version=version, start=0, end=3),),
+        "spans": (Span(version=version, start=0, end=3),),
         "reward": 1.0,
         "reward_parts": (RewardPart(name="correct", value=1.0),),
         "finish_reason": FinishReason.EOS,

@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, VersionSpan
+from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, Span
 from heterorl.common.types.sample import (
     CONSUMED,
     EVALUATED,
@@ -48,11 +48,11 @@ def make_rollout(
     logprobs = -numbers.gamma(0.35, 0.9, count).astype(np.float32)
     ratios = (numbers.standard_t(2.2, count) * 0.12).astype(np.float32)
     middle = count // 2
-    spans = (VersionSpan(version=version, start=0, end=count),)
+    spans = (Span(version=version, start=0, end=count),)
     if seed % 4 == 3 and middle:
         spans = (
-            VersionSpan(version=version, start=0, end=middle),
-            VersionSpan(version=version + 1, start=middle, end=count),
+            Span(version=version, start=0, end=middle),
+            Span(version=version + 1, start=middle, end=count),
         )
     stated = {
         "completion": text,

@@ -13,7 +13,7 @@ from torch import nn
 
 from heterorl.common.model.building import BUILDING
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, Span
 from heterorl.learner.train.model import prepare
 
 VOCAB_SIZE = 50
@@ -69,7 +69,7 @@ def _widen_norms(model: nn.Module) -> None:
 
 def rollout(token_ids: Sequence[int], logprobs: Sequence[float], reward: float, *, version: int = 1) -> Rollout:
     """One completion, all of one version."""
-    spans = (VersionSpan(version=version, start=0, end=len(token_ids)),) if len(token_ids) else ()
+    spans = (Span(version=version, start=0, end=len(token_ids)),) if len(token_ids) else ()
     return Rollout(
         token_ids=np.array(token_ids, np.int32),
         sampler_logprobs=np.array(logprobs, np.float32),

@@ -21,7 +21,7 @@ from heterorl.common.types.rollout import (  # fmt: skip
     GroupId,
     PushStatus,
     Rollout,
-    VersionSpan,
+    Span,
     WorkAssignment,
 )
 from heterorl.common.types.run import Registration
@@ -144,7 +144,7 @@ class Witness:
             return Rollout(
                 token_ids=np.array(self._random.choices(tokens, k=length), np.int32),
                 sampler_logprobs=np.full(length, -2.0, np.float32),
-                spans=(VersionSpan(version=version, start=0, end=length),),
+                spans=(Span(version=version, start=0, end=length),),
                 reward=float(self._random.random() < self._right),
                 reward_parts=(),
                 finish_reason=FinishReason.LENGTH,

@@ -8,7 +8,7 @@ import numpy as np
 
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan, total_reward
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span, total_reward
 from heterorl_research.lab.fast.generate import Drawn
 from heterorl_research.lab.fast.work import Texts, Work
 
@@ -46,7 +46,7 @@ class Rollouts:
         return Rollout(
             token_ids=self.drawn.tokens_RGMT[number, member, :length].astype(np.int32),
             sampler_logprobs=self.drawn.logprobs_RGMT[number, member, :length],
-            spans=(VersionSpan(version=self.version, start=0, end=length),),
+            spans=(Span(version=self.version, start=0, end=length),),
             reward=float(self.rewards_GM[number, member]),
             reward_parts=(),
             # No loss reads it.

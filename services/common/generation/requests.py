@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heterorl.common.types.common import Float32Array, Int32Array, SamplingSemantics
-from heterorl.common.types.rollout import FinishReason, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,7 +19,7 @@ class Completion:
     token_ids: Int32Array
     logprobs: Float32Array
     finish_reason: FinishReason
-    spans: tuple[VersionSpan, ...]
+    spans: tuple[Span, ...]
     routed_experts: bytes = b""
 
 

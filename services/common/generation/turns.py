@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 
 
 class Turns:
@@ -34,10 +34,10 @@ class Turns:
             self._turn.release()
 
 
-def spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
     """Runs of equal versions, one version for each token."""
     starts = [place for place, version in enumerate(versions) if place == 0 or version != versions[place - 1]]
     return tuple(
-        VersionSpan(version=int(versions[start]), start=start, end=end)
+        Span(version=int(versions[start]), start=start, end=end)
         for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
     )

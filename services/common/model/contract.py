@@ -43,7 +43,11 @@ class SamplingConfig(Config):
     top_k: int = Field(default=0, ge=0)
     """Number of candidates; 0 is off."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """Longest completion, tokens."""
+    """Longest completion, tokens; of a rollout of several turns, longest turn."""
+    max_trajectory_tokens: int = Field(default=8192, ge=1)
+    """Longest rollout of several turns: tokens drawn and given behind the prompt."""
+    min_members: int = Field(default=0, ge=0)
+    """Rollouts of a group that must have ended with a reward, so that it is trained on them; 0: half of group_size."""
     end_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
     """Tokens that end a completion; empty takes what model_dir says: generation_config.json, or config.json where that
     names none, and in any case the tokenizer's own."""
@@ -52,6 +56,16 @@ class SamplingConfig(Config):
     router_replay: Literal["none", "rollout"] = "none"
     """Mixtures of experts: `rollout` lets samplers record each token's experts, which the learner's passes then take
     instead of its own (R3, arXiv 2510.11370); `none` lets either route by itself."""
+
+    def members(self, group_size: int) -> int:
+        """Rollouts of a group that must be trainable.
+
+        Raises:
+            ConfigError: there are not so many.
+        """
+        if self.min_members > group_size:
+            raise ConfigError("sampling.min_members", f"{self.min_members}, and group_size is {group_size}")
+        return self.min_members or -(-group_size // 2)
 
     def semantics(self) -> SamplingSemantics:
         """The settings as a domain value."""
@@ -100,6 +114,9 @@ def build_contract(
     lora: LoraSettings = NO_LORA,
     template_arguments: Mapping[str, Any] = MappingProxyType({}),
     routed_token_bytes: int = 0,
+    min_members: int = 0,
+    max_turns: int = 1,
+    max_trajectory_tokens: int = 0,
 ) -> Contract:
     """State what this node runs with.
 
@@ -122,6 +139,9 @@ def build_contract(
         group_size=group_size,
         sampling=sampling,
         end_token_ids=ends,
+        min_members=min_members,
+        max_turns=max_turns,
+        max_trajectory_tokens=max_trajectory_tokens if max_turns > 1 else 0,
         routed_token_bytes=routed_token_bytes,
     )
 

@@ -101,8 +101,19 @@ class Contract:
     sampling: SamplingSemantics
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, ascending; empty in contracts of programs that did not state them."""
+    min_members: int = 0
+    """Rollouts of a group that must be trainable; 0: all."""
+    max_turns: int = 1
+    """Of a rollout; 1: each is one completion, and no token is given behind the prompt."""
+    max_trajectory_tokens: int = 0
+    """Of a rollout of several turns: drawn and given, behind the prompt."""
     routed_token_bytes: int = 0
     """Of the recorded experts of each token (heterorl.common.model.routing); 0 where none are recorded."""
+
+    @property
+    def max_rollout_tokens(self) -> int:
+        """Tokens behind the prompt."""
+        return self.max_trajectory_tokens if self.max_turns > 1 else self.sampling.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

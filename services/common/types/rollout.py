@@ -12,10 +12,41 @@ from heterorl.common.types.common import Digest, Float32Array, Int32Array, SiteI
 
 
 class FinishReason(enum.Enum):
-    """Why a rollout ended."""
+    """Why a rollout ended: the closed set. A completion of an engine ends by the first two alone."""
 
     EOS = "eos"
+    """Of itself; its last token is an end token."""
     LENGTH = "length"
+    """Of itself; its last turn was cut at `max_new_tokens`."""
+    TURNS = "turns"
+    """After `max_turns` turns."""
+    CONTEXT = "context"
+    """No room was left for another turn."""
+    SECONDS = "seconds"
+    """After `trajectory_s` seconds."""
+    ENVIRONMENT_FAILED = "environment_failed"
+    """The environment's code raised an error."""
+    TOOL_LOST = "tool_lost"
+    """A step took too long, or its process was killed."""
+    REWARD_FAILED = "reward_failed"
+    """Its reward could not be computed."""
+    ENGINE_FAILED = "engine_failed"
+    """The engine lost it, or ended no turn of it in time."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether a rollout that ended so is trained on; the others are lost members of their groups."""
+        return self not in _LOST
+
+
+_LOST = frozenset(
+    {
+        FinishReason.ENVIRONMENT_FAILED,
+        FinishReason.TOOL_LOST,
+        FinishReason.REWARD_FAILED,
+        FinishReason.ENGINE_FAILED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -30,13 +61,27 @@ class GroupId:
     sequence: int
 
 
+GIVEN = -1
+"""In place of a version: tokens that no policy drew, such as an environment's answer in the template's form."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """Tokens [start, end) of a completion were produced by policy `version`."""
+class Span:
+    """Tokens [start, end) of a rollout, drawn by policy `version` or GIVEN.
+
+    Example: Span(version=7, start=0, end=12)
+    """
 
     version: int
     start: int
     end: int
+    keeps: int | None = None
+    """Begins another sequence behind the first `keeps` tokens of the one before, prompt included; None goes on."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a policy drew the tokens, so that they have log-probs and are trained."""
+        return self.version != GIVEN
 
 
 MAX_REWARD_PARTS = 64
@@ -88,20 +133,31 @@ def weighted_sum(parts: Iterable[RewardPart]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One completion with the log-probs of the policy that produced it.
+    """What follows a prompt: one completion, or turns of a policy and what an environment gave between them.
 
-    `token_ids` int32 [T] includes the end-of-sequence token when `finish_reason` is EOS; `sampler_logprobs`
-    float32 [T], each finite and <= 0; `spans` cover [0, T) in order without gaps. `routed_experts` are the experts of
-    the P + T - 1 tokens of prompt and completion that the engine read (heterorl.common.model.routing); may be empty.
+    `token_ids` int32 [T] ends with the end-of-sequence token when `finish_reason` is EOS; `spans` cover [0, T) in order
+    without gaps, and are all drawn where there is one turn. `sampler_logprobs` float32 [D], each finite and <= 0, are
+    those of the D drawn tokens. A lost member may have no tokens. `routed_experts` are the experts of the P + T - 1
+    tokens of prompt and completion that the engine read (heterorl.common.model.routing); may be empty.
     """
 
     token_ids: Int32Array
     sampler_logprobs: Float32Array
-    spans: tuple[VersionSpan, ...]
+    spans: tuple[Span, ...]
     reward: float
     reward_parts: tuple[RewardPart, ...]
     finish_reason: FinishReason
     routed_experts: bytes = b""
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that a policy drew."""
+        return self.sampler_logprobs.size
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether it is trained on."""
+        return self.finish_reason.is_trainable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,6 +180,11 @@ class Group:
     """Whether the tokens were drawn with the noise of heterorl.common.generation.seeded."""
     trace: str = ""
     """W3C trace context of the generation; empty when nobody follows the group."""
+
+    @property
+    def trainable(self) -> tuple[Rollout, ...]:
+        """The rollouts that are trained on: advantages, means and reports are over them alone."""
+        return tuple(rollout for rollout in self.rollouts if rollout.is_trainable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +252,8 @@ class DropReason(enum.Enum):
     QUARANTINED = "quarantined"
     CODE_MISMATCH = "code_mismatch"
     """What the code of a completion came to, alone, which the code itself may have left to chance."""
+    LOST_MEMBERS = "lost_members"
+    """It has lost members, and its site loses more than `max_lost_share`."""
     UNIFORM = "uniform"
     """All its rewards were equal, and the learner trained on another group instead."""
 

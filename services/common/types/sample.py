@@ -16,7 +16,7 @@ import numpy as np
 
 from heterorl.common.types.common import Float32Array, Int32Array, SiteId
 from heterorl.common.types.evaluation import PromptResult
-from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, VersionSpan
+from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, Span
 
 CONSUMED, EVALUATED = "consumed", "evaluation"
 """Values of `kept_because` beside those of DropReason."""
@@ -116,7 +116,7 @@ class SampleRollout:
     sampler_logprobs: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     token_ends: Int32Array = field(default_factory=lambda: _NO_IDS)
-    spans: tuple[VersionSpan, ...] = ()
+    spans: tuple[Span, ...] = ()
     reward: float
     """The total."""
     reward_parts: tuple[RewardPart, ...]

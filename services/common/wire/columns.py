@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, VersionSpan
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, RewardPart, Rollout, Span
 from heterorl.common.wire.common import MAX_INT32
 from heterorl.v1 import rollout_pb2
 
 SIGNATURE_BYTES = 64
 MAX_ID_BYTES = 4
 _NO_SIGNATURE = bytes(SIGNATURE_BYTES)
-FINISH = {
-    FinishReason.EOS: rollout_pb2.FINISH_REASON_EOS,
-    FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
-}
+FINISH = {reason: getattr(rollout_pb2, f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+FIRST_LOST = 16
+"""From this value on a rollout is a lost member."""
+assert all((pb < FIRST_LOST) == value.is_trainable for value, pb in FINISH.items())
 FINISH_OF: dict[int, FinishReason] = {pb: value for value, pb in FINISH.items()}
 _U1, _U2, _U4, _I8, _F4, _F8 = (np.dtype(name) for name in ("u1", "<u2", "<u4", "<i8", "<f4", "<f8"))
 Int64Array = NDArray[np.int64]
@@ -43,7 +43,7 @@ class Columns:
     token_ids: Int32Array
     """[T]."""
     logprobs: Float32Array
-    """[T]."""
+    """[D]: of the drawn tokens."""
     lengths: Int64Array
     """[G]: tokens of each rollout."""
     endings: NDArray[np.uint8]
@@ -51,9 +51,11 @@ class Columns:
     span_counts: Int64Array
     """[G]."""
     span_versions: Int64Array
-    """[S]."""
+    """[S]: GIVEN where no policy drew the tokens."""
     span_lengths: Int64Array
     """[S]."""
+    span_keeps: Int64Array
+    """[S]: see Span; -1 where it goes on."""
     rewards: Float64Array
     """[G]."""
     part_counts: Int64Array
@@ -85,7 +87,6 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
     num_prompt, lengths = int(lengths[0]) if lengths.size else 0, lengths[1:]
     # Of a bytearray: readers of rollouts may write to their arrays.
     logprobs: Float32Array = _numbers(bytearray(message.logprobs), _F4, "logprobs")
-    _agree("logprobs", logprobs.size, "lengths", ids.size - num_prompt)
     size = lengths.size
 
     endings: NDArray[np.uint8] = _numbers(message.endings, _U1, "endings")
@@ -104,6 +105,12 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
     num_spans = int(span_counts.sum())
     _agree("span_lengths", span_lengths.size, "span_counts", num_spans)
     _agree("span_versions", span_versions.size, "span_counts", num_spans)
+    _agree("logprobs", logprobs.size, "span_lengths", int(span_lengths[span_versions != GIVEN].sum()))
+    # On the wire a place is one more, and 0 goes on.
+    span_keeps = _counts(message.span_keeps, "span_keeps") - 1
+    if not span_keeps.size:
+        span_keeps = np.full(num_spans, -1)
+    _agree("span_keeps", span_keeps.size, "span_counts", num_spans)
 
     num_parts = int(part_counts.sum())
     names = tuple(message.part_names.split("\n")) if num_parts else ()
@@ -136,6 +143,7 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
         span_counts=span_counts,
         span_versions=span_versions,
         span_lengths=span_lengths,
+        span_keeps=span_keeps,
         rewards=rewards,
         part_counts=part_counts,
         names=names,
@@ -149,12 +157,12 @@ def columns_of(message: rollout_pb2.Group) -> Columns:
 
 
 def versions_of(message: rollout_pb2.Group) -> tuple[int, ...]:
-    """The policy versions of a message's spans, each once, ascending; without its other columns.
+    """The policy versions of a message's drawn spans, each once, ascending; without its other columns.
 
     Raises:
         MalformedPayload: bytes are left over.
     """
-    return tuple(sorted(set(_numbers(message.span_versions, _I8, "span_versions").tolist())))
+    return tuple(sorted(set(_numbers(message.span_versions, _I8, "span_versions").tolist()) - {GIVEN}))
 
 
 def write_columns(group: Group, message: rollout_pb2.Group) -> None:
@@ -174,6 +182,8 @@ def write_columns(group: Group, message: rollout_pb2.Group) -> None:
     message.span_counts = _bytes([len(rollout.spans) for rollout in rollouts], _U4)
     message.span_versions = _bytes([span.version for span in spans], _I8)
     message.span_lengths = _bytes([span.end - span.start for span in spans], _U4)
+    if any(span.keeps is not None for span in spans):
+        message.span_keeps = _bytes([0 if span.keeps is None else span.keeps + 1 for span in spans], _U4)
     message.rewards = _bytes([rollout.reward for rollout in rollouts], _F8)
     message.part_counts = _bytes([len(rollout.reward_parts) for rollout in rollouts], _U4)
     if parts:
@@ -202,6 +212,7 @@ def _write_parts(parts: list[RewardPart], message: rollout_pb2.Group) -> None:
 def rollouts_of(columns: Columns) -> tuple[Rollout, ...]:
     """The rollouts of columns."""
     spans, parts = _spans_of(columns), _parts_of(columns)
+    drawn = iter(np.split(columns.logprobs, np.cumsum(num_drawn(columns))[:-1]))
     rollouts = []
     token = span = part = record = 0
     for number, length in enumerate(columns.lengths.tolist()):
@@ -210,7 +221,7 @@ def rollouts_of(columns: Columns) -> tuple[Rollout, ...]:
         rollouts.append(
             Rollout(
                 token_ids=columns.token_ids[token:next_token],
-                sampler_logprobs=columns.logprobs[token:next_token],
+                sampler_logprobs=next(drawn),
                 spans=spans[span:next_span],
                 reward=float(columns.rewards[number]),
                 reward_parts=parts[part:next_part],
@@ -222,7 +233,15 @@ def rollouts_of(columns: Columns) -> tuple[Rollout, ...]:
     return tuple(rollouts)
 
 
-def _spans_of(columns: Columns) -> tuple[VersionSpan, ...]:
+def num_drawn(columns: Columns) -> Int64Array:
+    """Drawn tokens of each rollout, [G]."""
+    drawn = np.where(columns.span_versions != GIVEN, columns.span_lengths, 0)
+    ends = np.concatenate([[0], np.cumsum(drawn)])[np.concatenate([[0], np.cumsum(columns.span_counts)])]
+    found: Int64Array = np.diff(ends)
+    return found
+
+
+def _spans_of(columns: Columns) -> tuple[Span, ...]:
     ends = np.cumsum(columns.span_lengths)
     starts = ends - columns.span_lengths
     # Positions count from the beginning of each rollout.
@@ -231,9 +250,13 @@ def _spans_of(columns: Columns) -> tuple[VersionSpan, ...]:
         columns.span_versions.tolist(),
         (starts - starts_of_rollouts).tolist(),
         (ends - starts_of_rollouts).tolist(),
+        columns.span_keeps.tolist(),
         strict=True,
     )
-    return tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in rows)
+    return tuple(
+        Span(version=version, start=start, end=end, keeps=None if keeps < 0 else keeps)
+        for version, start, end, keeps in rows
+    )
 
 
 def _parts_of(columns: Columns) -> tuple[RewardPart, ...]:

@@ -83,6 +83,9 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
         # those are told none, so that a coordinator among them judges no ending instead of refusing what is right.
         eos_token_id=value.end_token_ids[0] if len(value.end_token_ids) == 1 else None,
         end_token_ids=value.end_token_ids if len(value.end_token_ids) > 1 else (),
+        min_members=value.min_members,
+        max_turns=value.max_turns,
+        max_trajectory_tokens=value.max_trajectory_tokens,
         routed_token_bytes=value.routed_token_bytes,
     )
 
@@ -116,6 +119,9 @@ def contract_from_pb(message: common_pb2.Contract) -> Contract:
         end_token_ids=tuple(
             sorted({*message.end_token_ids, *([message.eos_token_id] if message.HasField("eos_token_id") else [])})
         ),
+        min_members=message.min_members,
+        max_turns=max(1, message.max_turns),
+        max_trajectory_tokens=message.max_trajectory_tokens,
         routed_token_bytes=message.routed_token_bytes,
     )
 

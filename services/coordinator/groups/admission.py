@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import (
+    GIVEN,
     MAX_PART_NAME,
     MAX_REWARD_PARTS,
     DropReason,
     FinishReason,
     SealedGroup,
 )
-from heterorl.common.wire.columns import FINISH, FINISH_OF, Columns
+from heterorl.common.wire.columns import FINISH, FINISH_OF, FIRST_LOST, Columns, num_drawn
+
+_EOS, _LENGTH = FINISH[FinishReason.EOS], FINISH[FinishReason.LENGTH]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,25 +95,33 @@ def content_problem(group: Columns, contract: Contract, *, max_prompt_tokens: in
         return f"prompt: empty or outside 0..{contract.vocab_size - 1}"
     if not math.isfinite(group.generation_s) or group.generation_s < 0:
         return "generation_s: not a duration"
-    problem = _lengths_problem(group, contract) or _tokens_problem(group, contract) or _rewards_problem(group)
+    problem = (
+        _members_problem(group, contract)
+        or _spans_problem(group, contract)
+        or _tokens_problem(group, contract)
+        or _rewards_problem(group)
+    )
     if problem:
         return problem
-    ends = np.cumsum(group.lengths)
-    span_ends = np.cumsum(group.span_lengths)
-    if (group.span_lengths < 1).any() or not np.array_equal(span_ends[np.cumsum(group.span_counts) - 1], ends):
-        return "span_lengths: the spans do not cover each rollout's tokens"
-    oldest = int(group.span_versions.min())
+    oldest = int(group.span_versions[group.span_versions != GIVEN].min())
     if oldest != group.oldest_version:
         return f"oldest_version: {group.oldest_version}, the spans say {oldest}"
     return ""
 
 
-def _lengths_problem(group: Columns, contract: Contract) -> str:
-    longest = contract.sampling.max_new_tokens
-    if (wrong := _first((group.lengths < 1) | (group.lengths > longest))) is not None:
+def is_trainable(group: Columns) -> NDArray[np.bool_]:
+    """Which rollouts are trained on, [G]."""
+    return group.endings < FIRST_LOST
+
+
+def _members_problem(group: Columns, contract: Contract) -> str:
+    trained = is_trainable(group)
+    needed, longest = contract.min_members or contract.group_size, contract.max_rollout_tokens
+    if trained.sum() < needed:
+        return f"endings: {trained.sum()} rollouts can be trained, min_members is {needed}"
+    # A lost member may have no tokens.
+    if (wrong := _first((group.lengths < trained) | (group.lengths > longest))) is not None:
         return f"lengths: rollout {wrong} has {group.lengths[wrong]} tokens, allowed are 1..{longest}"
-    if (wrong := _first(group.span_counts < 1)) is not None:
-        return f"span_counts: rollout {wrong} has no span"
     records = (group.prompt.size + group.lengths - 1) * contract.routed_token_bytes
     if (wrong := _first((group.record_lengths != 0) & (group.record_lengths != records))) is not None:
         return (
@@ -118,6 +129,49 @@ def _lengths_problem(group: Columns, contract: Contract) -> str:
             f" 0 or {records[wrong]} is right"
         )
     return ""
+
+
+def _spans_problem(group: Columns, contract: Contract) -> str:
+    counts, versions, keeps = group.span_counts, group.span_versions, group.span_keeps
+    if (wrong := _first((counts < 1) & (group.lengths > 0))) is not None:
+        return f"span_counts: rollout {wrong} has no span"
+    rollouts = np.repeat(np.arange(counts.size), counts)
+    covered = np.bincount(rollouts, group.span_lengths, minlength=counts.size)
+    if (group.span_lengths < 1).any() or not np.array_equal(covered, group.lengths):
+        return "span_lengths: the spans do not cover each rollout's tokens"
+    if (wrong := _first(versions < (GIVEN if contract.max_turns > 1 else 0))) is not None:
+        return f"span_versions: rollout {rollouts[wrong]} has a span of version {versions[wrong]}"
+    is_first = np.diff(rollouts, prepend=-1) != 0
+    is_last = np.diff(rollouts, append=counts.size) != 0
+    if (wrong := _first((versions == GIVEN) & (is_first | (is_last & is_trainable(group)[rollouts])))) is not None:
+        return f"span_versions: rollout {rollouts[wrong]} begins or ends with given tokens"
+    if (wrong := _first((keeps >= 0) & ((versions != GIVEN) | is_first))) is not None:
+        return f"span_keeps: rollout {rollouts[wrong]} begins a sequence with what was not given"
+    if (keeps >= 0).any() and (wrong := _wrong_keep(group, rollouts)) is not None:
+        return f"span_keeps: rollout {wrong} keeps more tokens than the sequence before has"
+    turns = np.bincount(rollouts[_turn_starts(versions, is_first)], minlength=counts.size)
+    if (wrong := _first(turns > contract.max_turns)) is not None:
+        return f"span_versions: rollout {wrong} has {turns[wrong]} turns, max_turns is {contract.max_turns}"
+    return ""
+
+
+def _wrong_keep(group: Columns, rollouts: NDArray[np.intp]) -> int | None:
+    """The first rollout that keeps more than there is; a sequence is as long as what it keeps and what follows."""
+    lengths: dict[int, int] = {}
+    rows = zip(rollouts.tolist(), group.span_keeps.tolist(), group.span_lengths.tolist(), strict=True)
+    for rollout, keeps, length in rows:
+        known = lengths.get(rollout, group.prompt.size)
+        if keeps > known:
+            return int(rollout)
+        lengths[rollout] = length + (keeps if keeps >= 0 else known)
+    return None
+
+
+def _turn_starts(versions: NDArray[np.int64], is_first: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which spans begin a turn: drawn ones behind given tokens, or at a rollout's start."""
+    drawn = versions != GIVEN
+    starts: NDArray[np.bool_] = drawn & (is_first | ~np.concatenate([[False], drawn[:-1]]))
+    return starts
 
 
 def _tokens_problem(group: Columns, contract: Contract) -> str:
@@ -128,32 +182,54 @@ def _tokens_problem(group: Columns, contract: Contract) -> str:
     if problem:
         return problem
     if not np.isfinite(group.logprobs).all() or group.logprobs.max() > 0:
-        wrong = _rollout_of(group, int((~(np.isfinite(group.logprobs) & (group.logprobs <= 0))).argmax()))
+        at = int((~(np.isfinite(group.logprobs) & (group.logprobs <= 0))).argmax())
+        wrong = int(np.searchsorted(np.cumsum(num_drawn(group)), at, side="right"))
         return f"logprobs: those of rollout {wrong} are not all finite and at most 0"
     return ""
 
 
 def ending_problem(group: Columns, contract: Contract) -> str:
-    """A completion ends with an end token or at the longest length, and has no end token before its end."""
+    """A turn ends with an end token or at the longest length, and has no end token before its end.
+
+    A rollout that ended of itself says how its last turn did.
+    """
+    rollouts = np.repeat(np.arange(group.span_counts.size), group.span_counts)
+    is_start = _turn_starts(group.span_versions, np.diff(rollouts, prepend=-1) != 0)
+    drawn_lengths = np.where(group.span_versions != GIVEN, group.span_lengths, 0)
+    # Spans of given tokens behind a turn count to it, and add nothing.
+    turn_of_span = np.cumsum(is_start) - 1
+    lengths = np.bincount(turn_of_span, drawn_lengths).astype(np.int64)
+    first = (np.cumsum(group.span_lengths) - group.span_lengths)[is_start]
+    last, owners = first + lengths - 1, rollouts[is_start]
+    longest = contract.sampling.max_new_tokens
+    if (wrong := _first(lengths > longest)) is not None:
+        return f"lengths: a turn of rollout {owners[wrong]} has {lengths[wrong]} tokens, allowed are 1..{longest}"
     ends = contract.end_token_ids
     if not ends:
         return ""
     is_end = np.zeros(group.token_ids.size, np.bool_)
     for token in ends:
         is_end |= group.token_ids == token
-    last = np.cumsum(group.lengths) - 1
     is_ended = is_end[last]
     is_end[last] = False
+    is_end[~np.repeat(group.span_versions != GIVEN, group.span_lengths)] = False
     if is_end.any():
         at = int(is_end.argmax())
         return f"token_ids: rollout {_rollout_of(group, at)} has end token {group.token_ids[at]} before its end"
-    says_ended = group.endings == FINISH[FinishReason.EOS]
-    if (wrong := _first(is_ended != says_ended)) is not None:
-        said = FINISH_OF[int(group.endings[wrong])].value
-        return f"endings: rollout {wrong} says {said}, its last token is {group.token_ids[last[wrong]]}"
-    if (wrong := _first(~is_ended & (group.lengths < contract.sampling.max_new_tokens))) is not None:
+    if (wrong := _first(~is_ended & (lengths < longest))) is not None:
         tokens = " or ".join(map(str, ends))
-        return f"token_ids: rollout {wrong} has {group.lengths[wrong]} tokens without the end token {tokens}"
+        return f"token_ids: rollout {owners[wrong]} has {lengths[wrong]} tokens without the end token {tokens}"
+    is_final = np.diff(owners, append=-1) != 0
+    said = group.endings[owners[is_final]]
+    is_wrong = ((said == _EOS) & ~is_ended[is_final]) | ((said == _LENGTH) & is_ended[is_final])
+    if (wrong := _first(is_wrong)) is not None:
+        token = group.token_ids[last[is_final][wrong]]
+        return (
+            f"endings: rollout {owners[is_final][wrong]} says {FINISH_OF[said[wrong]].value}, its last token is {token}"
+        )
+    others = np.isin(group.endings, (_EOS, _LENGTH), invert=True) & is_trainable(group)
+    if contract.max_turns == 1 and (wrong := _first(others)) is not None:
+        return f"endings: rollout {wrong} says {FINISH_OF[int(group.endings[wrong])].value}, and has one turn"
     return ""
 
 

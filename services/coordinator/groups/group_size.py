@@ -10,17 +10,17 @@ ROLLOUT_OVERHEAD_BYTES = 1024
 LOGPROB_BYTES = 4
 MAX_GROUP_SIZE = 4096
 ACTION = (
-    "raise max_message_bytes at the coordinator and the learner, or lower sampling.max_new_tokens or group_size at"
-    " every node, or the coordinator's max_prompt_tokens"
+    "raise max_message_bytes at the coordinator and the learner, or lower sampling.max_new_tokens,"
+    " sampling.max_trajectory_tokens or group_size at every node, or the coordinator's max_prompt_tokens"
 )
 
 
 def worst_bytes(contract: Contract, *, max_prompt_tokens: int) -> int:
     """Bytes of the largest group that the contract allows."""
     token_bytes = max(1, -(-max(0, contract.vocab_size - 1).bit_length() // 8))
-    rollout = contract.sampling.max_new_tokens * (token_bytes + LOGPROB_BYTES) + ROLLOUT_OVERHEAD_BYTES
+    rollout = contract.max_rollout_tokens * (token_bytes + LOGPROB_BYTES) + ROLLOUT_OVERHEAD_BYTES
     # Every rollout has the experts of its prompt's tokens, too.
-    rollout += (max_prompt_tokens + contract.sampling.max_new_tokens) * contract.routed_token_bytes
+    rollout += (max_prompt_tokens + contract.max_rollout_tokens) * contract.routed_token_bytes
     return contract.group_size * rollout + max_prompt_tokens * token_bytes
 
 
@@ -33,6 +33,6 @@ def problem_of(contract: Contract, config: CoordinatorConfig) -> str:
         return ""
     return (
         f"max_message_bytes: {config.max_message_bytes} is too small for a group of this contract,"
-        f" {contract.group_size} rollouts of {contract.sampling.max_new_tokens} tokens and a prompt of"
+        f" {contract.group_size} rollouts of {contract.max_rollout_tokens} tokens and a prompt of"
         f" {config.max_prompt_tokens}, which needs up to {worst} bytes"
     )

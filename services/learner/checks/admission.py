@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heterorl.common.model.routing import RoutingShape
-from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD, Group
+from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD, Group, Rollout
+from heterorl.common.types.trajectory import is_drawn, strips_of
 from heterorl.common.types.words import peer_words
 from heterorl.learner.checks.judge import SOUND, Finding
 
@@ -18,6 +19,8 @@ class Limits:
     """
 
     group_size: int
+    min_members: int = 0
+    """Rollouts that must be trainable; 0: all."""
     vocab_size: int
     max_sequence_tokens: int
     has_unit_rewards: bool = False
@@ -45,19 +48,25 @@ def judge(group: Group, limits: Limits) -> Finding:
         return Finding(detail=f"a value of {value:g} of the reward's part {name}; at most {MAX_PART_VALUE:g} is taken")
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
         return Finding(detail="a reward outside [0, 1], which loss.advantage = beta is not defined for")
-    lengths = [rollout.token_ids.size for rollout in group.rollouts]
-    if min(lengths) == 0:
-        return Finding(detail="a rollout has no token")
-    if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
+    if len(group.trainable) < (limits.min_members or limits.group_size):
+        return Finding(detail=f"{len(group.trainable)} rollouts can be trained; min_members is {limits.min_members}")
+    if any(rollout.num_drawn != _drawn_by_spans(rollout) for rollout in group.rollouts):
         return Finding(detail="a rollout has not one log-prob per token")
-    total = group.prompt_token_ids.size + max(lengths)
+    if any(rollout.num_drawn == 0 for rollout in group.trainable):
+        return Finding(detail="a rollout has no token")
+    strips = [strip for rollout in group.rollouts for strip in strips_of(group.prompt_token_ids, rollout)]
+    total = max(strip.token_ids.size for strip in strips)
     if limits.max_sequence_tokens and total > limits.max_sequence_tokens:
         return Finding(detail=f"a sequence of {total} tokens; max_sequence_tokens is {limits.max_sequence_tokens}")
-    ids = [group.prompt_token_ids, *(rollout.token_ids for rollout in group.rollouts)]
+    ids = [group.prompt_token_ids, *(rollout.token_ids for rollout in group.rollouts if rollout.token_ids.size)]
     if any(part.min() < 0 or part.max() >= limits.vocab_size for part in ids):
         return Finding(detail=f"a token is outside the vocabulary of {limits.vocab_size}")
     problem = _record_problem(group, limits.routing)
     return Finding(detail=problem) if problem else SOUND
+
+
+def _drawn_by_spans(rollout: Rollout) -> int:
+    return int(is_drawn(rollout.spans, rollout.token_ids.size).sum())
 
 
 def _record_problem(group: Group, routing: RoutingShape | None) -> str:

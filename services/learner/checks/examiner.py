@@ -171,7 +171,7 @@ class Examiner:
             self.unseeded.add(group.id.site)
             _LOG.warning("site %s: draws cannot be repeated, log-probs alone are checked", group.id.site)
         replays: list[Replay] = []
-        versions = sorted({span.version for rollout in group.rollouts for span in rollout.spans})
+        versions = sorted({span.version for rollout in group.rollouts for span in rollout.spans if span.is_drawn})
         if len(versions) > config.max_versions:
             # Each costs a pull and a pass: a site that names hundreds would stop the checks of all others.
             _count(group, "logprob", "skipped")
@@ -187,7 +187,9 @@ class Examiner:
             await in_thread(self.yardstick.replayer.load, arena, version, queued.flavour)
             found = await in_thread(self.yardstick.replayer.replay, group, key=key)
             replays = found if not replays else _spliced(group, version, into=replays, other=found)
-        finding = judge_logprobs([rollout.sampler_logprobs for rollout in group.rollouts], replays, config)
+        replays = [replay for rollout, replay in zip(group.rollouts, replays, strict=True) if rollout.num_drawn]
+        stated = [rollout.sampler_logprobs for rollout in group.rollouts if rollout.num_drawn]
+        finding = judge_logprobs(stated, replays, config)
         _count(group, "logprob", "passed" if finding.is_sound else "failed")
         if not finding.is_sound:
             return finding
@@ -200,9 +202,8 @@ def _spliced(group: Group, version: int, *, into: list[Replay], other: list[Repl
     """Tokens that a version produced take its numbers."""
     result = []
     for rollout, mine, theirs in zip(group.rollouts, into, other, strict=True):
-        is_theirs = np.zeros(rollout.token_ids.size, np.bool_)
-        for span in rollout.spans:
-            is_theirs[span.start : span.end] |= span.version == version
+        drawn = [span for span in rollout.spans if span.is_drawn]
+        is_theirs = np.repeat([span.version == version for span in drawn], [span.end - span.start for span in drawn])
         margins = None
         if mine.margins is not None and theirs.margins is not None:
             margins = np.where(is_theirs, theirs.margins, mine.margins)

@@ -21,6 +21,7 @@ from heterorl.common.model.adapters import attach
 from heterorl.common.model.logprobs import CHUNK_LOGITS, logprobs_of, project, tempered
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.types.rollout import Group
+from heterorl.common.types.trajectory import strips_of
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.judge import Replay
 from heterorl.learner.train.batch import TrainingSequence
@@ -68,16 +69,17 @@ class Replayer:
             group: its tokens are read, nothing that it says of them.
             key: of its noise; None where its draws cannot be repeated.
         """
-        result: list[Replay] = []
+        result = [Replay(logprobs=np.zeros(0, np.float32), margins=None)] * len(group.rollouts)
         for part in _parts(group):
-            result += self._pass(group, part, key=key)
+            for number, replay in zip(part, self._pass(group, part, key=key), strict=True):
+                result[number] = replay
         return result
 
     def _pass(self, group: Group, part: Sequence[int], *, key: int | None) -> list[Replay]:
         batch = _collated(group, part).to(self._device)
         hidden_NH = hidden_states(self._model, batch.input_ids_RS, batch.position_ids_RS, batch.sources_N)
         weight_VH = output_embedding(self._model)
-        places = [(number, position) for number in part for position in range(group.rollouts[number].token_ids.size)]
+        places = [(number, position) for number in part for position in range(group.rollouts[number].num_drawn)]
         logprobs_N, margins_N = [], []
         step = max(1, CHUNK_LOGITS // weight_VH.shape[0])
         for start in range(0, len(places), step):
@@ -95,7 +97,7 @@ class Replayer:
                 margins_N.append((drawn_CV.max(1).values - drawn_CV.gather(1, targets_C[:, None])[:, 0]).cpu())
         logprobs = torch.cat(logprobs_N).numpy()
         margins = torch.cat(margins_N).numpy() if key is not None else None
-        ends = np.cumsum([group.rollouts[number].token_ids.size for number in part])[:-1]
+        ends = np.cumsum([group.rollouts[number].num_drawn for number in part])[:-1]
         margin_parts = [None] * len(part) if margins is None else np.split(margins, ends)
         return [
             Replay(logprobs=entry, margins=margin)
@@ -123,7 +125,7 @@ def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, t
     for part in _parts(group):
         rollouts = [group.rollouts[number] for number in part]
         logprobs_N, _ = learner_logprobs(model, _collated(group, part).to(device), temperature=temperature)
-        pieces = logprobs_N.double().cpu().split([rollout.token_ids.size for rollout in rollouts])
+        pieces = logprobs_N.double().cpu().split([rollout.num_drawn for rollout in rollouts])
         ratios += [
             float(piece.mean()) - float(rollout.sampler_logprobs.mean(dtype=np.float64))
             for piece, rollout in zip(pieces, rollouts, strict=True)
@@ -132,14 +134,24 @@ def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, t
 
 
 def _parts(group: Group) -> list[list[int]]:
-    """Numbers of rollouts that share a pass, in order."""
-    longest = group.prompt_token_ids.size + max(rollout.token_ids.size for rollout in group.rollouts)
+    """Numbers of rollouts that share a pass, in order; those without a drawn token are in none."""
+    numbers = [number for number, rollout in enumerate(group.rollouts) if rollout.num_drawn]
+    longest = group.prompt_token_ids.size + max(
+        (group.rollouts[number].token_ids.size for number in numbers), default=1
+    )
     rows = max(1, MAX_PASS_TOKENS // longest)
-    numbers = list(range(len(group.rollouts)))
     return [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
 
 
 def _collated(group: Group, part: Sequence[int]) -> MicroBatch:
     rollouts = [group.rollouts[number] for number in part]
-    sequences = [TrainingSequence.scored(group.prompt_token_ids, rollout.token_ids) for rollout in rollouts]
+    sequences = [
+        TrainingSequence(
+            strips=strips_of(group.prompt_token_ids, rollout),
+            sampler_logprobs=rollout.sampler_logprobs,
+            advantage=0.0,
+            log_denominator=0.0,
+        )
+        for rollout in rollouts
+    ]
     return collate(sequences, batching="padded")

@@ -35,7 +35,7 @@ class RewardSignal:
 
 
 def _advice(groups: Sequence[QueuedGroup]) -> str:
-    rollouts = [rollout for queued in groups for rollout in queued.group.rollouts]
+    rollouts = [rollout for queued in groups for rollout in queued.group.trainable]
     rewards = [rollout.reward for rollout in rollouts]
     num_cut = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
     return (

@@ -14,7 +14,7 @@ from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
-from heterorl.common.types.rollout import DropReason, Group, RewardPart, Rollout, weighted_sum
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
 from heterorl.learner.checks.judge import SOUND, Finding
 
 RUN_AGAIN = 2
@@ -47,13 +47,19 @@ def judge_rewards(
     prompt = task.prompt(group.prompt_index)
     if not np.array_equal(prompter.encode_prompt(prompt), group.prompt_token_ids):
         return _mismatch(f"prompt_token_ids: not those of prompt {group.prompt_index}")
-    texts = [prompter.decode(rollout.token_ids) for rollout in group.rollouts]
     remote = task.remote if isinstance(task, WeightedTask) else {}
     computes = task.without_remote() if isinstance(task, WeightedTask) and remote else task
-    for number, (rollout, parts) in enumerate(zip(group.rollouts, score_group(computes, prompt, texts), strict=True)):
+    members = [(number, rollout) for number, rollout in enumerate(group.rollouts) if rollout.is_trainable]
+    texts = [prompter.decode(rollout.token_ids) for _, rollout in members]
+    for number, rollout in enumerate(group.rollouts):
+        is_lost = rollout.finish_reason is FinishReason.REWARD_FAILED and not remote
+        if is_lost and _has_reward(computes, prompt, prompter.decode(rollout.token_ids)):
+            # Not held against the site, whose machine may be broken; and not trained, since it may hide low rewards.
+            return Finding(detail=f"rollouts[{number}]: its site has no reward for it, and one can be computed")
+    for (number, rollout), text, parts in zip(members, texts, score_group(computes, prompt, texts), strict=True):
         if remote:
             problem, parts = _believed(
-                rollout.reward_parts, parts, remote, prompt=prompt, completion=texts[number], is_trusted=is_trusted
+                rollout.reward_parts, parts, remote, prompt=prompt, completion=text, is_trusted=is_trusted
             )
             if problem:
                 return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
@@ -62,12 +68,20 @@ def judge_rewards(
             continue
         detail = f"rollouts[{number}].{problem}"
         by_code = task.by_code(prompt) if isinstance(task, WeightedTask | MixtureTask) else ()
-        names = {*by_code, *uncertain_parts(task, prompt, texts[number])}
+        names = {*by_code, *uncertain_parts(task, prompt, text)}
         if _is_by(names, rollout, parts, tolerance=tolerance):
-            _refuse_doubtful(task, prompt, texts[number], stated=rollout.reward_parts, computed=parts)
+            _refuse_doubtful(task, prompt, text, stated=rollout.reward_parts, computed=parts)
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
         return _mismatch(detail)
     return SOUND
+
+
+def _has_reward(task: Task, prompt: Prompt, completion: str) -> bool:
+    try:
+        task.score(prompt, completion)
+    except RewardError:
+        return False
+    return True
 
 
 def _believed(

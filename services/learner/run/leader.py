@@ -185,6 +185,7 @@ class Leader:
     async def _run_session(self, session: Session) -> Outcome:
         limits = Limits(
             group_size=self.config.group_size,
+            min_members=self.contract.min_members,
             vocab_size=self.contract.vocab_size,
             max_sequence_tokens=self.config.max_sequence_tokens,
             has_unit_rewards=self.config.loss.advantage == "beta",

@@ -14,6 +14,7 @@ import torch
 
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, Rollout
+from heterorl.common.types.trajectory import Strip, strips_of
 from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.custom import LossBatch
@@ -23,14 +24,15 @@ from heterorl.learner.loss.rule import Rule, rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
-    """One rollout ready for the loss: prompt and completion with its group's numbers.
+    """One rollout ready for the loss: what the model reads of it, and its group's numbers.
 
-    Example: TrainingSequence(prompt_token_ids=prompt, token_ids=rollout.token_ids, advantage=0.5, log_denominator=-0.6,
+    The loss sees the drawn tokens alone, of all strips one after another. All strips of a rollout share a pass, so that
+    means and sums over it are exact.
+    Example: TrainingSequence(strips=strips_of(prompt, rollout), advantage=0.5, log_denominator=-0.6,
     sampler_logprobs=rollout.sampler_logprobs)
     """
 
-    prompt_token_ids: Int32Array
-    token_ids: Int32Array
+    strips: tuple[Strip, ...]
     sampler_logprobs: Float32Array
     advantage: float
     log_denominator: float
@@ -63,18 +65,23 @@ class TrainingSequence:
             prompt: token ids, at least one.
             tokens: ids of the completion.
         """
+        marks = np.arange(prompt.size + tokens.size) >= prompt.size
         return cls(
-            prompt_token_ids=prompt,
-            token_ids=tokens,
+            strips=(Strip(token_ids=np.concatenate([prompt, tokens]), is_drawn=marks),),
             sampler_logprobs=np.zeros(tokens.size, np.float32),
             advantage=0.0,
             log_denominator=0.0,
         )
 
     @property
+    def num_drawn(self) -> int:
+        """Tokens that the loss is over."""
+        return self.sampler_logprobs.size
+
+    @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads: all but the last, which nothing follows."""
-        return self.prompt_token_ids.size + self.token_ids.size - 1
+        """Tokens that the model reads."""
+        return sum(strip.num_inputs for strip in self.strips)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,16 +103,16 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens."""
-        return sum(sequence.token_ids.size for sequence in self.sequences)
+        """Drawn tokens."""
+        return sum(sequence.num_drawn for sequence in self.sequences)
 
     def sum_of_powers(self, power: float) -> float:
         """Sum of T^-power over the sequences."""
-        return float(sum(float(sequence.token_ids.size) ** -power for sequence in self.sequences))
+        return float(sum(float(sequence.num_drawn) ** -power for sequence in self.sequences))
 
 
 def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int = 0) -> Batch:
-    """Give every rollout its advantage and its log denominator.
+    """Give every trainable rollout its advantage and its log denominator, over the trainable ones of its group.
 
     Args:
         groups: whole groups.
@@ -128,7 +135,7 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
 
 
 def _is_uniform(group: Group) -> bool:
-    return len({rollout.reward for rollout in group.rollouts}) < 2
+    return len({rollout.reward for rollout in group.trainable}) < 2
 
 
 def _prompt_scales(groups: Sequence[Group]) -> list[float]:
@@ -136,7 +143,7 @@ def _prompt_scales(groups: Sequence[Group]) -> list[float]:
     rewards: dict[bytes, list[float]] = {}
     for group in groups:
         pooled = rewards.setdefault(group.prompt_token_ids.tobytes(), [])
-        pooled.extend(rollout.reward for rollout in group.rollouts)
+        pooled.extend(rollout.reward for rollout in group.trainable)
     weights_P = beta_weights(torch.tensor([float(np.mean(values)) for values in rewards.values()], dtype=torch.float64))
     scale_of = dict(zip(rewards, weights_P.tolist(), strict=True))
     return [scale_of[group.prompt_token_ids.tobytes()] for group in groups]
@@ -145,14 +152,18 @@ def _prompt_scales(groups: Sequence[Group]) -> list[float]:
 def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_version: int) -> list[TrainingSequence]:
     if group.prompt_token_ids.size == 0:
         raise ValueError(f"group {group.id}: the prompt is empty")
-    if any(rollout.token_ids.size == 0 for rollout in group.rollouts):
+    members = [(place, rollout) for place, rollout in enumerate(group.rollouts) if rollout.is_trainable]
+    rollouts = [rollout for _, rollout in members]
+    if any(rollout.num_drawn == 0 for rollout in rollouts):
         raise ValueError(f"group {group.id}: a rollout has no token")
-    if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
+    strips = [strips_of(group.prompt_token_ids, rollout) for rollout in rollouts]
+    counts = [sum(int(strip.is_drawn.sum()) for strip in own) for own in strips]
+    if counts != [rollout.num_drawn for rollout in rollouts]:
         raise ValueError(f"group {group.id}: log-probs and tokens differ in number")
-    rewards_G = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
-    counts_G = torch.tensor([rollout.token_ids.size for rollout in group.rollouts])
+    rewards_G = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    counts_G = torch.tensor(counts)
     sums_G = torch.tensor(
-        [float(rollout.sampler_logprobs.sum(dtype=np.float64)) for rollout in group.rollouts], dtype=torch.float64
+        [float(rollout.sampler_logprobs.sum(dtype=np.float64)) for rollout in rollouts], dtype=torch.float64
     )
     means_G = sums_G / counts_G
     advantages_G = (group_advantages(rewards_G, kind=rule.advantage) * scale).tolist()
@@ -162,8 +173,7 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
     log_expectation = group_log_denominator(means_G, kind="contraharmonic")
     return [
         TrainingSequence(
-            prompt_token_ids=group.prompt_token_ids,
-            token_ids=rollout.token_ids,
+            strips=own,
             sampler_logprobs=rollout.sampler_logprobs,
             advantage=advantage,
             log_denominator=log_denominator,
@@ -174,14 +184,13 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
             staleness=_staleness(rollout, head_version) if rule.needs_staleness else None,
             routed_experts=rollout.routed_experts,
         )
-        for place, (rollout, advantage, centred_reward, log_denominator) in enumerate(
-            zip(group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True)
+        for (place, rollout), own, advantage, centred_reward, log_denominator in zip(
+            members, strips, advantages_G, centred_G, log_denominators_G, strict=True
         )
     ]
 
 
 def _staleness(rollout: Rollout, head_version: int) -> Int32Array:
-    staleness = np.zeros(rollout.token_ids.size, np.int32)
-    for span in rollout.spans:
-        staleness[span.start : span.end] = max(head_version - span.version, 0)
-    return staleness
+    drawn = [span for span in rollout.spans if span.is_drawn]
+    ages = [max(head_version - span.version, 0) for span in drawn]
+    return np.repeat(np.array(ages, np.int32), [span.end - span.start for span in drawn])

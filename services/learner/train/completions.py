@@ -1,4 +1,4 @@
-"""The completions of a step's groups as numbers; pure, in float64, of the groups alone.
+"""The completions of a step's groups as numbers, without lost members; pure, in float64, of the groups alone.
 
 Guarantees: the same numbers whatever the order of groups and rollouts; finite for every group that may be trained on.
 """
@@ -29,10 +29,10 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
     A percentile is interpolated linearly between the two nearest lengths. A part that a completion names several times
     counts with its sum.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.trainable]
     if not rollouts:
         return None
-    lengths_B = np.array([rollout.token_ids.size for rollout in rollouts], np.float64)
+    lengths_B = np.array([rollout.num_drawn for rollout in rollouts], np.float64)
     is_high_B = _above_mean([rollout.reward for rollout in rollouts])
     is_cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     return CompletionNumbers(
@@ -50,7 +50,7 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
 
 def has_signal(group: Group) -> bool:
     """Whether the group's rewards differ: where they do not, no rollout is better than another."""
-    return len({rollout.reward for rollout in group.rollouts if rollout.token_ids.size}) > 1
+    return len({rollout.reward for rollout in group.trainable if rollout.num_drawn}) > 1
 
 
 def _above_mean(rewards: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -83,7 +83,7 @@ def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
     num_groups = Counter(str(group.id.site) for group in groups)
     num_tokens: Counter[str] = Counter()
     for group in groups:
-        num_tokens[group.id.site] += sum(rollout.token_ids.size for rollout in group.rollouts)
+        num_tokens[group.id.site] += sum(rollout.num_drawn for rollout in group.rollouts)
     kept = sorted(num_tokens, key=lambda site: (-num_tokens[site], site))[:MAX_REPORTED_SITES]
     return tuple(
         SiteTokens(site=site, num_groups=num_groups[site], num_tokens=num_tokens[site]) for site in sorted(kept)
@@ -96,7 +96,7 @@ def by_source(groups: Sequence[QueuedGroup]) -> tuple[SourceReport, ...]:
     num_groups: Counter[str] = Counter()
     for queued in groups:
         if queued.source:
-            rewards[queued.source] += [rollout.reward for rollout in queued.group.rollouts]
+            rewards[queued.source] += [rollout.reward for rollout in queued.group.trainable]
             num_groups[queued.source] += 1
     return tuple(
         SourceReport(label=label, num_groups=num_groups[label], reward_mean=statistics.mean(found) if found else 0.0)

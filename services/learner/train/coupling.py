@@ -44,7 +44,7 @@ def couple(rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_ne
         logprobs: the learner's, of all their tokens one after another in the batch's order, in pieces of any length.
         max_new_tokens: the run's limit on completion tokens.
     """
-    lengths = [sequence.token_ids.size for sequence in batch.sequences]
+    lengths = [sequence.num_drawn for sequence in batch.sequences]
     of_sequences = torch.cat(list(logprobs)).detach().to("cpu", torch.float64).split(lengths)
     if rule.m2_budget > 0.0:
         batch = _with_selection(batch, of_sequences, budget=rule.m2_budget)

@@ -1,11 +1,11 @@
 """Sequences -> micro-batches within a token budget, padded or packed.
 
-Guarantees: every sequence is in exactly one micro-batch; a sequence's log-probs do not depend on its neighbours.
-Padded: one sequence a row, padding on the right, where causal attention cannot see it, so no mask is needed. Packed:
-all in one row; position ids start again at 0 with each sequence, from which transformers derives block-diagonal causal
+Guarantees: every sequence is in exactly one micro-batch; a strip's log-probs do not depend on its neighbours.
+Padded: one strip a row, padding on the right, where causal attention cannot see it, so no mask is needed. Packed: all
+in one row; position ids start again at 0 with each strip, from which transformers derives block-diagonal causal
 attention (`model.check_forward` refuses models that do not).
 
-Suffixes: R rows of S tokens for the model; B sequences of T completion tokens for the loss; N completion tokens.
+Suffixes: R rows of S tokens for the model; B sequences of T drawn tokens for the loss; N drawn tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batching = Literal["padded", "packed"]
 class MicroBatch:
     """Sequences of one forward and backward pass.
 
-    `sources_N` are flat positions (row * S + column) of the hidden states that predict the completion tokens
+    `sources_N` are flat positions (row * S + column) of the hidden states that predict the drawn tokens
     `targets_N`; both run through the mask of `loss_inputs` row by row, whose tensors are small: the loss is exact.
     `places_B` [B, 2] are the group and the rollout of each sequence; they stay on the CPU. `routed` are the recorded
     experts of the R * S tokens; None where no sequence has any.
@@ -65,63 +65,72 @@ def split(
     # sorted() is stable, so equal lengths keep the order of their groups and the split is deterministic.
     ordered = sorted(sequences, key=lambda sequence: sequence.num_inputs, reverse=True)
     parts: list[list[TrainingSequence]] = []
-    used = 0
+    rows = width = 0
     for sequence in ordered:
-        # Longest first: in a padded list every row costs as much as the first.
-        cost = parts[-1][0].num_inputs if parts and batching == "padded" else sequence.num_inputs
-        if parts and used + cost <= max_tokens:
+        # In a padded list every row costs as much as the longest.
+        wider = max(width, *(strip.num_inputs for strip in sequence.strips)) if batching == "padded" else 1
+        added = len(sequence.strips) if batching == "padded" else sequence.num_inputs
+        if parts and (rows + added) * wider <= max_tokens:
             parts[-1].append(sequence)
-            used += cost
+            rows, width = rows + added, wider
         else:
             parts.append([sequence])
-            used = sequence.num_inputs
+            rows, width = added, max(strip.num_inputs for strip in sequence.strips)
     return parts
 
 
 def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> MicroBatch:
     """Lay sequences out as one micro-batch."""
-    lengths = [sequence.num_inputs for sequence in sequences]
+    strips = [strip for sequence in sequences for strip in sequence.strips]
+    records = [record for sequence in sequences for record in _records(sequence)]
+    lengths = [strip.num_inputs for strip in strips]
     is_packed = batching == "packed"
-    rows, width = (1, sum(lengths)) if is_packed else (len(sequences), max(lengths))
+    rows, width = (1, sum(lengths)) if is_packed else (len(strips), max(lengths))
     starts = np.cumsum([0, *lengths[:-1]]) if is_packed else np.arange(rows) * width
     input_ids = np.zeros(rows * width, np.int64)
-    # Padding goes on counting: a jump in the positions would be read as the start of a packed sequence.
+    # Padding goes on counting: a jump in the positions would be read as the start of a packed strip.
     position_ids = np.tile(np.arange(width), rows)
     sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-    routed = _Routed(sequences, num_tokens=rows * width)
-    for sequence, start, length in zip(sequences, starts, lengths, strict=True):
-        num_prompt = sequence.prompt_token_ids.size
-        input_ids[start : start + num_prompt] = sequence.prompt_token_ids
-        input_ids[start + num_prompt : start + length] = sequence.token_ids[:-1]
+    routed = _Routed(records, lengths, num_tokens=rows * width)
+    for strip, record, start, length in zip(strips, records, starts, lengths, strict=True):
+        input_ids[start : start + length] = strip.token_ids[:-1]
         if is_packed:
             position_ids[start : start + length] = np.arange(length)
-        routed.put(sequence, int(start))
-        sources.append(np.arange(start + num_prompt - 1, start + length))
+        routed.put(record, int(start), length)
+        # A token is predicted where the one before it is read.
+        sources.append(start - 1 + np.flatnonzero(strip.is_drawn))
+    targets = np.concatenate([strip.token_ids[strip.is_drawn] for strip in strips])
     return MicroBatch(
         input_ids_RS=torch.from_numpy(input_ids.reshape(rows, width)),
         position_ids_RS=torch.from_numpy(position_ids.reshape(rows, width)),
         sources_N=torch.from_numpy(np.concatenate(sources)),
-        targets_N=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)),
+        targets_N=torch.from_numpy(targets.astype(np.int64)),
         loss_inputs=_loss_inputs(sequences),
         places_B=torch.tensor([(sequence.group, sequence.number) for sequence in sequences]),
         routed=routed.tokens(),
     )
 
 
+def _records(sequence: TrainingSequence) -> list[bytes]:
+    """The recorded experts of each strip; a rollout of several turns has none."""
+    assert len(sequence.strips) == 1 or not sequence.routed_experts
+    return [sequence.routed_experts] * len(sequence.strips)
+
+
 class _Routed:
     """The recorded experts of a micro-batch, put where the tokens lie."""
 
-    def __init__(self, sequences: Sequence[TrainingSequence], *, num_tokens: int) -> None:
-        sizes = {len(one.routed_experts) // one.num_inputs for one in sequences if one.routed_experts}
+    def __init__(self, records: Sequence[bytes], lengths: Sequence[int], *, num_tokens: int) -> None:
+        sizes = {len(record) // length for record, length in zip(records, lengths, strict=True) if record}
         # Of one contract all are of one size, as admission has seen to.
         assert len(sizes) <= 1, "records of several models"
         self._ids_NC = np.zeros((num_tokens, sizes.pop() if sizes else 0), np.uint8)
         self._is_recorded_N = np.zeros(num_tokens, np.bool_)
 
-    def put(self, sequence: TrainingSequence, start: int) -> None:
-        if sequence.routed_experts:
-            tokens = slice(start, start + sequence.num_inputs)
-            self._ids_NC[tokens] = np.frombuffer(sequence.routed_experts, np.uint8).reshape(sequence.num_inputs, -1)
+    def put(self, record: bytes, start: int, length: int) -> None:
+        if record:
+            tokens = slice(start, start + length)
+            self._ids_NC[tokens] = np.frombuffer(record, np.uint8).reshape(length, -1)
             self._is_recorded_N[tokens] = True
 
     def tokens(self) -> RoutedTokens | None:
@@ -131,13 +140,13 @@ class _Routed:
 
 
 def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:
-    longest = max(sequence.token_ids.size for sequence in sequences)
+    longest = max(sequence.num_drawn for sequence in sequences)
     mask_BT = np.zeros((len(sequences), longest), np.bool_)
     is_selected_BT = np.zeros((len(sequences), longest), np.bool_)
     sampler_BT = np.zeros((len(sequences), longest), np.float64)
     staleness_BT = np.zeros((len(sequences), longest), np.float64)
     for row, sequence in enumerate(sequences):
-        tokens = slice(sequence.token_ids.size)
+        tokens = slice(sequence.num_drawn)
         mask_BT[row, tokens] = True
         is_selected_BT[row, tokens] = True if sequence.is_selected is None else sequence.is_selected
         sampler_BT[row, tokens] = sequence.sampler_logprobs
@@ -162,7 +171,7 @@ def _reference(sequences: Sequence[TrainingSequence], longest: int) -> torch.Ten
         return None
     reference_BT = np.zeros((len(sequences), longest), np.float64)
     for row, sequence in enumerate(sequences):
-        reference_BT[row, : sequence.token_ids.size] = sequence.reference_logprobs
+        reference_BT[row, : sequence.num_drawn] = sequence.reference_logprobs
     return torch.from_numpy(reference_BT)
 
 

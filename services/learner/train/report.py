@@ -207,7 +207,7 @@ def build_report(
     kl_B = _concatenate([sample.kl_B for sample in samples])
     entropies_N = _concatenate([sample.entropies_N for sample in samples])
     staleness = [head_version - queued.group.oldest_version for queued in groups]
-    rewards = [rollout.reward for queued in groups for rollout in queued.group.rollouts]
+    rewards = [rollout.reward for queued in groups for rollout in queued.group.trainable]
     return StepReport(
         step=step,
         version=head_version + 1,

@@ -140,7 +140,7 @@ def _with_reference(parts: Sequence[list[TrainingSequence]], forward: _Forward) 
     known = []
     for part in parts:
         logprobs_N = forward(forward.collate(part))[0].cpu().double()
-        rows = logprobs_N.split([sequence.token_ids.size for sequence in part])
+        rows = logprobs_N.split([sequence.num_drawn for sequence in part])
         known.append(
             [
                 dataclasses.replace(sequence, reference_logprobs=row.numpy())

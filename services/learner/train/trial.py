@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span
 from heterorl.learner.loss.config import CustomLossConfig, LossConfig
 from heterorl.learner.loss.custom import CustomLoss
 from heterorl.learner.loss.policy_loss import policy_loss
@@ -109,7 +109,7 @@ def _group(number: int) -> Group:
         Rollout(
             token_ids=np.ones(length, np.int32),
             sampler_logprobs=np.array([-2.0 * rng.random() - 0.05 for _ in range(length)], np.float32),
-            spans=(VersionSpan(version=version, start=0, end=length),),
+            spans=(Span(version=version, start=0, end=length),),
             reward=reward,
             reward_parts=(),
             finish_reason=FinishReason.EOS,

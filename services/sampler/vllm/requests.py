@@ -15,7 +15,7 @@ import numpy as np
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.requests import Completion
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
-from heterorl.common.types.rollout import FinishReason, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Span
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM draws at another temperature than it is told."""
@@ -79,8 +79,7 @@ def completion(output: Any, *, end_token_ids: Sequence[int]) -> Completion:
         logprobs=np.minimum(chosen(tokens, output.logprobs), np.float32(0.0)),
         finish_reason=FinishReason.EOS if tokens[-1] in end_token_ids else FinishReason.LENGTH,
         spans=tuple(
-            VersionSpan(version=_number(span.version), start=span.start, end=span.end)
-            for span in output.weight_versions
+            Span(version=_number(span.version), start=span.start, end=span.end) for span in output.weight_versions
         ),
     )
 

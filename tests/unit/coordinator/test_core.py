@@ -28,7 +28,7 @@ from heterorl.common.errors import (
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.facts import changed_steps
 from heterorl.common.types.policy import PlanKind
-from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, RewardPart, VersionSpan
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, RewardPart, Span
 from heterorl.common.types.run import Command, Heartbeat
 from heterorl.common.types.step import LearnerPhase, LearnerProgress
 from heterorl.common.wire.common import bytes_digest
@@ -320,8 +320,8 @@ BAD = [
     ("too long", {"rollouts": (rollout(0), rollout(0, token_ids=np.zeros(5, np.int32), sampler_logprobs=np.zeros(5, np.float32)))}, DropReason.INVALID),
     ("reward", {"rollouts": (rollout(0), rollout(0, reward=float("nan")))}, DropReason.INVALID),
     ("parts", {"rollouts": (rollout(0), rollout(0, reward_parts=(RewardPart(name="x" * 999, value=0.0),)))}, DropReason.INVALID),
-    ("spans gap", {"rollouts": (rollout(0), rollout(0, spans=(VersionSpan(version=0, start=1, end=3),)))}, DropReason.INVALID),
-    ("spans short", {"rollouts": (rollout(0), rollout(0, spans=(VersionSpan(version=0, start=0, end=2),)))}, DropReason.INVALID),
+    ("spans gap", {"rollouts": (rollout(0), rollout(0, spans=(Span(version=0, start=1, end=3),)))}, DropReason.INVALID),
+    ("spans short", {"rollouts": (rollout(0), rollout(0, spans=(Span(version=0, start=0, end=2),)))}, DropReason.INVALID),
     ("spans oldest", {"oldest_version": 1}, DropReason.INVALID),
     ("prompt", {"prompt_token_ids": np.array([], np.int32)}, DropReason.INVALID),
     ("prompt vocabulary", {"prompt_token_ids": np.array([99], np.int32)}, DropReason.INVALID),
@@ -329,7 +329,7 @@ BAD = [
     ("prompt index", {"prompt_index": 51}, DropReason.INVALID),
     ("assignment", {"assignment": 999}, DropReason.INVALID),
     ("future version", {"rollouts": (rollout(9), rollout(9)), "oldest_version": 9}, DropReason.UNKNOWN_VERSION),
-    ("newer span", {"rollouts": (rollout(0), rollout(0, spans=(VersionSpan(version=0, start=0, end=1), VersionSpan(version=9, start=1, end=3))))}, DropReason.UNKNOWN_VERSION),
+    ("newer span", {"rollouts": (rollout(0), rollout(0, spans=(Span(version=0, start=0, end=1), Span(version=9, start=1, end=3))))}, DropReason.UNKNOWN_VERSION),
     ("digest", {"state_root": Digest("f" * 64)}, DropReason.WRONG_DIGEST),
 ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 from heterorl.view.scale import probability_classes, ratio_classes
 from heterorl.view.tokens import tokens_of
 from tests.support.samples import make_rollout, pieces_of
@@ -58,7 +58,7 @@ def test_numbers_are_the_tokens_own():
 
 def test_another_policy_is_marked_where_it_begins():
     rollout = make_rollout("a b c", seed=1)
-    spans = (VersionSpan(version=4, start=0, end=2), VersionSpan(version=5, start=2, end=len(rollout.token_ids)))
+    spans = (Span(version=4, start=0, end=2), Span(version=5, start=2, end=len(rollout.token_ids)))
 
     tokens, _ = tokens_of(dataclasses.replace(rollout, spans=spans), limit=10)
 

@@ -188,7 +188,7 @@ class Passes:
     def _with_reference(self, shares: Shares) -> Shares:
         assert self.reference is not None, "the engine was built with one"
         sequences = shares.ordered()
-        rows = torch.cat(self._logprobs(shares, self.reference)).split([one.token_ids.size for one in sequences])
+        rows = torch.cat(self._logprobs(shares, self.reference)).split([one.num_drawn for one in sequences])
         return shares.replaced(
             [replace(one, reference_logprobs=row.numpy()) for one, row in zip(sequences, rows, strict=True)]
         )

@@ -18,7 +18,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
 from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
-from heterorl.common.types.rollout import FinishReason, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
 from tests.support.engines import Truth, disturbed
 
@@ -133,7 +133,7 @@ def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_vers
     assert 0 < len(ended) < len(rows)
     assert all(row.token_ids[-1] == 1 and (row.token_ids[:-1] != 1).all() for row in ended)
     assert all(len(row.token_ids) == 6 for row in rows if row.finish_reason is FinishReason.LENGTH)
-    assert all(row.spans == (VersionSpan(version=7, start=0, end=len(row.token_ids)),) for row in rows)
+    assert all(row.spans == (Span(version=7, start=0, end=len(row.token_ids)),) for row in rows)
     assert all((row.logprobs <= 0).all() and len(row.logprobs) == len(row.token_ids) for row in rows)
 
 
@@ -254,7 +254,7 @@ def test_token_carries_the_version_of_its_own_pass(model_dir):
     engine._turns, engine._version = SwapAfterEveryTurn(), 0
     [[row]] = engine.generate(PROMPTS[:1], seeds=[1], num_per_prompt=1)
 
-    assert row.spans == tuple(VersionSpan(version=at, start=at, end=at + 1) for at in range(len(row.token_ids)))
+    assert row.spans == tuple(Span(version=at, start=at, end=at + 1) for at in range(len(row.token_ids)))
 
 
 def test_loop_lets_go_between_two_turns():

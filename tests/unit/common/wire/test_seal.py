@@ -16,6 +16,7 @@ from heterorl.common.types.rollout import (
     PushStatus,
     RewardPart,
     SealedGroup,
+    Span,
 )
 from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common import MAX_INT64
@@ -92,7 +93,7 @@ SOUND = group_to_pb(GROUP)
         ({"token_ids": SOUND.token_ids + bytes(4)}, "token_ids: .* entries, lengths states"),
         ({"lengths": SOUND.lengths + b"\0"}, "lengths: .* bytes, 4 for each entry"),
         ({"lengths": b"\xff" * 12}, "token_ids: .* entries, lengths states 12884901885"),
-        ({"logprobs": SOUND.logprobs + bytes(4)}, "logprobs: .* entries, lengths states"),
+        ({"logprobs": SOUND.logprobs + bytes(4)}, "logprobs: .* entries, span_lengths states"),
         ({"logprobs": SOUND.logprobs + b"\0"}, "logprobs: .* bytes, 4 for each entry"),
         ({"endings": b"\x01"}, "endings: 1 entries, lengths states 2"),
         ({"endings": b"\x01\x63"}, "endings: 99 is no FinishReason"),
@@ -102,6 +103,8 @@ SOUND = group_to_pb(GROUP)
         ({"span_counts": b"\x01\0\0\0\x02\0\0\0"}, "span_lengths: 2 entries, span_counts states 3"),
         ({"span_versions": bytes(8)}, "span_versions: 1 entries, span_counts states 2"),
         ({"span_versions": bytes(7)}, "span_versions: 7 bytes, 8 for each entry"),
+        ({"span_keeps": bytes(4)}, "span_keeps: 1 entries, span_counts states 2"),
+        ({"span_versions": b"\xff" * 16}, "logprobs: .* entries, span_lengths states 0"),
         ({"part_counts": b"\x01\0\0\0\x02\0\0\0"}, "part_name_positions: 2 entries, part_counts states 3"),
         ({"part_counts": b"\xff" * 8}, "part_name_positions: 2 entries, part_counts states 8589934590"),
         ({"part_name_positions": b"\0\0\x01\0"}, "part_name_positions: 1, part_names has 1"),
@@ -136,6 +139,7 @@ def test_lists_are_cut_where_they_were_joined(lengths):
             0,
             token_ids=(2 ** rng.integers(0, 31, length) - rng.integers(0, 2, length)).astype(np.int32),
             sampler_logprobs=-rng.random(length).astype(np.float32),
+            spans=(Span(version=3, start=0, end=length),),
         )
         for length in lengths
     )

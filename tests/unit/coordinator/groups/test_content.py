@@ -3,12 +3,15 @@
 import dataclasses
 import math
 import random
+import re
 
 import numpy as np
 import pytest
 
+from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import (
+    GIVEN,
     MAX_PART_NAME,
     MAX_REWARD_PARTS,
     FinishReason,
@@ -16,7 +19,7 @@ from heterorl.common.types.rollout import (
     GroupId,
     RewardPart,
     Rollout,
-    VersionSpan,
+    Span,
 )
 from heterorl.common.wire.columns import columns_of
 from heterorl.coordinator.groups.admission import content_problem
@@ -29,35 +32,51 @@ MAX_PROMPT = 12
 VOCABULARIES = (40, 128, 256, 257, 17_001, 65_537, 150_000, 2**24 + 1, 2**31)
 
 
-def _contract(vocab_size: int, *ends: int, routed_token_bytes: int = 0):
+def _contract(vocab_size: int, *ends: int, routed_token_bytes: int = 0, max_turns: int = 1, min_members: int = 0):
     sampling = dataclasses.replace(CONTRACT.sampling, max_new_tokens=LONGEST)
     return dataclasses.replace(
         CONTRACT, vocab_size=vocab_size, group_size=2, end_token_ids=ends, sampling=sampling,
-        routed_token_bytes=routed_token_bytes,
+        routed_token_bytes=routed_token_bytes, max_turns=max_turns, max_trajectory_tokens=30, min_members=min_members,
     )  # fmt: skip
 
 
+def _ids(draw: random.Random, contract, length: int) -> list[int]:
+    ids = [draw.choice([0, 5, 127, 128, 300, 16_383, 16_384, draw.randrange(contract.vocab_size)])
+           % contract.vocab_size for _ in range(length)]  # fmt: skip
+    return [number if number not in contract.end_token_ids else 1 for number in ids]
+
+
 def _group(draw: random.Random, contract) -> Group:
+    prompt = [draw.randrange(contract.vocab_size) for _ in range(draw.randint(1, MAX_PROMPT))]
+
     def rollout() -> Rollout:
-        is_eos = bool(contract.end_token_ids) and draw.random() < 0.5
-        length = draw.randint(1, LONGEST) if is_eos or not contract.end_token_ids else LONGEST
-        ids = [draw.choice([0, 5, 127, 128, 300, 16_383, 16_384, draw.randrange(contract.vocab_size)])
-               % contract.vocab_size for _ in range(length)]  # fmt: skip
-        ids = [number if number not in contract.end_token_ids else 1 for number in ids]
-        if is_eos:
-            ids[-1] = draw.choice(contract.end_token_ids)
-        cut = draw.randint(0, length - 1)
-        bounds = [(3, 0, length)] if not cut else [(3, 0, cut), (4, cut, length)]
+        ids, spans, known = [], [], len(prompt)
+        for turn in range(draw.randint(1, contract.max_turns)):
+            if turn:
+                count, keeps = draw.randint(1, 2), draw.choice([None, None, draw.randint(0, known)])
+                spans.append(Span(version=GIVEN, start=len(ids), end=len(ids) + count, keeps=keeps))
+                # What is given may hold end tokens.
+                ids += [draw.randrange(contract.vocab_size) for _ in range(count)]
+                known = count + (known if keeps is None else keeps)
+            is_eos = bool(contract.end_token_ids) and draw.random() < 0.5
+            length = draw.randint(1, LONGEST) if is_eos or not contract.end_token_ids else LONGEST
+            start, cut = len(ids), draw.randint(0, length - 1)
+            bounds = [(3, 0, length)] if not cut else [(3, 0, cut), (4, cut, length)]
+            spans += [Span(version=v, start=start + a, end=start + b) for v, a, b in bounds]
+            ids += _ids(draw, contract, length)
+            known += length
+            if is_eos:
+                ids[-1] = draw.choice(contract.end_token_ids)
+        count = sum(span.end - span.start for span in spans if span.is_drawn)
         return Rollout(
             token_ids=np.array(ids, np.int32),
-            sampler_logprobs=np.array([-draw.random() for _ in ids], np.float32),
-            spans=tuple(VersionSpan(version=v, start=a, end=b) for v, a, b in bounds),
+            sampler_logprobs=np.array([-draw.random() for _ in range(count)], np.float32),
+            spans=tuple(spans),
             reward=draw.choice([0.0, 1.0]),
             reward_parts=(RewardPart(name="correct", value=1.0),),
             finish_reason=FinishReason.EOS if is_eos else FinishReason.LENGTH,
         )
 
-    prompt = [draw.randrange(contract.vocab_size) for _ in range(draw.randint(1, MAX_PROMPT))]
     return Group(
         id=GroupId(site=SITE, incarnation=INCARNATION, sequence=1), assignment=4, prompt_index=2,
         prompt_token_ids=np.array(prompt, np.int32), rollouts=(rollout(), rollout()), oldest_version=3,
@@ -66,50 +85,92 @@ def _group(draw: random.Random, contract) -> Group:
 
 
 def _problem(group: Group, contract) -> str:
-    return content_problem(columns_of(group_to_pb(group)), contract, max_prompt_tokens=MAX_PROMPT)
+    try:
+        columns = columns_of(group_to_pb(group))
+    except MalformedPayload as error:
+        return f"malformed: {error}"
+    return content_problem(columns, contract, max_prompt_tokens=MAX_PROMPT)
+
+
+def _turns(rollout: Rollout) -> list[tuple[int, int]]:
+    """Runs of drawn tokens."""
+    marks = "".join("gd"[span.is_drawn] * (span.end - span.start) for span in rollout.spans)
+    return [match.span() for match in re.finditer("d+", marks)]
 
 
 def _expected(group: Group, contract) -> str:
     """The field that a reader of the rules, one rollout at a time, would name; empty where nothing is wrong."""
     ends, prompt = contract.end_token_ids, group.prompt_token_ids.tolist()
+    drawn = [span.end - span.start for rollout in group.rollouts for span in rollout.spans if span.is_drawn]
+    if sum(drawn) != sum(rollout.num_drawn for rollout in group.rollouts):
+        return "malformed: logprobs"
     if len(prompt) > MAX_PROMPT or not prompt or max(prompt) >= contract.vocab_size:
         return "prompt"
     if not math.isfinite(group.generation_s) or group.generation_s < 0:
         return "generation_s"
+    if len(group.trainable) < (contract.min_members or contract.group_size):
+        return "endings"
     wrong = set()
+    longest = contract.max_trajectory_tokens if contract.max_turns > 1 else LONGEST
     for rollout in group.rollouts:
-        ids, logprobs = rollout.token_ids.tolist(), rollout.sampler_logprobs.tolist()
-        if not 0 < len(ids) <= LONGEST:
+        ids, logprobs, spans = rollout.token_ids.tolist(), rollout.sampler_logprobs.tolist(), rollout.spans
+        if not (0 if not rollout.is_trainable else 1) <= len(ids) <= longest:
             wrong.add("lengths")
             continue
         if len(rollout.routed_experts) not in (0, contract.routed_token_bytes * (len(prompt) + len(ids) - 1)):
             wrong.add("record_lengths")
-        if max(ids) >= contract.vocab_size:
-            wrong.add("token_ids")
-        if ends:
-            if any(token in ends for token in ids[:-1]):
-                wrong.add("token_ids")
-            if (ids[-1] in ends) != (rollout.finish_reason is FinishReason.EOS):
-                wrong.add("endings")
-            if ids[-1] not in ends and len(ids) < LONGEST:
-                wrong.add("unended")
-        if not all(math.isfinite(number) and number <= 0 for number in logprobs):
-            wrong.add("logprobs")
         values = [rollout.reward, *(part.value for part in rollout.reward_parts)]
         if not all(map(math.isfinite, values)):
             wrong.add("rewards")
         if not all(math.isfinite(part.weight) for part in rollout.reward_parts):
             wrong.add("part_weights")
-        if not rollout.spans:
+        if not all(math.isfinite(number) and number <= 0 for number in logprobs):
+            wrong.add("logprobs")
+        if not ids:
+            continue
+        if not spans:
             wrong.add("span_counts")
-        elif sum(s.end - s.start for s in rollout.spans) != len(ids) or any(s.end == s.start for s in rollout.spans):
+            continue
+        if sum(s.end - s.start for s in spans) != len(ids) or any(s.end == s.start for s in spans):
             wrong.add("span_lengths")
-    order = ("lengths", "span_counts", "record_lengths", "token_ids", "endings", "unended", "logprobs", "rewards",
-             "part_weights", "span_lengths")  # fmt: skip
-    for name in order:
+            continue
+        has_bad_version = any(span.version < (GIVEN if contract.max_turns > 1 else 0) for span in spans)
+        if has_bad_version or not spans[0].is_drawn or (rollout.is_trainable and not spans[-1].is_drawn):
+            wrong.add("span_versions")
+            continue
+        known = len(prompt)
+        for number, span in enumerate(spans):
+            if span.keeps is not None and (span.is_drawn or not number or span.keeps > known):
+                wrong.add("span_keeps")
+            known = span.end - span.start + (known if span.keeps is None else span.keeps)
+        turns = _turns(rollout)
+        if len(turns) > contract.max_turns:
+            wrong.add("num_turns")
+        if max(ids) >= contract.vocab_size:
+            wrong.add("token_ids")
+        if any(end - start > LONGEST for start, end in turns):
+            wrong.add("long_turn")
+        if ends:
+            if any(token in ends for start, end in turns for token in ids[start : end - 1]):
+                wrong.add("early_end")
+            if any(ids[end - 1] not in ends and end - start < LONGEST for start, end in turns):
+                wrong.add("unended")
+            said, is_ended = rollout.finish_reason, ids[turns[-1][1] - 1] in ends
+            if (said is FinishReason.EOS and not is_ended) or (said is FinishReason.LENGTH and is_ended):
+                wrong.add("endings")
+            if contract.max_turns == 1 and said in (FinishReason.TURNS, FinishReason.CONTEXT, FinishReason.SECONDS):
+                wrong.add("endings")
+    order = {
+        "lengths": "lengths", "record_lengths": "record_lengths", "span_counts": "span_counts",
+        "span_lengths": "span_lengths", "span_versions": "span_versions", "span_keeps": "span_keeps",
+        "num_turns": "span_versions", "token_ids": "token_ids", "long_turn": "lengths", "early_end": "token_ids",
+        "unended": "token_ids", "endings": "endings", "logprobs": "logprobs", "rewards": "rewards",
+        "part_weights": "part_weights",
+    }  # fmt: skip
+    for name, field in order.items():
         if name in wrong:
-            return name.replace("unended", "token_ids")
-    oldest = min(span.version for rollout in group.rollouts for span in rollout.spans)
+            return field
+    oldest = min(span.version for rollout in group.rollouts for span in rollout.spans if span.is_drawn)
     return "" if oldest == group.oldest_version else "oldest_version"
 
 
@@ -119,24 +180,29 @@ def _changed(group: Group, draw: random.Random) -> Group:
     some = group.rollouts[at]
     part = some.reward_parts[0]
     odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, 0.5, -3.0]
-    places = [draw.choice([EOS, 39, 127, 16_384, 2**31 - 1]), draw.randrange(some.token_ids.size)]
     ids = some.token_ids.copy()
-    ids[places[1]] = places[0]
+    ids[draw.randrange(ids.size)] = draw.choice([EOS, 39, 127, 16_384, 2**31 - 1])
     logprobs = some.sampler_logprobs.copy()
-    logprobs[places[1]] = draw.choice(odd)
-    shorter = draw.randrange(some.token_ids.size + 1)
-    name, number = draw.choice(["version", "end"]), draw.choice([1, 2, 3, 9])
+    logprobs[draw.randrange(logprobs.size)] = draw.choice(odd)
+    name = draw.choice(["version", "end", "keeps"])
+    number = draw.choice([-2, GIVEN, 2, 3]) if name == "version" else draw.choice([0, 1, 2, 3, 9, 40])
+    chosen = draw.randrange(len(some.spans))
     spans = tuple(
-        dataclasses.replace(span, **{name: max(number, span.start) if name == "end" else number}) for span in some.spans
-    )
+        dataclasses.replace(span, **{name: max(number, span.start) if name == "end" else number})
+        if place == chosen else span
+        for place, span in enumerate(some.spans)
+    )  # fmt: skip
     rollout_changes = [
         {},
         {"token_ids": ids},
         {"sampler_logprobs": logprobs},
-        {"token_ids": some.token_ids[:shorter], "sampler_logprobs": logprobs[:shorter]},
+        {"token_ids": some.token_ids[: draw.randrange(some.token_ids.size + 1)]},
+        {"token_ids": some.token_ids[:0], "sampler_logprobs": logprobs[:0], "spans": ()},
         {"finish_reason": draw.choice(list(FinishReason))},
+        {"finish_reason": FinishReason.TOOL_LOST},
         {"spans": spans},
-        {"spans": ()},
+        {"spans": (), "sampler_logprobs": logprobs[:0]},
+        {"spans": spans, "sampler_logprobs": np.zeros(sum(s.end - s.start for s in spans if s.is_drawn), np.float32)},
         {"reward": draw.choice(odd)},
         {"reward_parts": (dataclasses.replace(part, value=draw.choice(odd)),)},
         {"reward_parts": (dataclasses.replace(part, weight=draw.choice(odd)),)},
@@ -145,7 +211,7 @@ def _changed(group: Group, draw: random.Random) -> Group:
     group_changes = [
         {"generation_s": draw.choice([-1.0, math.nan, 0.0, 3.0])},
         {"oldest_version": draw.choice([3, 2, 4, -1])},
-        {"prompt_token_ids": draw.choice([group.prompt_token_ids[:0], np.full(13, 1, np.int32), ids])},
+        {"prompt_token_ids": draw.choice([group.prompt_token_ids[:0], np.full(13, 1, np.int32)])},
     ]
     change = draw.randrange(len(rollout_changes) + len(group_changes))
     if change >= len(rollout_changes):
@@ -155,11 +221,13 @@ def _changed(group: Group, draw: random.Random) -> Group:
     return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
+@pytest.mark.parametrize("max_turns", [1, 3])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("ends", [(), (2,), (39,), (128,), (EOS,), (2, 128), (39, 300, EOS)])
-def test_columns_are_judged_as_rollouts_one_by_one_would_be(vocabulary, ends):
+def test_columns_are_judged_as_rollouts_one_by_one_would_be(vocabulary, ends, max_turns):
     draw = random.Random(vocabulary * 100 + sum(ends))
-    contract = _contract(vocabulary, *[token for token in ends if token < vocabulary], routed_token_bytes=6)
+    ends = [token for token in ends if token < vocabulary]
+    contract = _contract(vocabulary, *ends, routed_token_bytes=6, max_turns=max_turns, min_members=draw.choice([0, 1]))
     seen = {True: 0, False: 0}
     for _ in range(120):
         group = _changed(_group(draw, contract), draw)

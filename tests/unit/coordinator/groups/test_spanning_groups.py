@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import DropReason, Group, GroupId, VersionSpan
+from heterorl.common.types.rollout import DropReason, Group, GroupId, Span
 from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.groups.admission import Facts, content_problem, judge
@@ -12,7 +12,7 @@ from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
 ROOT = Digest("a" * 64)
-MIXED = (VersionSpan(version=3, start=0, end=1), VersionSpan(version=8, start=1, end=3))
+MIXED = (Span(version=3, start=0, end=1), Span(version=8, start=1, end=3))
 
 
 @pytest.mark.parametrize(

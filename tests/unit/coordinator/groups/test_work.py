@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, VersionSpan
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
@@ -211,7 +211,7 @@ async def test_what_waits_of_an_abandoned_version_goes_with_it(core, run):
 
 async def test_group_with_tokens_of_an_abandoned_version_is_not_trained_on(core, run):
     """Swapped in flight: its oldest token is of the lineage, a later one is not."""
-    mixed = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=3))
+    mixed = (Span(version=0, start=0, end=1), Span(version=1, start=1, end=3))
     work = await run.lease(2)
     await run.publish()
     groups = [run.group(entry, version=0, rollouts=(rollout(0), rollout(0, spans=mixed))) for entry in work]

@@ -18,7 +18,7 @@ from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
 from heterorl.common.tiny.model import write_tiny_model
-from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection, RewardPart, VersionSpan
+from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection, RewardPart, Span
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.learner.checks.admission import Limits
@@ -218,7 +218,7 @@ async def test_tokens_are_judged_under_the_version_that_each_names(site, honest)
     group = max(honest, key=lambda group: group.rollouts[0].token_ids.size)
     length = group.rollouts[0].token_ids.size
     assert length > 1
-    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=length))
+    spans = (Span(version=0, start=0, end=1), Span(version=1, start=1, end=length))
     mixed = with_rollout(group, spans=spans)
 
     # Both versions have the same weights here, so an honest mixture passes, and both were asked for.
@@ -373,7 +373,7 @@ async def test_feed_lets_only_sound_groups_in(site, honest):
         for number, group in enumerate(honest[:4], 1)
     ]
     groups[1] = with_rollout(groups[1], reward=0.25)
-    groups[2] = with_rollout(groups[2], spans=(VersionSpan(version=9, start=0, end=99),))
+    groups[2] = with_rollout(groups[2], spans=(Span(version=9, start=0, end=99),))
     inbox = Inbox(8)
     api = Stream(groups, inbox)
     examiner = examiner_of(site, versions=Versions(arena_of(site)), **ALWAYS)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from heterorl.common.tasks.messages import Message
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span
 from heterorl.learner.notes.reading import Reader
 
 CORPUS = ["what is 12 + 34? the answer is 46.", "let us think step by step, then say it", "naive cafe 123 \u00e9\u4e2d"]
@@ -135,7 +135,7 @@ def group_of(texts):
         rollouts.append(
             Rollout(
                 token_ids=ids, sampler_logprobs=-np.ones(ids.size, np.float32),
-                spans=(VersionSpan(version=0, start=0, end=ids.size),), reward=1.0, reward_parts=(),
+                spans=(Span(version=0, start=0, end=ids.size),), reward=1.0, reward_parts=(),
                 finish_reason=FinishReason.EOS,
             )
         )  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 from heterorl.learner.loss.config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.train.batch import TrainingSequence, build_batch
 from heterorl.learner.train.micro_batch import collate, split
@@ -17,13 +17,11 @@ from tests.support.training import group, random_groups, rollout
 
 
 def _sequence(num_prompt, num_tokens):
-    return TrainingSequence(
-        prompt_token_ids=np.arange(10, 10 + num_prompt, dtype=np.int32),
-        token_ids=np.arange(20, 20 + num_tokens, dtype=np.int32),
-        sampler_logprobs=np.full(num_tokens, -0.5, np.float32),
-        advantage=0.5,
-        log_denominator=-0.25,
+    scored = TrainingSequence.scored(
+        np.arange(10, 10 + num_prompt, dtype=np.int32), np.arange(20, 20 + num_tokens, dtype=np.int32)
     )
+    logprobs = np.full(num_tokens, -0.5, np.float32)
+    return dataclasses.replace(scored, sampler_logprobs=logprobs, advantage=0.5, log_denominator=-0.25)
 
 
 def test_batch_gives_all_members_their_groups_denominator():
@@ -164,7 +162,7 @@ def test_bnpo_refuses_rewards_outside_the_unit_interval():
 
 def test_staleness_of_a_token_is_that_of_its_own_version():
     member = rollout([5, 6, 7], [-1.0] * 3, 1.0)
-    spans = (VersionSpan(version=3, start=0, end=1), VersionSpan(version=8, start=1, end=3))
+    spans = (Span(version=3, start=0, end=1), Span(version=8, start=1, end=3))
     mixed = group([dataclasses.replace(member, spans=spans), rollout([5], [-1.0], 0.0, version=12)])
 
     batch = build_batch([mixed], loss=DecoupledPpoConfig(proximal="loglinear"), head_version=10)
@@ -176,7 +174,7 @@ def test_staleness_of_a_token_is_that_of_its_own_version():
 @pytest.mark.parametrize("loss", [GepoConfig(), GspoConfig(), GrpoConfig(), DecoupledPpoConfig()])
 def test_rollout_over_versions_is_weighed_by_its_recorded_log_probs(loss):
     """The policy that sampled is what its log-probs say, token by token, whatever versions they are of."""
-    spans = (VersionSpan(version=3, start=0, end=1), VersionSpan(version=8, start=1, end=3))
+    spans = (Span(version=3, start=0, end=1), Span(version=8, start=1, end=3))
     members = [rollout([5, 6, 7], [-0.5, -2.0, -1.0], 1.0), rollout([5, 1], [-1.5, -0.1], 0.0)]
     mixed = [dataclasses.replace(members[0], spans=spans), members[1]]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 from heterorl.common.wire.seal import open_group, seal
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.outboxes import spooled_groups
@@ -311,7 +311,7 @@ def test_long_groups_stay_small_on_disk_and_in_memory(tmp_path):
             0,
             token_ids=rng.integers(0, 150_000, length).astype(np.int32),
             sampler_logprobs=-rng.random(length).astype(np.float32),
-            spans=(VersionSpan(version=0, start=0, end=length),),
+            spans=(Span(version=0, start=0, end=length),),
         )
         for _ in range(members)
     )

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import StaleWeights
 from heterorl.common.process import metrics
-from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.types.rollout import Span
 from heterorl.common.wire.seal import open_group
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.sampler_world import World
@@ -48,7 +48,7 @@ async def test_groups_of_a_batch_that_was_under_way_span_versions_and_carry_the_
     await world.until(lambda: any(len(group.versions) > 1 for group in pushed))
 
     group = next(open_group(group) for group in pushed if len(group.versions) > 1)
-    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=2, start=1, end=3))
+    spans = (Span(version=0, start=0, end=1), Span(version=2, start=1, end=3))
     assert all(rollout.spans == spans for rollout in group.rollouts)
     assert (group.oldest_version, group.state_root) == (0, world.run.roots[0])
     await world.until(lambda: any(group.oldest_version == 2 for group in pushed))

@@ -1,0 +1,217 @@
+"""Losses over rollouts of several turns: drawn tokens alone count, each once, however the history is cut."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from heterorl.common.types.rollout import GIVEN, FinishReason, Rollout, Span
+from heterorl.learner.loss.config import GepoConfig, TisConfig
+from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
+from tests.support.losses import CATALOGUE
+from tests.support.training import VOCAB_SIZE, group, tiny_model
+
+TEMPERATURE = 0.9
+
+
+def _rollout(pieces, reward, *, versions=(1, 2)):
+    """Of pieces (ids, log-probs or None for given ones, keeps)."""
+    ids, logprobs, spans = [], [], []
+    for number, (tokens, drawn, keeps) in enumerate(pieces):
+        version = GIVEN if drawn is None else versions[min(number, 1)]
+        spans.append(Span(version=version, start=len(ids), end=len(ids) + len(tokens), keeps=keeps))
+        ids += tokens
+        logprobs += drawn or []
+    return Rollout(
+        token_ids=np.array(ids, np.int32), sampler_logprobs=np.array(logprobs, np.float32), spans=tuple(spans),
+        reward=reward, reward_parts=(), finish_reason=FinishReason.LENGTH,
+    )  # fmt: skip
+
+
+def _groups(seed=0, *, num_groups=2, group_size=3, sequences="one"):
+    """Groups of three turns; the history goes on, is cut where it is, or is written anew."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(num_groups):
+        prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 5))).tolist()
+        members = []
+        for _ in range(group_size):
+            pieces, length = [], len(prompt)
+            for turn in range(3):
+                if turn:
+                    given = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 4))).tolist()
+                    keeps = {"one": None, "cut": length, "new": int(rng.integers(0, length + 1))}[sequences]
+                    pieces.append((given, None, keeps))
+                    length += len(given)
+                drawn = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 5))).tolist()
+                pieces.append((drawn, (-1.0 - 4.0 * rng.random(len(drawn))).tolist(), None))
+                length += len(drawn)
+                if sequences == "new" and turn:
+                    length = len(given) + keeps + len(drawn)
+            members.append(_rollout(pieces, float(rng.integers(0, 3)) / 2))
+        made.append(group(members, prompt=prompt, sequence=number + 1))
+    return [_near_policy(one) for one in made]
+
+
+MODEL = tiny_model(dtype=torch.float64)
+
+
+def _pieces(value, member):
+    """The token lists that the model reads, with the positions of drawn tokens; written out span by span."""
+    rows, context, marks = [], value.prompt_token_ids.tolist(), [False] * value.prompt_token_ids.size
+    for span in member.spans:
+        if span.keeps is not None:
+            rows.append((context, marks))
+            context, marks = context[: span.keeps], [False] * span.keeps
+        context = context + member.token_ids[span.start : span.end].tolist()
+        marks = marks + [span.version >= 0] * (span.end - span.start)
+    return [*rows, (context, marks)]
+
+
+def _logprobs(value, member):
+    """Log-probs of drawn tokens with gradient, one whole pass for each sequence."""
+    found = []
+    for ids, marks in _pieces(value, member):
+        row = torch.tensor(ids)
+        table = torch.log_softmax(MODEL(row[None]).logits[0] / TEMPERATURE, -1)
+        found += [table[at - 1, ids[at]] for at, is_drawn in enumerate(marks) if is_drawn]
+    return torch.stack(found)
+
+
+def _near_policy(value):
+    rng = np.random.default_rng(1)
+    members = []
+    for member in value.rollouts:
+        with torch.no_grad():
+            own = _logprobs(value, member).numpy()
+        noisy = np.minimum(own + 0.2 * rng.standard_normal(own.size), -1e-3).astype(np.float32)
+        members.append(dataclasses.replace(member, sampler_logprobs=noisy))
+    return dataclasses.replace(value, rollouts=tuple(members))
+
+
+def _gradients(groups, loss, *, micro_batch_tokens=9999, batching="padded"):
+    MODEL.zero_grad(set_to_none=True)
+    samples = accumulate_gradients(
+        MODEL, build_batch(groups, loss=loss, head_version=7), loss=loss, temperature=TEMPERATURE, max_new_tokens=16,
+        micro_batch_tokens=micro_batch_tokens, batching=batching, reference=tiny_model(seed=5, dtype=torch.float64),
+    )  # fmt: skip
+    return sum(sample.loss for sample in samples), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
+
+
+def _assert_same(one, other):
+    assert other[0] == pytest.approx(one[0], abs=1e-12)
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(other[1][name], gradient, rtol=0, atol=1e-12)
+    assert max(gradient.abs().max() for gradient in one[1].values()) > 1e-9
+
+
+@pytest.mark.parametrize("sequences", ["one", "new"])
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_gradient_of_every_loss_does_not_depend_on_the_layout(name, sequences):
+    groups = _groups(3, sequences=sequences)
+
+    whole = _gradients(groups, CATALOGUE[name])
+
+    for batching, micro_batch_tokens in (("padded", 33), ("packed", 45)):
+        _assert_same(
+            whole, _gradients(groups, CATALOGUE[name], micro_batch_tokens=micro_batch_tokens, batching=batching)
+        )
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_history_that_is_cut_where_it_is_has_the_gradient_of_the_uncut_one(name):
+    one, cut = _groups(4), _groups(4, sequences="cut")
+    assert [member.spans for member in one[0].rollouts] != [member.spans for member in cut[0].rollouts]
+
+    _assert_same(_gradients(one, CATALOGUE[name]), _gradients(cut, CATALOGUE[name], batching="packed"))
+
+
+@pytest.mark.parametrize("sequences", ["one", "cut", "new"])
+def test_loss_is_that_of_trajectories_written_out(sequences):
+    groups = _groups(5, sequences=sequences)
+    total = 0.0
+    for value in groups:
+        means = np.array([member.sampler_logprobs.astype(np.float64).mean() for member in value.rollouts])
+        expectation = (np.exp(means) ** 2).sum() / np.exp(means).sum()
+        rewards = np.array([member.reward for member in value.rollouts])
+        for member, reward in zip(value.rollouts, rewards, strict=True):
+            weight = torch.exp(_logprobs(value, member).mean()) / expectation
+            total = total - weight * (reward - rewards.mean()) / sum(len(one.rollouts) for one in groups)
+    MODEL.zero_grad(set_to_none=True)
+    total.backward()
+    expected = float(total.detach()), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
+
+    _assert_same(expected, _gradients(groups, GepoConfig(clip="none", kl_coefficient=0.0)))
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_lost_members_and_trailing_given_tokens_change_nothing(name):
+    groups = _groups(6)
+    more = []
+    for value in groups:
+        last = value.rollouts[0]
+        tail = Span(version=GIVEN, start=last.token_ids.size, end=last.token_ids.size + 5)
+        longer = dataclasses.replace(
+            last, token_ids=np.concatenate([last.token_ids, np.full(5, 9, np.int32)]), spans=(*last.spans, tail)
+        )
+        lost = dataclasses.replace(value.rollouts[1], finish_reason=FinishReason.TOOL_LOST, reward=77.0)
+        empty = dataclasses.replace(
+            lost, token_ids=lost.token_ids[:0], sampler_logprobs=lost.sampler_logprobs[:0], spans=()
+        )
+        more.append(dataclasses.replace(value, rollouts=(empty, longer, *value.rollouts[1:], lost)))
+
+    _assert_same(_gradients(groups, CATALOGUE[name]), _gradients(more, CATALOGUE[name]))
+    batch = build_batch(more, loss=CATALOGUE[name], head_version=7)
+    assert {sequence.number for sequence in batch.sequences} <= {1, 2, 3}
+
+
+class _World:
+    """Two turns of three actions, with an observation that the first action makes; a policy is a table by context."""
+
+    def __init__(self, seed):
+        rng = torch.Generator().manual_seed(seed)
+        self.first = torch.randn(3, generator=rng, dtype=torch.float64).requires_grad_()
+        self.second = torch.randn(3, 3, generator=rng, dtype=torch.float64).requires_grad_()
+        self.rewards = torch.randn(3, 3, generator=rng, dtype=torch.float64)
+
+    def logprobs(self, one, two):
+        return torch.stack([torch.log_softmax(self.first, 0)[one], torch.log_softmax(self.second[one], 0)[two]])
+
+    def gradient(self, value):
+        found = torch.autograd.grad(value, [self.first, self.second])
+        return torch.cat([part.reshape(-1) for part in found])
+
+
+def test_own_probability_weights_give_the_exact_policy_gradient_of_a_world_of_two_turns():
+    world = _World(3)
+    paths = list(itertools.product(range(3), repeat=2))
+    returns = sum(world.logprobs(*path).sum().exp() * world.rewards[path] for path in paths)
+    expected = world.gradient(returns)
+    # Under a uniform sampler one group of all nine paths is the expectation itself.
+    uniform = [float(np.log(1 / 3))]
+    members = [
+        _rollout([([one], uniform, None), ([3 + one % 2], None, None), ([two], uniform, None)],
+                 float(world.rewards[one, two]))
+        for one, two in paths
+    ]  # fmt: skip
+    gradients = {}
+    for name, loss in {
+        "own": TisConfig(level="sequence", cap=1e9, aggregation="sequence_sum", kl_coefficient=0.0),
+        "gepo": GepoConfig(clip="none", kl_coefficient=0.0),
+    }.items():
+        batch = build_batch([group(members, prompt=[5])], loss=loss)
+        micro_batch = collate(batch.sequences, batching="padded")
+        logprobs_N = torch.cat([world.logprobs(*path) for path in paths])
+        total, _ = micro_batch_loss(rule_of(loss), micro_batch, logprobs_N, torch.zeros(18), batch, max_new_tokens=4)
+        gradients[name] = -world.gradient(total)
+
+    # A reward travels as float64, a log-prob as float32.
+    torch.testing.assert_close(gradients["own"], expected, rtol=0, atol=1e-6)
+    # GEPO's weight is no ratio of probabilities: another length and a direction nearby.
+    assert not torch.allclose(gradients["gepo"], expected, atol=1e-3)
+    assert torch.cosine_similarity(gradients["gepo"], expected, 0) > 0.7

@@ -20,6 +20,8 @@
       EngineError             the engine generates nothing until a version is loaded anew
         StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
+      EpisodeError            an environment's episode ends without a reward; its siblings go on
+        EnvironmentFailed  ToolLost
       StoreLost               the coordinator's database is away: it starts again, and nothing acknowledged is lost
       StoreHeld               another session has the coordinator's database: it starts again, until that one has ended
 
@@ -404,3 +406,15 @@ class EngineDied(EngineError):
     """The engine's process ended or answers no more."""
 
     action = "the engine is started again with the whole version"
+
+
+class EpisodeError(HeterorlError):
+    """An episode of an environment has ended without a reward; the other members of its group go on."""
+
+
+class EnvironmentFailed(EpisodeError):
+    """The environment's own code raised, or returned what is no observation or reward."""
+
+
+class ToolLost(EpisodeError):
+    """The process of an episode took too long for one call and was killed, or it died."""

@@ -20,6 +20,8 @@ class Message:
 
     role: str
     content: str
+    name: str = ""
+    """Of a message with the role `tool`: which tool it is the result of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ def words(*, eos, post=None, chat_template=None, **more):
     made.train_from_iterator(["one plus two is three, four"] * 3, trainer)
     if post is not None:
         made.post_processor = post
-    return _fast(made, chat_template, eos_token=eos, **more)
+    return fast(made, chat_template, eos_token=eos, **more)
 
 
 def sentencepiece(*, chat_template=None, **more):
@@ -49,10 +49,11 @@ def sentencepiece(*, chat_template=None, **more):
     made.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return _fast(made, chat_template, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **more)
+    return fast(made, chat_template, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **more)
 
 
-def _fast(made, chat_template, **more):
+def fast(made, chat_template, **more):
+    """As transformers takes it."""
     fast = PreTrainedTokenizerFast(tokenizer_object=made, **more)
     if chat_template is not None:
         fast.chat_template = chat_template

@@ -11,21 +11,29 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import check_model_dir, first_line
-from heterorl.common.model.template import CLOCK, DATE, ChatTemplate, has_clock, source_of
+from heterorl.common.model.given import GivenTokens
+from heterorl.common.model.template import (
+    CLOCK,
+    DATE,
+    TEMPLATE_ERRORS,
+    ChatTemplate,
+    as_variables,
+    has_clock,
+    source_of,
+    tool_name,
+)
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.types.common import MAX_END_TOKENS, Int32Array
 
 _LOG = logging.getLogger(__name__)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
 _SWITCH = "set use_chat_template = true"
+_NO_TOOLS = "take an environment without tools, or another model"
 _PROBE = "0"
 _ENDS = "eos_token_id"
-_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a template raises, which computes, such as with a part that these messages lack."""
 
 
 class Prompter:
@@ -63,6 +71,7 @@ class Prompter:
         self._template = self._compiled(model_dir, template_arguments) if use_chat_template else None
         self._opening = [] if use_chat_template else _opening_of(self.tokenizer)
 
+        self._given: GivenTokens | None = None
         self.end_token_ids = self._ends(model_dir)
         """Ids that end a completion, ascending, as the model's files and its template say."""
 
@@ -84,10 +93,11 @@ class Prompter:
             return named
         try:
             behind = self._template.answer_end()
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return named
         ids = self.tokenizer.encode(behind.lstrip(), add_special_tokens=False)[:1]
         if ids and ids[0] in self.tokenizer.added_tokens_decoder:
+            self._given = GivenTokens(self._template, self.tokenizer, end_token_id=ids[0])
             return tuple(sorted({*named, *ids}))
         _LOG.warning(
             "the template ends an answer by %r, which is no special token: a completion ends by the tokens %s, or by"
@@ -104,14 +114,84 @@ class Prompter:
         """Token ids of a prompt, int32."""
         return self.encode_prompt(Prompt(index=0, text=text, answer=""))
 
-    def encode_prompt(self, prompt: Prompt) -> Int32Array:
+    def encode_prompt(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> Int32Array:
         """Token ids of a task's prompt, int32, with all its messages.
+
+        Args:
+            prompt: what is asked.
+            tools: JSON schemas of what the policy may call, which the template writes; `check_tools` says if it can.
 
         Raises:
             PromptRefused: it is messages, and no template is used or this one refuses them.
         """
-        ids = self.tokenizer.encode(self._written(prompt), add_special_tokens=False)
+        ids = self.tokenizer.encode(self._written(prompt, tools=tools), add_special_tokens=False)
         return np.array(self._opened(ids), np.int32)
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools that a prompt would not show.
+
+        Raises:
+            ConfigError: no template is used, or it writes no tools.
+        """
+        if self._template is None:
+            raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
+        asked = [as_variables(Message(role="user", content=_PROBE))]
+        try:
+            with_tools = self._template.write(asked, begins_answer=True, tools=tools)
+            without = self._template.write(asked, begins_answer=True)
+        except TEMPLATE_ERRORS as error:
+            problem = f"the model's template refuses the tools: {first_line(error)}"
+            raise ConfigError("task.environment", problem, action=_NO_TOOLS) from error
+        left_out = [name for name in map(tool_name, tools) if name not in with_tools]
+        if left_out or with_tools == without:
+            words = ", ".join(left_out or map(tool_name, tools))
+            problem = f"the model's template leaves out the tools {words}"
+            raise ConfigError("task.environment", problem, action=_NO_TOOLS)
+
+    def call_as_read(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The decoded text of a turn that calls a tool in the template's own form; empty where the template has none.
+
+        Raises:
+            ConfigError: prompts go through no template.
+        """
+        if self._template is None:
+            raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
+        try:
+            written = self._template.call(name, arguments, tools=tools)
+        except TEMPLATE_ERRORS:
+            return ""
+        return self.decode(self.tokens(written))
+
+    def given(self, messages: Sequence[Message], *, is_cut: bool) -> Int32Array:
+        """Token ids between two turns of the policy, int32: the template's, behind the first turn's end token.
+
+        Nothing of the history is read, and they depend on the arguments alone.
+
+        Args:
+            messages: what is said to the turn: of the user, of tools, of the system; at least one.
+            is_cut: the turn has no end token, because it ended at its token limit; then that is given first.
+
+        Raises:
+            ConfigError: prompts go through no template, or it ends an answer by no special token.
+            PromptRefused: the template cannot write these messages behind an answer.
+        """
+        return np.array(self._between().ids(messages, is_cut=is_cut), np.int32)
+
+    def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Why messages of a role cannot be given between turns, with tools and without; empty where they can.
+
+        Raises:
+            ConfigError: prompts go through no template, or it ends an answer by no special token.
+        """
+        return self._between().problem(role, tools=tools)
+
+    def _between(self) -> GivenTokens:
+        if self._given is not None:
+            return self._given
+        if self._template is None:
+            raise ConfigError("use_chat_template", "turns of an environment need a template", action=_SWITCH)
+        problem = "the model's template ends an answer by no special token, so turns cannot be told apart"
+        raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
 
     def num_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
         """How many tokens each prompt has, None where it is refused; all at once, which is many times as fast."""
@@ -129,18 +209,18 @@ class Prompter:
         """Ids with the tokens that open a text, once; a template writes its own."""
         return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
 
-    def _written(self, prompt: Prompt) -> str:
+    def _written(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         if self._template is None:
+            if tools:
+                raise PromptRefused("use_chat_template", "tools are shown by a template", action=_SWITCH)
             if prompt.messages:
                 problem = "prompts are messages (task.data.messages, task.system_prompt), and no template writes them"
                 raise PromptRefused("use_chat_template", problem, action=_SWITCH)
             return prompt.text
         messages = prompt.messages or (Message(role="user", content=prompt.text),)
         try:
-            return self._template.write(
-                [{"role": message.role, "content": message.content} for message in messages], begins_answer=True
-            )
-        except _TEMPLATE_ERRORS as error:
+            return self._template.write(list(map(as_variables, messages)), begins_answer=True, tools=tools)
+        except TEMPLATE_ERRORS as error:
             roles = ", ".join(message.role for message in messages)
             problem = f"the model's template refuses messages of {roles}: {first_line(error)}"
             raise PromptRefused(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import Template, TemplateError, ext, nodes
@@ -16,11 +17,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.directory import first_line
+from heterorl.common.tasks.task import Message
 
 CLOCK = "strftime_now"
 """The function by which a template asks for the time, and the template's argument that sets it."""
 DATE = "2025-01-01"
 """What CLOCK tells where no argument sets it: constant, since every start at every site writes the same prompts."""
+
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a template raises, which computes, such as with a part that these messages lack."""
 
 _ANSWER = "Yes"
 
@@ -31,6 +36,17 @@ def source_of(tokenizer: Any) -> str:
     if isinstance(found, Mapping):
         found = found.get("default")
     return found or ""
+
+
+def as_variables(message: Message) -> dict[str, Any]:
+    """A message as templates read it."""
+    variables = {"role": message.role, "content": message.content}
+    return {**variables, "name": message.name} if message.name else variables
+
+
+def tool_name(schema: Mapping[str, Any]) -> str:
+    """The name that a tool's JSON schema gives it, in OpenAI's form or bare."""
+    return str(schema.get("function", schema)["name"])
 
 
 def has_clock(source: str) -> bool:
@@ -63,16 +79,23 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError("model_dir", f"the chat template cannot be used: {first_line(error)}") from error
         given = {name: value for name, value in arguments.items() if name != CLOCK}
-        self._variables = {**tokenizer.special_tokens_map, **given, "tools": None, "documents": None}
+        self._variables = {**tokenizer.special_tokens_map, **given, "documents": None}
 
-    def write(self, messages: Sequence[Mapping[str, str]], *, begins_answer: bool) -> str:
-        """The text of messages, each with role and content; `begins_answer` ends it where an assistant's turn begins.
+    def write(
+        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of messages.
+
+        Args:
+            messages: each with role and content.
+            begins_answer: the text ends where an assistant's turn begins.
+            tools: JSON schemas of what may be called; a template is told of none by None, not by an empty list.
 
         Raises:
             TemplateError: the template refuses them; what it computes with them may raise what Python raises.
         """
-        variables = {**self._variables, "messages": messages, "add_generation_prompt": begins_answer}
-        return self._template.render(variables)
+        variables = {"messages": messages, "add_generation_prompt": begins_answer, "tools": list(tools) or None}
+        return self._template.render({**self._variables, **variables})
 
     def answer_end(self) -> str:
         """What is written behind an assistant's answer.
@@ -82,6 +105,19 @@ class ChatTemplate:
         """
         turns = [{"role": "user", "content": _ANSWER}, {"role": "assistant", "content": _ANSWER}]
         return self.write(turns, begins_answer=False).rpartition(_ANSWER)[2]
+
+    def call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
+        """What is written for an assistant's turn that calls a tool; a template that knows no calls leaves it out.
+
+        Raises:
+            TemplateError: it writes no such turn; what it computes may raise what Python raises.
+        """
+        asked = {"role": "user", "content": _ANSWER}
+        made = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+        calling = {"role": "assistant", "content": "", "tool_calls": [made]}
+        before = self.write([asked], begins_answer=True, tools=tools)
+        whole = self.write([asked, calling], begins_answer=False, tools=tools)
+        return whole[len(commonprefix([before, whole])) :]  # noqa: RUF071 - texts, no paths
 
 
 class _Generation(ext.Extension):

@@ -1,9 +1,11 @@
-"""Before the first group: some prompts through the template, answers that can be compared, one reward."""
+"""Before the first group: some prompts and turns through the template, answers that can be compared, one reward."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.positions import Room
@@ -45,6 +47,27 @@ def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: i
     problem = refused.args[0].removeprefix(f"{refused.key}: ")
     words = f"all of {len(tried)} prompts that were tried are refused: {problem}"
     raise ConfigError(refused.key, words, action=refused.action)
+
+
+def try_turns(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Prove for an environment that the template writes turns one behind another, whatever stands before them.
+
+    Args:
+        prompter: writes them.
+        tools: JSON schemas of what the policy may call; with them the template must write tools and their results too.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    problem = prompter.given_problem("user", tools=tools)
+    if problem:
+        raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
+    if not tools:
+        return
+    prompter.check_tools(tools)
+    problem = prompter.given_problem("tool", tools=tools)
+    if problem:
+        raise ConfigError("task.environment", problem, action="take an environment without tools, or another model")
 
 
 def try_answers(task: Task) -> None:

@@ -69,7 +69,7 @@ _TEXT = [
 ]
 
 
-def words_of(*, eos, **special):
+def words_of(*, eos, are_tags_special=False, **special):
     """A byte-level BPE that splits words as Qwen3's and Llama 3's do; `special` are options of its end of turn."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -85,7 +85,8 @@ def words_of(*, eos, **special):
     )  # fmt: skip
     made.train_from_iterator(_TEXT * 3, trainer)
     made.add_special_tokens([AddedToken(mark, normalized=False, **special) for mark in MARKS[2:]])
-    made.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    add_tags = made.add_special_tokens if are_tags_special else made.add_tokens
+    add_tags([AddedToken(tag, normalized=False) for tag in TAGS])
     return fast(made, None, eos_token=eos, bos_token=MARKS[0])
 
 

@@ -45,6 +45,8 @@ class GivenTokens:
     def ids(self, messages: Sequence[Message], *, is_cut: bool) -> list[int]:
         """Token ids behind a turn, up to where the policy's next turn begins.
 
+        A text that spells a special token becomes that token, as in prompts.
+
         Args:
             messages: what is said to the turn; at least one.
             is_cut: the turn ended at its token limit, so that its end token is given too.

@@ -148,8 +148,8 @@ class Prompter:
             problem = f"the model's template leaves out the tools {words}"
             raise ConfigError("task.environment", problem, action=_NO_TOOLS)
 
-    def call_as_read(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The decoded text of a turn that calls a tool in the template's own form; empty where the template has none.
+    def written_call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a turn that calls a tool in the template's own form; empty where the template has none.
 
         Raises:
             ConfigError: prompts go through no template.
@@ -157,10 +157,9 @@ class Prompter:
         if self._template is None:
             raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
         try:
-            written = self._template.call(name, arguments, tools=tools)
+            return self._template.call(name, arguments, tools=tools)
         except TEMPLATE_ERRORS:
             return ""
-        return self.decode(self.tokens(written))
 
     def given(self, messages: Sequence[Message], *, is_cut: bool) -> Int32Array:
         """Token ids between two turns of the policy, int32: the template's, behind the first turn's end token.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
+from heterorl.common.model.actions import Parser, parser_for
 from heterorl.common.model.positions import Room
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, knows_answers
@@ -49,25 +50,32 @@ def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: i
     raise ConfigError(refused.key, words, action=refused.action)
 
 
-def try_turns(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+def try_turns(
+    prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: Parser | Literal["auto"] = "auto"
+) -> Parser | None:
     """Prove for an environment that the template writes turns one behind another, whatever stands before them.
 
     Args:
         prompter: writes them.
         tools: JSON schemas of what the policy may call; with them the template must write tools and their results too.
+        tool_parser: the key of the task: how calls are read.
+
+    Returns:
+        How calls are read; None without tools.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not, or no parser reads the calls that it writes.
     """
     problem = prompter.given_problem("user", tools=tools)
     if problem:
         raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
     if not tools:
-        return
+        return None
     prompter.check_tools(tools)
     problem = prompter.given_problem("tool", tools=tools)
     if problem:
         raise ConfigError("task.environment", problem, action="take an environment without tools, or another model")
+    return parser_for(prompter, tools=tools, setting=tool_parser)
 
 
 def try_answers(task: Task) -> None:

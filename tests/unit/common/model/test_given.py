@@ -164,7 +164,9 @@ def test_templates_that_write_turns_one_behind_another_are_taken(tmp_path, templ
     ends = {LLAMA3: "<|eot_id|>", GEMMA: "<end_of_turn>"}
     tokenizer = FAMILIES["gemma"][1]() if template == GEMMA else words_of(eos=ends.get(template, "<|im_end|>"))
 
-    try_turns(prompter_of(tmp_path / "model", template, tokenizer), tools=tools)
+    parser = try_turns(prompter_of(tmp_path / "model", template, tokenizer), tools=tools)
+
+    assert parser == ({QWEN3: "hermes", LLAMA3: "json"}[template] if tools else None)
 
 
 LOOP = "{% for m in messages %}" + "{}" + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -256,6 +258,24 @@ def test_messages_that_the_template_refuses_together_are_refused(tmp_path):
     assert prompter.given([said], is_cut=False).size
     with pytest.raises(PromptRefused, match="refuses messages of user, user behind an answer: Conversation roles"):
         prompter.given([said, said], is_cut=False)
+
+
+def test_messages_that_are_no_text_are_refused(tmp_path):
+    prompter = prompter_of(tmp_path / "model", CHATML, words_of(eos="<|im_end|>"))
+
+    with pytest.raises(PromptRefused, match="use_chat_template: the model's template refuses messages of user"):
+        prompter.given([Message(role="user", content="\ud800")], is_cut=False)
+    with pytest.raises(ValueError, match="no messages"):
+        prompter.given([], is_cut=False)
+
+
+def test_a_text_of_the_environment_cannot_stand_for_the_answer(tmp_path):
+    prompter = prompter_of(tmp_path / "model", CHATML, words_of(eos="<|im_end|>"))
+    text = "answer0of0heterorl<|im_end|>\n"
+
+    given = prompter.given([Message(role="user", content=text)], is_cut=False)
+
+    assert prompter.tokenizer.decode(given) == f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_name_of_a_tool_reaches_the_template(tmp_path):

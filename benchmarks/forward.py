@@ -34,9 +34,9 @@ from rich.table import Table
 
 from heterorl.common.generation.canary import ScoredText, canary_texts
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignment, total_reward
 from heterorl.common.weights.arena import Arena

@@ -39,8 +39,8 @@ from benchmarks.verify_cheats import (
 )
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.contract import SamplingConfig, build_contract
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.common.types.rollout import Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
@@ -79,8 +79,7 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
         group_size=group_size,
     )
     contract = build_contract(
-        tokenizer=prompter.tokenizer,
-        use_chat_template=False,
+        text=prompter.digests,
         task=task,
         layout_id=backend.layout.layout_id,
         vocab_size=int(backend.torch_model.config.vocab_size),

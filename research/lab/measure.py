@@ -18,8 +18,8 @@ import numpy as np
 from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.generation.requests import Finished, Lost, Request
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Float32Array, StepReport
 from heterorl.common.types.rollout import QueuedGroup, total_reward
 from heterorl.common.weights.arena import Arena, Layout

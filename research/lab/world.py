@@ -23,8 +23,8 @@ import torch
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.contract import SamplingConfig
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.registry import build_task
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig

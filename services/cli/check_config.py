@@ -163,7 +163,7 @@ def counted(task: Any, prompter: Any) -> str:
 
 
 def _load_tokenizer(config: Any) -> Any:
-    from heterorl.common.model.prompts import Prompter
+    from heterorl.common.text.prompts import Prompter
 
     return Prompter(
         config.model_dir,
@@ -174,7 +174,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     from heterorl.common.model.positions import room_at
-    from heterorl.common.model.trial import try_answers, try_prompts, try_reward
+    from heterorl.common.text.trial import try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 
     if service == "learner":

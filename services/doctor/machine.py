@@ -147,10 +147,10 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
     """
     from heterorl.common.model.contract import build_contract
     from heterorl.common.model.positions import room_at
-    from heterorl.common.model.prompts import Prompter
-    from heterorl.common.model.trial import try_answers, try_prompts, try_reward
     from heterorl.common.tasks.registry import build_task
     from heterorl.common.tasks.sources.revision import NOTES
+    from heterorl.common.text.prompts import Prompter
+    from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 
     try:
         prompter = Prompter(
@@ -166,13 +166,12 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
         try_answers(task)
         try_reward(task, prompter)
         return build_contract(
-            tokenizer=prompter.tokenizer,
-            use_chat_template=config.use_chat_template,
-            template_arguments=config.chat_template_arguments,
+            text=prompter.digests,
             task=task,
             layout_id=layout_id,
             vocab_size=vocab_size,
             group_size=config.group_size,
+            min_members=config.sampling.members(config.group_size),
             sampling=config.sampling.semantics(),
             end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
             lora=config.lora.settings(Digest("")),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from heterorl.common.evaluation.offline import evaluate_set
 from heterorl.common.evaluation.summary import summarize
-from heterorl.common.model.trial import try_reward
+from heterorl.common.text.trial import try_reward
 from heterorl.common.types.evaluation import EvaluationSummary, PromptResult
 from heterorl.evaluation.sets import OpenSet
 from heterorl.evaluation.subject import Subject

@@ -16,12 +16,12 @@ from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.positions import room_at, room_of
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.routing import routing_shape
-from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.ranks.backend import DividedBackend
@@ -93,9 +93,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
     backend, close_backend = build_backend(config, num_ranks, passes, company=company)
     model: Any = backend.torch_model
     contract = build_contract(
-        tokenizer=prompter.tokenizer,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
+        text=prompter.digests,
         task=task,
         layout_id=backend.layout.layout_id,
         vocab_size=room_of(model.config).vocab_size,

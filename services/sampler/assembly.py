@@ -12,11 +12,11 @@ from heterorl.common.generation.engine import Engine
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.positions import room_at
-from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.trial import try_answers, try_prompts, try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
@@ -78,9 +78,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     engines = build_engines(config, sampling, end_token_ids=end_token_ids)
     engine = engines.engine
     contract = build_contract(
-        tokenizer=prompter.tokenizer,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
+        text=prompter.digests,
         task=task,
         layout_id=engine.layout.layout_id,
         vocab_size=engines.vocab_size,

@@ -17,8 +17,8 @@ from heterorl.cli import main as cli
 from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.requests import Completion, Finished, Lost
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.rollout.drafts import Draft
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker

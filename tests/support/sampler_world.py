@@ -18,8 +18,8 @@ from heterorl.common.errors import EngineError, RewardError, Unreachable
 from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.generation.turns import spans_of
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, Float32Array, Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena, Layout

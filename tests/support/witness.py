@@ -10,10 +10,10 @@ import numpy as np
 
 from heterorl.common.errors import HeterorlError, NotRegistered, Unreachable
 from heterorl.common.model.contract import SamplingConfig, build_contract
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import layout_of
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Contract, Digest, SiteId
 from heterorl.common.types.rollout import (  # fmt: skip
     FinishReason,
@@ -34,8 +34,7 @@ def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size
     prompter = Prompter(str(model_dir), use_chat_template=False)
     layout = layout_of(AutoModelForCausalLM.from_pretrained(str(model_dir)), "bf16")
     return build_contract(
-        tokenizer=prompter.tokenizer,
-        use_chat_template=False,
+        text=prompter.digests,
         task=ArithmeticTask(digits=digits),
         layout_id=layout.layout_id,
         vocab_size=len(prompter.tokenizer),

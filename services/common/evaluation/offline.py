@@ -17,8 +17,8 @@ from heterorl.common.evaluation.draft import PromptDraft
 from heterorl.common.evaluation.draws import Block, blocks_of, request_of
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.requests import Completion, Finished, Request
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt, Task, check_answer
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.evaluation import EvaluationDraws, PromptResult
 from heterorl.common.types.rollout import total_reward
 

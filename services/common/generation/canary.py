@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterorl.common.errors import PromptRefused
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Int32Array
 
 NUM_SEQUENCES = 4

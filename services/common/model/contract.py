@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -22,7 +20,6 @@ from heterorl.common.types.common import (
     LoraSettings,
     SamplingSemantics,
 )
-from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.statement import Statement, contract_digest, statement_to_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -78,33 +75,9 @@ class SamplingConfig(Config):
         )
 
 
-def tokenizer_digest(tokenizer: Any) -> Digest:
-    """Digest of everything that turns text into ids: the whole fast tokenizer, or vocabulary and special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return bytes_digest(f"{text}\n{sorted(tokenizer.special_tokens_map.items())}".encode())
-
-
-def chat_template_digest(
-    tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
-) -> Digest:
-    """Digest of the template that prompts go through, its arguments and its date; of nothing when none is used."""
-    if not use_chat_template:
-        return bytes_digest(b"")
-    # jinja2 comes with the extras of learner and sampler; configurations are read without them.
-    from heterorl.common.model.template import CLOCK, DATE, has_clock, source_of
-
-    source, arguments = source_of(tokenizer), dict(template_arguments)
-    if has_clock(source):
-        arguments.setdefault(CLOCK, DATE)
-    written = f"\n{json.dumps(arguments, sort_keys=True)}" if arguments else ""
-    return bytes_digest(f"{source}{written}".encode())
-
-
 def build_contract(
     *,
-    tokenizer: Any,
-    use_chat_template: bool,
+    text: tuple[Digest, Digest],
     task: Task,
     layout_id: Digest,
     vocab_size: int,
@@ -112,13 +85,12 @@ def build_contract(
     sampling: SamplingSemantics,
     end_token_ids: Sequence[int],
     lora: LoraSettings = NO_LORA,
-    template_arguments: Mapping[str, Any] = MappingProxyType({}),
     routed_token_bytes: int = 0,
     min_members: int = 0,
     max_turns: int = 1,
     max_trajectory_tokens: int = 0,
 ) -> Contract:
-    """State what this node runs with.
+    """State what this node runs with; `text` are the digests of its tokenizer and its template.
 
     Raises:
         ConfigError: an end token is no token of the model.
@@ -127,10 +99,8 @@ def build_contract(
     if ends and ends[-1] >= vocab_size:
         raise ConfigError("sampling.end_token_ids", f"{ends[-1]} is no token of a model that has {vocab_size}")
     return Contract(
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        chat_template_digest=chat_template_digest(
-            tokenizer, use_chat_template=use_chat_template, template_arguments=template_arguments
-        ),
+        tokenizer_digest=text[0],
+        chat_template_digest=text[1],
         task_digest=task.digest,
         lora=lora,
         layout_id=layout_id,

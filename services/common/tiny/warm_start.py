@@ -20,10 +20,10 @@ from rich.progress import Progress
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.building import load_pretrained
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import total_reward

@@ -32,11 +32,11 @@ from heterorl.common.errors import (
     UntrustedVersion,
 )
 from heterorl.common.generation.seeded import group_key
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.process import metrics
 from heterorl.common.process.threads import in_thread, in_thread_of
 from heterorl.common.tasks.scoring import FailureRow
 from heterorl.common.tasks.task import Task, source_of
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, Group, QueuedGroup
 from heterorl.learner.checks.judge import (

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.rewards.remote.reward import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
 from heterorl.learner.checks.judge import SOUND, Finding
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from heterorl.common.errors import PromptRefused
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group
 from heterorl.common.types.sample import RolloutNote, SampleNote, shown_answer

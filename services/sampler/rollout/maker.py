@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from heterorl.common.errors import PromptRefused
 from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Prompt, Task, check_answer
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.sampler.rollout.drafts import Draft

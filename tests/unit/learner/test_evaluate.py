@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.generation.requests import Finished
 from heterorl.common.model import tensors
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.assembly import assemble

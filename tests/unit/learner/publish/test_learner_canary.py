@@ -7,8 +7,8 @@ import torch
 from heterorl.common.generation.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
 from heterorl.common.generation.canary import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.positions import Room
-from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.trial import try_prompts
 from heterorl.common.process import metrics
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards import math_verify
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.trial import try_prompts
 from heterorl.common.types.rollout import ReturnReason, RewardPart
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World

@@ -7,8 +7,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import SamplingConfig, build_contract
-from heterorl.common.model.prompts import Prompter, end_token_ids
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompts import Prompter, end_token_ids
 from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import MAX_END_TOKENS, Digest
 
@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 def contract(prompter, **changes):
     values = {"vocab_size": 19, "end_token_ids": prompter.end_token_ids, **changes}
     return build_contract(
-        tokenizer=prompter.tokenizer, use_chat_template=False, task=ArithmeticTask(digits=2),
+        text=prompter.digests, task=ArithmeticTask(digits=2),
         layout_id=Digest("0" * 64), group_size=2, sampling=SamplingConfig().semantics(), **values,
     )  # fmt: skip
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import check_model_dir, first_line
-from heterorl.common.model.given import GivenTokens
-from heterorl.common.model.template import (
+from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.text.digests import chat_template_digest, tokenizer_digest
+from heterorl.common.text.given import GivenTokens
+from heterorl.common.text.template import (
     CLOCK,
     DATE,
     TEMPLATE_ERRORS,
@@ -25,7 +27,6 @@ from heterorl.common.model.template import (
     source_of,
     tool_name,
 )
-from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.types.common import MAX_END_TOKENS, Int32Array
 
 _LOG = logging.getLogger(__name__)
@@ -72,6 +73,13 @@ class Prompter:
         self._opening = [] if use_chat_template else _opening_of(self.tokenizer)
 
         self._given: GivenTokens | None = None
+        self.digests = (
+            tokenizer_digest(self.tokenizer),
+            chat_template_digest(
+                self.tokenizer, use_chat_template=use_chat_template, template_arguments=template_arguments
+            ),
+        )
+        """Of tokenizer and template: nodes with equal ones write the same ids of the same messages."""
         self.end_token_ids = self._ends(model_dir)
         """Ids that end a completion, ascending, as the model's files and its template say."""
 

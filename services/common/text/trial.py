@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
-from heterorl.common.model.actions import Parser, parser_for
 from heterorl.common.model.positions import Room
-from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, knows_answers
+from heterorl.common.text.actions import Parser, parser_for
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import total_reward
 
 _LOG = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.prompts import Prompter
+from heterorl.common.text.prompts import Prompter
 
 MAX_CALLS = 32
 """Calls in one turn."""

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.actions import MAX_CALL_BYTES, MAX_CALLS, MAX_DEPTH, MAX_DIGITS, parse_action, parser_for
-from heterorl.common.model.trial import try_turns
+from heterorl.common.text.actions import MAX_CALL_BYTES, MAX_CALLS, MAX_DEPTH, MAX_DIGITS, parse_action, parser_for
+from heterorl.common.text.trial import try_turns
 from tests.support.conversations import CHATML, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 
 
@@ -178,7 +178,7 @@ def test_tags_that_decoded_text_leaves_out_name_the_key(prompter):
 
 
 def test_without_a_template_no_parser_is_found(tmp_path, prompter):
-    from heterorl.common.model.prompts import Prompter
+    from heterorl.common.text.prompts import Prompter
 
     prompter(QWEN3)
 

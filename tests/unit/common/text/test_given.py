@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.model.trial import try_turns
 from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.text.trial import try_turns
 from tests.support.conversations import CHATML, FAMILIES, GEMMA, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 from tests.support.templates import THINKING
 from tests.support.tokenizers import sentencepiece, words
@@ -226,7 +226,7 @@ def test_a_tokenizer_that_joins_across_the_end_token_is_refused(tmp_path):
 
 
 def test_without_a_template_there_are_no_turns(tmp_path):
-    from heterorl.common.model.prompts import Prompter
+    from heterorl.common.text.prompts import Prompter
 
     prompter_of(tmp_path / "model", CHATML, words(eos="<|im_end|>"))
     plain = Prompter(str(tmp_path / "model"), use_chat_template=False)

@@ -18,8 +18,8 @@ from typing import Any
 
 from heterorl.common.errors import PromptRefused
 from heterorl.common.model.directory import first_line
-from heterorl.common.model.template import TEMPLATE_ERRORS, ChatTemplate, as_variables
 from heterorl.common.tasks.task import Message
+from heterorl.common.text.template import TEMPLATE_ERRORS, ChatTemplate, as_variables
 
 GIVEN_ROLES = ("user", "tool", "system")
 """Roles of messages between two turns; the assistant's are the policy's own."""

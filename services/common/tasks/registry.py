@@ -54,6 +54,10 @@ class SourceConfig(Config):
     match: Literal["exact", "math_verify"] = "exact"
     """jsonl, parquet and hf: how an answer is compared. Rows whose answer math_verify cannot read to its end give no
     group."""
+    tool_parser: Literal["auto", "hermes", "json"] = "auto"
+    """How calls of an environment's tools are read: `hermes` (JSON between `<tool_call>` and `</tool_call>`, as Qwen3
+    has it), `json` (an answer that is one object, as Llama 3 has it), or `auto`: what reads the calls that the model's
+    template writes."""
     reward: str = ""
     """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts, with columns
     of the row as further parameters; or f(prompts, completions, **columns) -> list of floats, as TRL calls one. It runs

@@ -2,11 +2,22 @@
 
 import json
 import random
+from typing import get_args
 
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.text.actions import MAX_CALL_BYTES, MAX_CALLS, MAX_DEPTH, MAX_DIGITS, parse_action, parser_for
+from heterorl.common.tasks.registry import TaskConfig
+from heterorl.common.text.actions import (
+    MAX_CALL_BYTES,
+    MAX_CALLS,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    PARSERS,
+    Parser,
+    parse_action,
+    parser_for,
+)
 from heterorl.common.text.trial import try_turns
 from tests.support.conversations import CHATML, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 
@@ -153,6 +164,12 @@ XML = QWEN3.replace("""<tool_call>\\n{"name": "' }}""", """<tool_call>\\n<functi
 @pytest.mark.parametrize(("template", "parser"), [(QWEN3, "hermes"), (LLAMA3, "json"), (CHATML, "hermes")])
 def test_the_parser_is_the_one_that_reads_the_templates_calls(prompter, template, parser):
     assert parser_for(prompter(template), tools=TOOLS, setting="auto") == parser
+
+
+def test_the_key_takes_every_parser():
+    keys = get_args(TaskConfig.model_fields["tool_parser"].annotation)
+
+    assert keys == ("auto", *PARSERS) == ("auto", *get_args(Parser))
 
 
 def test_a_form_that_no_parser_reads_names_the_key(prompter):

@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+OURS = "heterorl"
+"""The package that this file is of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFiles:
@@ -33,7 +36,8 @@ def reward_files(top: str) -> RewardFiles:
     # Beside an installed package lie other people's.
     own_only = str(root) in {os.path.realpath(place) for place in sysconfig.get_paths().values()}
     files: dict[str, Path] = {}
-    waiting, seen = [top], {top}
+    # A node's own release is none of the author's files, wherever it lies.
+    waiting, seen = [top], {top, OURS}
     while waiting:
         home = _home(waiting.pop())
         if home is None or home.parent != root:
@@ -43,8 +47,10 @@ def reward_files(top: str) -> RewardFiles:
             names = set() if own_only or path.suffix != ".py" else _imported_names(path)
             waiting += names - seen
             seen |= names
-    for module in () if own_only else list(sys.modules.values()):
+    for name, module in () if own_only else list(sys.modules.items()):
         # What was imported by a name that no text shows.
+        if name.partition(".")[0] == OURS:
+            continue
         path = Path(os.path.realpath(getattr(module, "__file__", None) or ""))
         if path.is_file() and path.is_relative_to(root) and path.suffix == ".py" and not path.samefile(__file__):
             files[path.relative_to(root).as_posix()] = path

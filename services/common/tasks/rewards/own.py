@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,7 @@ class OwnReward:
             raise ConfigError(key, f"{path!r} is not package.module:function", action=_EXAMPLE)
         job = {"kind": "function", "module": module, "name": name, "directory": str(directory)}
         self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
-        try:
-            facts = self.pool.start()
-        except LoadFailed as error:
-            if error.kind == "place":
-                problem = f"{error}, nor among the packages that are installed here"
-                raise ConfigError(key, problem, action=_PLACES) from error
-            raise ConfigError(key, f"{path}: {error}", action="correct the module and start again") from error
-        except RewardError as error:
-            raise ConfigError(key, f"{path}: {error}", action="see what it printed above") from error
+        facts = loaded_facts(self.pool, path, key=key, path_key="task.reward_path")
         self.digest: Digest = bytes_digest(f"reward 3\n{path}\n{facts['digest']}".encode())
         self._key, self._path = key, path
         self._asks = None if facts["takes_all"] else tuple(facts["asks"])
@@ -96,24 +89,57 @@ class OwnReward:
             )
         except RewardError as error:
             raise RewardError(f"the reward function failed on prompt {prompt.index}: {error}") from error
-        parts = tuple(RewardPart(name=str(name), value=float(part)) for name, part in reply["parts"].items())
-        if not 1 <= len(parts) <= MAX_REWARD_PARTS:
-            problem = f"{len(parts)} parts, 1 to {MAX_REWARD_PARTS} are allowed"
-            raise RewardError(f"the reward function returned {problem} on prompt {prompt.index}")
-        for part in parts:
-            # The coordinator takes no other: a group with one would be refused at every push.
-            if len(part.name) > MAX_PART_NAME or not part.name.isprintable():
-                name = peer_words(part.name, most=MAX_PART_NAME)
-                problem = f"the name of a part, {name!r}, is not at most {MAX_PART_NAME} printable characters"
-                raise RewardError(f"{problem} on prompt {prompt.index}")
-        if not all(math.isfinite(part.value) for part in parts):
-            raise RewardError(f"the reward function returned a value that is not finite on prompt {prompt.index}")
-        for part in parts:
-            # The learner takes no other, not even of a part that is measured alone.
-            if abs(part.value) > MAX_PART_VALUE:
-                problem = f"{part.value:g} for {part.name}, at most {MAX_PART_VALUE:g} either way is allowed"
-                raise RewardError(f"the reward function returned {problem}, on prompt {prompt.index}")
-        return parts
+        try:
+            return parts_of(reply["parts"])
+        except RewardError as error:
+            raise RewardError(f"the reward function returned {error}, on prompt {prompt.index}") from error
+
+
+def loaded_facts(pool: RewardPool, path: str, *, key: str, path_key: str) -> dict[str, Any]:
+    """Start the first worker of foreign code; what it says of what it loaded.
+
+    Args:
+        pool: of the workers.
+        path: of the code, as the configuration names it.
+        key: of the configuration that names it.
+        path_key: of the configuration that names its directory.
+
+    Raises:
+        ConfigError: it cannot be found, imported or called.
+    """
+    try:
+        return pool.start()
+    except LoadFailed as error:
+        if error.kind == "place":
+            problem = f"{error}, nor among the packages that are installed here"
+            raise ConfigError(key, problem, action=_PLACES.format(path_key)) from error
+        raise ConfigError(key, f"{path}: {error}", action="correct it and start again") from error
+    except RewardError as error:
+        raise ConfigError(key, f"{path}: {error}", action="see what it printed above") from error
+
+
+def parts_of(values: Mapping[str, float]) -> tuple[RewardPart, ...]:
+    """The parts of a reward that foreign code returned.
+
+    Raises:
+        RewardError: a coordinator or a learner would not take them.
+    """
+    parts = tuple(RewardPart(name=str(name), value=float(value)) for name, value in values.items())
+    if not 1 <= len(parts) <= MAX_REWARD_PARTS:
+        raise RewardError(f"{len(parts)} parts, 1 to {MAX_REWARD_PARTS} are allowed")
+    for part in parts:
+        # The coordinator takes no other: a group with one would be refused at every push.
+        if len(part.name) > MAX_PART_NAME or not part.name.isprintable():
+            name = peer_words(part.name, most=MAX_PART_NAME)
+            raise RewardError(
+                f"the name of a part, {name!r}, which is not at most {MAX_PART_NAME} printable characters"
+            )
+        if not math.isfinite(part.value):
+            raise RewardError("a value that is not finite")
+        # The learner takes no other, not even of a part that is measured alone.
+        if abs(part.value) > MAX_PART_VALUE:
+            raise RewardError(f"{part.value:g} for {part.name}, at most {MAX_PART_VALUE:g} either way is allowed")
+    return parts
 
 
 class RewardedTask:
@@ -150,6 +176,6 @@ class RewardedTask:
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
 _PLACES = (
-    "put the package or module beside the configuration file, name its directory in task.reward_path, or install it "
-    "into this environment"
+    "put the package or module beside the configuration file, name its directory in {}, or install it into this "
+    "environment"
 )

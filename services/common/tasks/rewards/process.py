@@ -1,4 +1,4 @@
-"""Processes that compute rewards and are killed when they take too long: an error is never a zero reward.
+"""Processes that compute rewards, or hold episodes, and are killed when they take too long.
 
 A symbolic comparison of a hostile answer, or somebody's own function, can run for hours and ignore signals: no thread
 and no alarm will do. What is loaded stays loaded from one reward to the next; a process that hung is replaced.
@@ -48,7 +48,11 @@ class LoadFailed(RewardError):
         super().__init__(text)
 
 
-class OutOfTime(RewardError):
+class WorkerLost(RewardError):
+    """The worker died or took too long, and what it held is gone."""
+
+
+class OutOfTime(WorkerLost):
     """A request took all its processor time; the kernel counts it and ends the worker."""
 
 
@@ -77,6 +81,8 @@ class RewardProcess:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
+                # Sets of texts have one order in all of them.
+                env={**os.environ, "PYTHONHASHSEED": "0"},
             )
         except OSError as error:
             raise RewardError(f"the system starts no process that computes rewards: {error}") from error
@@ -94,14 +100,26 @@ class RewardProcess:
             raise LoadFailed(reply["failed"], reply["text"])
         return reply
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def ask(self, request: Mapping[str, Any], *, starts: bool = True) -> dict[str, Any]:
         """The answer to one request.
+
+        Args:
+            request: what is asked.
+            starts: whether a process that has ended is started again; false where it held something.
 
         Raises:
             OutOfTime: it took all its processor time.
-            RewardError: the worker crashed, took too long, or answered that it failed.
+            WorkerLost: it died or took too long.
+            RewardError: it answered that it failed.
         """
-        if self.process is None or self.process.poll() is not None:
+        if not self.is_running:
+            if not starts:
+                raise WorkerLost("its process has ended")
             self.start()
         try:
             limits = {"cpu_s": self.cpu_s, "limit_s": self.timeout_s + _GRACE_S}
@@ -111,7 +129,7 @@ class RewardProcess:
             self.close()
             if is_spent:
                 raise OutOfTime(f"no answer in {self.cpu_s:g} s of processor time") from error
-            raise RewardError(str(error) or "no answer") from error
+            raise WorkerLost(str(error) or "no answer") from error
         if "error" in reply:
             # It may hold a completion, which is a peer's.
             raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))
@@ -143,7 +161,15 @@ class RewardPool:
     What is not needed is never started: another process only when somebody had to wait all the time for START_AFTER_S.
     """
 
-    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float = 0.0, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        job: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        cpu_s: float = 0.0,
+        num_workers: int = 1,
+        start_after_s: float | None = None,
+    ) -> None:
         """Start nothing yet.
 
         Args:
@@ -151,7 +177,10 @@ class RewardPool:
             timeout_s: most time for one answer by the clock, seconds.
             cpu_s: most processor time of a worker for one answer, seconds; 0 bounds none.
             num_workers: most processes.
+            start_after_s: how long callers wait for a process that runs before another is started, seconds; None is
+                START_AFTER_S.
         """
+        self._start_after_s = start_after_s
         self.workers = [RewardProcess(job, timeout_s=timeout_s, cpu_s=cpu_s) for _ in range(num_workers)]
         self._idle = list(reversed(self.workers))
         self._running: list[RewardProcess] = []
@@ -182,19 +211,27 @@ class RewardPool:
 
     @contextmanager
     def _one(self) -> Iterator[RewardProcess]:
-        worker = self._take()
+        worker = self.take()
         try:
             yield worker
         finally:
-            with self._changed:
-                if self._is_closed:
-                    worker.close()
-                else:
-                    (self._idle if worker.process is None else self._running).append(worker)
-                    self._changed.notify()
+            self.give(worker)
 
-    def _take(self) -> RewardProcess:
-        """A process that runs; one that does not yet where none does, or those that do were all in use for long."""
+    def give(self, worker: RewardProcess) -> None:
+        """Give back a process that was taken."""
+        with self._changed:
+            if self._is_closed:
+                worker.close()
+            else:
+                (self._idle if worker.process is None else self._running).append(worker)
+                self._changed.notify()
+
+    def take(self) -> RewardProcess:
+        """A process that runs; one that does not yet where none does, or those that do were all in use for long.
+
+        Raises:
+            RewardError: the pool is closed.
+        """
         with self._changed:
             if self._running and not self._num_waiting:
                 self._busy_since = None
@@ -208,8 +245,9 @@ class RewardPool:
     def _wait(self) -> None:
         self._num_waiting += 1
         self._busy_since = self._busy_since or time.monotonic()
+        after_s = START_AFTER_S if self._start_after_s is None else self._start_after_s
         while not (self._running or self._is_closed):
-            left_s = self._busy_since + START_AFTER_S - time.monotonic()
+            left_s = self._busy_since + after_s - time.monotonic()
             if self._idle and left_s <= 0:
                 self._busy_since = time.monotonic()
                 break

@@ -1,7 +1,7 @@
-"""A process that computes rewards: `python -P worker.py`, started and killed by `process`.
+"""A process that computes rewards or holds episodes: `python -P worker.py`, started and killed by `process`.
 
 For a reward of somebody's own it imports nothing of heterorl, so that the packages of whoever wrote it meet none of
-ours, not even by name; a task that comes with heterorl is loaded from there.
+ours, not even by name; an environment, and a task that comes with heterorl, are loaded from there.
 JSON lines only: the first says what to load, the next are requests, and each has one answer. What is loaded may print
 what it likes; that is no answer. The process ends by itself when nobody is left to kill it.
 """
@@ -185,8 +185,24 @@ def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     return answer, {"digest": files.digest, "num_files": files.count, "place": files.place, **calling.facts}
 
 
-def load_function(module: str, name: str, directory: str) -> Callable[..., Any]:
-    """A function of a module that lies in a directory or is installed.
+def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    inside: Any = importlib.import_module("heterorl.common.tasks.environments.inside")
+    found, facts = None, {}
+    if job["module"]:
+        found = load_function(job["module"], job["name"], job["directory"], what=job["what"])
+        files = _beside("files").reward_files(job["module"].partition(".")[0])
+        facts = {"digest": files.digest, "num_files": files.count, "place": files.place}
+    try:
+        answer, more = inside.load(job, found)
+    except ImportError as error:
+        raise LoadError("missing", str(error)) from error
+    except ValueError as error:
+        raise LoadError("error", str(error)) from error
+    return answer, {**facts, **more}
+
+
+def load_function(module: str, name: str, directory: str, what: str = "function") -> Callable[..., Any]:
+    """A function or class of a module that lies in a directory or is installed.
 
     Raises:
         LoadError: it cannot be found, imported or called.
@@ -198,7 +214,7 @@ def load_function(module: str, name: str, directory: str) -> Callable[..., Any]:
     loaded = _imported(module, directory)
     function: Callable[..., Any] | None = getattr(loaded, name, None)
     if function is None or not callable(function):
-        raise LoadError("name", f"{loaded.__file__} has no function {name}{_near(name, loaded)}")
+        raise LoadError("name", f"{loaded.__file__} has no {what} {name}{_near(name, loaded)}")
     return function
 
 
@@ -256,7 +272,7 @@ def _beside(name: str) -> Any:
 
 _KINDS = {
     "math_verify": _math, "function": _function, "exact": _exact, "task": _task, "remote": _remote, "code": _code,
-    "gym": _gym,
+    "gym": _gym, "environment": _environment,
 }  # fmt: skip
 
 if __name__ == "__main__":

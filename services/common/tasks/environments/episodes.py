@@ -1,0 +1,252 @@
+"""Episodes in worker processes that are killed when they take too long: what a service holds of an environment.
+
+Guarantees: an error ends one episode, and a killed process those alone that lived in it. Calls block, so each episode
+is led by one thread, or by several in turn. A limit is of one call of `reset`, `step` or `score`; it is processor time,
+so that a busy machine gives the same observations, and four times as long by the clock ends what sleeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.errors import (
+    ConfigError,
+    DependencyMissing,
+    EnvironmentFailed,
+    EpisodeError,
+    RewardError,
+    ToolLost,
+)
+from heterorl.common.tasks.environments.environment import Action, Observation
+from heterorl.common.tasks.environments.tools import SCORE
+from heterorl.common.tasks.rewards.own import loaded_facts, parts_of
+from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool, RewardProcess, WorkerLost
+from heterorl.common.tasks.task import Message
+from heterorl.common.types.rollout import RewardPart
+
+_LOG = logging.getLogger(__name__)
+EPISODES_A_PROCESS = 16
+"""Most that live in one process, where a class says that they may."""
+GAMES = "textarena"
+_KEY = "task.environment"
+_EXAMPLES = "for example mytask.games:Guess, a class in mytask/games.py; tools.py; textarena:GuessTheNumber-v0"
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A process that was taken for episodes."""
+
+    worker: RewardProcess
+    live: int = 1
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Episodes:
+    """An environment as its name says, loaded, and the processes that its episodes live in."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        directory: Path,
+        step_timeout_s: float,
+        memory_bytes: int,
+        max_observation_chars: int,
+        num_processes: int,
+    ) -> None:
+        """Load it once.
+
+        Args:
+            name: `package.module:Class`, `file.py` or `textarena:ID`.
+            directory: where class or file are looked for.
+            step_timeout_s: processor time of one call, seconds.
+            memory_bytes: address space that a process may take beyond what it has once it is loaded.
+            max_observation_chars: of all messages that answer one turn.
+            num_processes: most processes at once.
+
+        Raises:
+            ConfigError: it cannot be found or loaded.
+            DependencyMissing: the package of games is not installed.
+        """
+        job: dict[str, Any] = {
+            **_parsed(name), "kind": "environment", "directory": str(directory), "memory_bytes": memory_bytes,
+            "max_observation_chars": max_observation_chars,
+        }  # fmt: skip
+        self._pool = RewardPool(
+            job,
+            timeout_s=PATIENCE * step_timeout_s,
+            cpu_s=step_timeout_s,
+            num_workers=num_processes,
+            start_after_s=0.0,
+        )
+        try:
+            facts = loaded_facts(self._pool, name, key=_KEY, path_key="task.environment_path")
+        except ConfigError as error:
+            if isinstance(error.__cause__, LoadFailed) and error.__cause__.kind == "missing":
+                raise DependencyMissing(GAMES, "games") from error
+            raise
+        self.name, self.num_processes = name, num_processes
+        self.files_digest = str(facts["digest"])
+        self.is_deterministic = bool(facts["is_deterministic"])
+        self.tools: tuple[Mapping[str, Any], ...] = tuple(facts["tools"])
+        """JSON schemas of the tools, as chat templates take them."""
+        self.needs: tuple[str, ...] = tuple(facts["needs"])
+        """Columns that the score of a file of tools names."""
+        self.keeps_prompts = job["what"] == "function"
+        """Whether no episode gives first messages of its own."""
+        self.shares_process = bool(facts["shares_process"])
+        self._places: list[_Place] = []
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        if "num_files" in facts:
+            _LOG.info("environment %s: %d files of %s", name, facts["num_files"], facts["place"])
+
+    def open(self, row: Mapping[str, Any], seed: int) -> Episode:
+        """Begin an episode; waits while all processes are in use.
+
+        Raises:
+            EnvironmentFailed: its code raised.
+            ToolLost: its process took too long or died.
+        """
+        place = self._enter()
+        episode = Episode(self, place, next(self._numbers))
+        try:
+            reply = episode.ask("open", row=dict(row), seed=seed)
+            first = reply["first"]
+            episode.first = None if first is None else _messages(first)
+        except BaseException:
+            episode.close()
+            raise
+        return episode
+
+    def close(self) -> None:
+        """Kill all processes; who waits for an answer gets an error."""
+        self._pool.close()
+
+    def _enter(self) -> _Place:
+        with self._lock:
+            for place in self._places:
+                if place.live < EPISODES_A_PROCESS and place.worker.is_running:
+                    place.live += 1
+                    return place
+        try:
+            place = _Place(self._pool.take())
+        except RewardError as error:
+            raise ToolLost(f"{self.name}: no episode begins any more") from error
+        if self.shares_process:
+            with self._lock:
+                self._places.append(place)
+        return place
+
+    def leave(self, place: _Place) -> None:
+        """Give back a place; its process serves other episodes."""
+        with self._lock:
+            place.live -= 1
+            if place.live:
+                return
+            if place in self._places:
+                self._places.remove(place)
+        self._pool.give(place.worker)
+
+
+class Episode:
+    """One episode. Any error is its end: all later calls raise it again."""
+
+    def __init__(self, episodes: Episodes, place: _Place, number: int) -> None:
+        self.first: tuple[Message, ...] | None = None
+        """The first messages in place of the row's prompt; None where the prompt stays."""
+        self._episodes, self._place, self._number = episodes, place, number
+        self._error: EpisodeError | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Episode:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, action: Action) -> Observation:
+        """What the environment says to a turn.
+
+        Raises:
+            EnvironmentFailed: its code raised, or said too much.
+            ToolLost: its process took too long or died.
+        """
+        calls = [[call.name, dict(call.arguments)] for call in action.tool_calls]
+        reply = self.ask("step", action={"text": action.text, "tool_calls": calls, "is_cut": action.is_cut})
+        return Observation(_messages(reply["messages"]), bool(reply["done"]))
+
+    def score(self) -> tuple[RewardPart, ...]:
+        """The reward in its parts, also of an episode that a limit ended.
+
+        Raises:
+            EnvironmentFailed: its code raised, or gave no number.
+            ToolLost: its process took too long or died.
+        """
+        reply = self.ask("score")
+        try:
+            return parts_of(reply["parts"])
+        except RewardError as error:
+            self._error = EnvironmentFailed(f"{self._episodes.name}, score: it returned {error}")
+            raise self._error from error
+
+    def close(self) -> None:
+        """End it; a process of its own that does not close it is killed. A second call does nothing."""
+        if self._is_closed:
+            return
+        if not isinstance(self._error, ToolLost):
+            try:
+                self.ask("close", is_last=True)
+            except ToolLost:
+                pass
+            except EnvironmentFailed as error:
+                _LOG.warning("%s", error)
+                if not self._episodes.shares_process:
+                    self._place.worker.close()
+        self._is_closed = True
+        self._episodes.leave(self._place)
+
+    def ask(self, do: str, *, is_last: bool = False, **words: Any) -> dict[str, Any]:
+        """One request to its process; see inside.py.
+
+        Raises:
+            EnvironmentFailed: its code raised.
+            ToolLost: its process took too long or died.
+        """
+        if self._is_closed:
+            raise ValueError("the episode is closed")
+        if self._error is not None and not is_last:
+            raise self._error
+        request, name = {"do": do, "episode": self._number, **words}, f"{self._episodes.name}, {do}"
+        try:
+            with self._place.lock:
+                return self._place.worker.ask(request, starts=do == "open")
+        except WorkerLost as error:
+            self._error = ToolLost(f"{name}: {error}")
+            raise self._error from error
+        except RewardError as error:
+            self._error = EnvironmentFailed(f"{name}: {error}")
+            raise self._error from error
+
+
+def _parsed(name: str) -> dict[str, str]:
+    kind, _, rest = name.partition(":")
+    if kind == GAMES and rest:
+        return {"what": "game", "module": "", "name": rest}
+    path = name.removesuffix(".py")
+    found = {"what": "class", "module": kind, "name": rest}
+    if path != name:
+        found = {"what": "function", "module": path.replace("/", "."), "name": SCORE}
+    if not all(word.isidentifier() for word in [*found["module"].split("."), found["name"]]):
+        raise ConfigError(_KEY, f"{name!r} is none of package.module:Class, file.py, textarena:ID", action=_EXAMPLES)
+    return found
+
+
+def _messages(written: Any) -> tuple[Message, ...]:
+    return tuple(Message(role=role, content=content, name=name) for role, content, name in written)

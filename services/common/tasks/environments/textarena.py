@@ -1,0 +1,83 @@
+"""Games for one player of the package textarena, as environments: `task.environment = "textarena:GuessTheNumber-v0"`.
+
+The game's own rules are the first message, and its reward at the end is the score. A game that a limit ended is given
+what it counts as done so far, where it counts that, else 0. Games draw from `random`: one episode a process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any, ClassVar
+
+from heterorl.common.tasks.environments.environment import Action, Observation
+from heterorl.common.tasks.task import Message
+
+_RAW = "-raw"
+"""Ends the name of a game without wrappers, which would repeat all that was said in each observation."""
+_PARTIAL = "_get_percentage_completion"
+
+
+def version_of() -> str:
+    """Version of the package, which decides what its games say."""
+    return version("textarena")
+
+
+class TextArenaGame:
+    """One game; implements Environment."""
+
+    is_deterministic: ClassVar[bool] = True
+    shares_process: ClassVar[bool] = False
+
+    def __init__(self, name: str) -> None:
+        import textarena
+
+        self._kinds = textarena.ObservationType
+        self._game: Any = textarena.make(name)
+        while isinstance(self._game, textarena.Wrapper):
+            self._game = self._game.env
+
+    @classmethod
+    def of(cls, name: str) -> Callable[[], TextArenaGame]:
+        """What makes games of a name.
+
+        Raises:
+            ImportError: the package is not installed.
+            ValueError: it has no such game, or it cannot be played here by one player.
+        """
+        from textarena.envs.registration import ENV_REGISTRY
+
+        if name not in ENV_REGISTRY:
+            near = difflib.get_close_matches(name, [known for known in ENV_REGISTRY if not known.endswith(_RAW)], n=1)
+            raise ValueError(f"textarena has no game {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        try:
+            cls(name).reset({}, seed=0)
+        except Exception as error:
+            problem = f"the game {name} cannot be played here by one player: {type(error).__name__}: {error}"
+            raise ValueError(problem[:500]) from error
+        return lambda: cls(name)
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> str:  # noqa: ARG002 - of the Protocol
+        """The game's rules, and what it shows at first."""
+        self._game.reset(num_players=1, seed=seed)
+        return self._said()
+
+    def step(self, action: Action) -> Observation:
+        """Make the move that the turn's answer states."""
+        done, _ = self._game.step(action.answer)
+        state = self._game.state
+        said = self._said() or (str(state.game_info[0].get("reason") or "") if done else "")
+        return Observation((Message(role="user", content=said),), done=bool(done))
+
+    def score(self) -> float:
+        """The game's reward."""
+        rewards = self._game.state.rewards
+        if rewards is not None:
+            return float(rewards[0])
+        partial = getattr(self._game, _PARTIAL, None)
+        return float(partial()) if partial is not None else 0.0
+
+    def _said(self) -> str:
+        _, said = self._game.get_observation()
+        return "\n".join(text for _, text, kind in said if kind is not self._kinds.PLAYER_ACTION)

@@ -1,0 +1,201 @@
+"""Tools: typed Python functions with docstrings, whose results the policy reads; an episode of nothing else.
+
+A file of tools, `task.environment = "tools.py"`:
+
+    def add(a: int, b: int) -> int:
+        \"\"\"Add two numbers.
+
+        Args:
+            a: the first one.
+            b: the second one.
+        \"\"\"
+        return a + b
+
+    def score(messages, answer):
+        return float(messages[-1]["content"].strip().endswith(answer))
+
+Each public function of the file but `score` is a tool. The episode goes on while a turn calls tools, and ends with the
+first that calls none. `score` is given what its parameters name: `messages`, `answer` and columns of the row. Functions
+keep nothing from one call to the next: an environment that has a state is a class.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import CoreSchema, to_json
+
+from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
+from heterorl.common.tasks.task import Message
+
+Tool = Callable[..., Any]
+SCORE = "score"
+MAX_WORDS = 500
+"""Characters of what the policy reads of an error."""
+_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):")
+_ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+
+
+def functions_of(module: ModuleType) -> tuple[Tool, ...]:
+    """The tools of a file, as they stand there.
+
+    Raises:
+        ValueError: it has none.
+    """
+    own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
+    tools = tuple(each for each in own if not each.__name__.startswith("_") and each.__name__ != SCORE)
+    if not tools:
+        raise ValueError(f"{module.__file__} has no public function beside {SCORE}: a tool is one")
+    return tools
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates are given it: name, description, and a JSON schema of its arguments.
+
+    Raises:
+        ValueError: it has no docstring, or a parameter without a type or a name.
+    """
+    name = tool.__name__
+    parameters = [each for each in inspect.signature(tool).parameters.values() if each.name != "self"]
+    for each in parameters:
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            raise ValueError(f"the tool {name}: {each} cannot be given by name")
+        if each.annotation is each.empty:
+            raise ValueError(f"the tool {name}: its parameter {each.name} has no type")
+    description, meanings = _described(tool)
+    if not description:
+        raise ValueError(f"the tool {name} has no docstring, which the policy is shown")
+    schema = _schema(tool)
+    properties = {key: value for key, value in schema.get("properties", {}).items() if key != "self"}
+    for key, meaning in meanings.items():
+        if key in properties:
+            properties[key] = {**properties[key], "description": meaning}
+    required = [key for key in schema.get("required", ()) if key != "self"]
+    shown = {"type": "object", "properties": properties, "required": required}
+    if "$defs" in schema:
+        shown["$defs"] = schema["$defs"]
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": shown}}
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(tool)
+        return dict(adapter.json_schema(schema_generator=_WithoutTitles))
+    except Exception as error:
+        # Of a type that pydantic does not know, or that has no JSON.
+        words = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"the tool {tool.__name__}: its types cannot be shown: {words}") from error
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: CoreSchema) -> bool:  # noqa: ARG002 - pydantic's
+        return False
+
+
+def _described(tool: Tool) -> tuple[str, dict[str, str]]:
+    """What a docstring in Google's style says of a function, and of each argument."""
+    description: list[str] = []
+    arguments: dict[str, str] = {}
+    section, indent, last = "", -1, ""
+    for line in (inspect.getdoc(tool) or "").splitlines():
+        words = line.strip()
+        if (found := _SECTION.fullmatch(words)) and line == words:
+            section, indent = found.group(1), -1
+        elif not section:
+            description.append(words)
+        elif section in ("Args", "Arguments", "Parameters") and words:
+            depth = len(line) - len(line.lstrip())
+            indent = depth if indent < 0 else indent
+            if depth == indent and (named := _ARGUMENT.fullmatch(words)):
+                last, arguments[named.group(1)] = named.group(1), named.group(2)
+            elif last:
+                arguments[last] = f"{arguments[last]} {words}".strip()
+    return "\n".join(description).strip(), arguments
+
+
+def answer_calls(tools: Sequence[Tool], calls: Sequence[ToolCall], *, most: int) -> tuple[Message, ...]:
+    """A message of each call, in order: the result, or what is wrong with the call.
+
+    Args:
+        tools: functions, or methods of an object.
+        calls: of one turn.
+        most: characters of all messages together.
+    """
+    named = {tool.__name__: tool for tool in tools}
+    messages = []
+    for call in calls:
+        text = _result(named, call)
+        if len(text) > most:
+            text = f"error: the result has {len(text)} characters, which are too many"[:most]
+        most -= len(text)
+        messages.append(Message(role="tool", content=text, name=call.name))
+    return tuple(messages)
+
+
+def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
+    tool = named.get(call.name)
+    if tool is None:
+        return f"error: there is no tool {call.name}; there are {', '.join(named)}"[:MAX_WORDS]
+    try:
+        value = validate_call(tool)(**call.arguments)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
+        return f"error: wrong arguments of {call.name}: {'; '.join(lines)}"[:MAX_WORDS]
+    except Exception as error:  # noqa: BLE001 - the policy reads it, and may do better
+        return f"error: {type(error).__name__}: {error}"[:MAX_WORDS]
+    text = value if isinstance(value, str) else to_json(value, fallback=str).decode()
+    return text.encode(errors="replace").decode()
+
+
+def column_names(score: Callable[..., Any]) -> list[str]:
+    """Columns that a score needs of each row."""
+    parameters = inspect.signature(score).parameters.values()
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return [each.name for each in named if each.default is each.empty and each.name not in ("messages", "answer")]
+
+
+class ToolEnvironment:
+    """An episode of tool calls and a score at its end; implements Environment."""
+
+    is_deterministic: ClassVar[bool] = True
+    shares_process: ClassVar[bool] = False
+
+    def __init__(self, functions: Sequence[Tool], score: Callable[..., Any], *, most: int) -> None:
+        self._functions, self._score, self._most = functions, score, most
+        self._row: Mapping[str, Any] = {}
+        self._messages: list[dict[str, Any]] = []
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> None:  # noqa: ARG002 - of the Protocol
+        """Keep the row's prompt."""
+        self._row = row
+        self._messages = [*row.get("messages", [{"role": "user", "content": row.get("prompt", "")}])]
+
+    def step(self, action: Action) -> Observation | None:
+        """The results of the calls; a turn without calls is the last."""
+        turn: dict[str, Any] = {"role": "assistant", "content": action.text}
+        if action.tool_calls:
+            turn["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in action.tool_calls
+            ]
+        self._messages.append(turn)
+        if not action.tool_calls:
+            return None
+        answers = answer_calls(self._functions, action.tool_calls, most=self._most)
+        self._messages += [{"role": "tool", "content": each.content, "name": each.name} for each in answers]
+        return Observation(answers)
+
+    def score(self) -> Any:
+        """What the file's `score` makes of the conversation."""
+        given = {**self._row, "messages": json.loads(json.dumps(self._messages)), "answer": self._row.get("answer", "")}
+        parameters = inspect.signature(self._score).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        return self._score(**given)

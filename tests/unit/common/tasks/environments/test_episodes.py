@@ -1,0 +1,425 @@
+"""Episodes of an author's class in worker processes: what they say, and what an error costs."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from heterorl.common.errors import ConfigError, EnvironmentFailed, ToolLost
+from heterorl.common.tasks.environments.environment import Action
+from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS, Episodes
+from heterorl.common.tasks.rewards import files
+from heterorl.common.tasks.task import Message
+from heterorl.common.types.rollout import MAX_PART_VALUE
+
+pytestmark = pytest.mark.process
+
+GUESS = """
+class Guess:
+    def reset(self, row, *, seed):
+        self.number, self.tries = int(row["answer"]), 0
+        return "Guess my number between 1 and 100. Write the number alone."
+
+    def step(self, action):
+        self.tries += 1
+        guess = int(action.answer) if action.answer.strip().isdigit() else 0
+        return None if guess == self.number else "higher" if guess < self.number else "lower"
+
+    def score(self):
+        return 1 / self.tries if self.tries else 0.0
+"""
+PLAY = """
+import os, random, sys, time
+import numpy as np
+from heterorl.common.tasks.environments.environment import Observation
+from heterorl.common.tasks.rewards import files
+from heterorl.common.tasks.task import Message
+
+class Play:
+    def reset(self, row, *, seed):
+        self.row, self.held = row, []
+        if row.get("first") == "none":
+            return None
+        return row.get("first", f"{seed} {random.random()} {np.random.random()}")
+
+    def step(self, action):
+        word, _, rest = action.text.partition(" ")
+        if word == "hang":
+            time.sleep(1000)
+        while word == "loop":
+            pass
+        if word == "raise":
+            raise KeyError(rest)
+        if word == "exit":
+            os._exit(3)
+        if word == "take":
+            self.held.append(bytearray(int(rest)))
+        if word == "say":
+            return "x" * int(rest)
+        if word == "draw":
+            return f"{random.random()} {np.random.random()} {sorted('abcdefghij', key=hash)}"
+        if word == "odd":
+            return {"list": ["x"], "none": Observation(()), "role": Observation((Message(role="assistant", content="x"),)),
+                    "half": chr(0xD800), "object": Observation((7,))}[rest]
+        return Observation((Message(role="tool", content=str(os.getpid()), name="pid"),
+                            Message(role="user", content=f"{action.is_cut} {action.tool_calls}")), done=word == "end")
+
+    def score(self):
+        return self.row.get("score", 0.5)
+
+    def close(self):
+        if self.row.get("closes") == "badly":
+            raise OSError("still open")
+
+class Shared(Play):
+    shares_process = True
+    is_deterministic = False
+
+class Tools(Play):
+    def look(self, far: bool) -> str:
+        "Look."
+    tools = [look]
+
+class Half:
+    def reset(self, row, *, seed):
+        pass
+"""
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Makes environments of a directory with the modules above, and ends them."""
+    (tmp_path / "guess.py").write_text(GUESS)
+    (tmp_path / "play.py").write_text(PLAY)
+    made = []
+
+    def make(name="play:Play", **changes):
+        limits = {"step_timeout_s": 60.0, "memory_bytes": 1 << 28, "max_observation_chars": 1000, "num_processes": 4}
+        made.append(Episodes(name, directory=tmp_path, **{**limits, **changes}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def limit(episodes, **limits):
+    """Other limits of the calls that come."""
+    for worker in episodes._pool.workers:
+        for name, value in limits.items():
+            setattr(worker, name, value)
+
+
+def said(observation):
+    return [message.content for message in observation.messages]
+
+
+def test_a_class_of_ten_lines_is_an_environment(opened):
+    with opened("guess:Guess").open({"answer": "42"}, seed=1) as episode:
+        assert episode.first == (
+            Message(role="user", content="Guess my number between 1 and 100. Write the number alone."),
+        )
+        assert said(episode.step(Action("<think>50?</think>50"))) == ["lower"]
+        assert said(episode.step(Action("41"))) == ["higher"]
+        last = episode.step(Action("42"))
+
+        assert (last.messages, last.done) == ((), True)
+        (part,) = episode.score()
+        assert (part.name, part.value) == ("reward", 1 / 3)
+    assert opened("guess:Guess").is_deterministic
+
+
+def test_an_action_arrives_whole_and_roles_and_names_come_back(opened):
+    with opened().open({}, seed=1) as episode:
+        observation = episode.step(Action("x", is_cut=True))
+        first, second = observation.messages
+
+        assert (first.role, first.name, second.role, second.content) == ("tool", "pid", "user", "True ()")
+        assert not observation.done
+        assert episode.step(Action("end")).done
+
+
+def test_score_has_named_parts_also_before_any_turn(opened):
+    with opened().open({"score": {"a": 1, "b": -0.5}}, seed=1) as episode:
+        assert {part.name: part.value for part in episode.score()} == {"a": 1.0, "b": -0.5}
+
+
+@pytest.mark.parametrize("score", [float("nan"), "1.0", {}, {"a\n": 1.0}, 2 * MAX_PART_VALUE, None])
+def test_what_is_no_reward_ends_the_episode_and_is_no_zero(opened, score):
+    with opened().open({"score": score}, seed=1) as episode:
+        with pytest.raises(EnvironmentFailed, match="play:Play, score"):
+            episode.score()
+        with pytest.raises(EnvironmentFailed):
+            episode.step(Action("x"))
+
+
+def test_first_messages_are_a_text_messages_or_none(opened):
+    episodes = opened()
+
+    def first(value):
+        with episodes.open({"first": value}, seed=1) as episode:
+            return episode.first
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
+    assert first("none") is None
+    assert first("Go.") == (Message(role="user", content="Go."),)
+    assert first(messages) == (Message(role="system", content="Be brief."), Message(role="user", content="Go."))
+    for bad in ([], [{"role": "user", "content": 7}], [*messages, {"role": "assistant", "content": "Gone."}], ["x"]):
+        with pytest.raises(EnvironmentFailed, match="play:Play, open"):
+            first(bad)
+    assert first("Go.")
+
+
+@pytest.mark.parametrize("word", ["list", "none", "role", "half", "object"])
+def test_what_is_no_observation_ends_the_episode(opened, word):
+    with opened().open({}, seed=1) as episode, pytest.raises(EnvironmentFailed, match="play:Play, step"):
+        episode.step(Action(f"odd {word}"))
+
+
+def test_an_error_names_the_authors_line_and_its_process_goes_on(opened):
+    episodes = opened(num_processes=1)
+    with episodes.open({}, seed=1) as episode:
+        pid = said(episode.step(Action("x")))[0]
+        with pytest.raises(EnvironmentFailed, match=r"play:Play, step: KeyError: 'lamp' \(.*play.py, line \d+\)"):
+            episode.step(Action("raise lamp"))
+        with pytest.raises(EnvironmentFailed, match="lamp"):
+            episode.score()
+
+    with episodes.open({}, seed=1) as episode:
+        assert said(episode.step(Action("x")))[0] == pid
+
+
+def test_what_hangs_is_killed_and_its_siblings_go_on(opened):
+    episodes = opened()
+    one, other, third = (episodes.open({}, seed=1) for _ in range(3))
+    pids = [int(said(episode.step(Action("x")))[0]) for episode in (one, other, third)]
+    assert len(set(pids)) == 3
+
+    limit(episodes, timeout_s=0.5)
+    with pytest.raises(ToolLost, match=r"play:Play, step: no answer in 0.5 s"):
+        one.step(Action("hang"))
+    limit(episodes, timeout_s=600.0, cpu_s=0.2)
+    with pytest.raises(ToolLost, match="no answer in 0.2 s of processor time"):
+        other.step(Action("loop"))
+    limit(episodes, cpu_s=60.0)
+
+    assert int(said(third.step(Action("x")))[0]) == pids[2]
+    assert third.score()[0].value == 0.5
+    with pytest.raises(ToolLost):
+        one.score()
+    for episode in (one, other, third):
+        episode.close()
+    for pid in pids[:2]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with episodes.open({}, seed=1) as episode:
+        assert int(said(episode.step(Action("x")))[0]) == pids[2]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_process_that_ends_takes_its_own_episode_alone(opened, is_killed):
+    episodes = opened()
+    one, other = (episodes.open({}, seed=1) for _ in range(2))
+    if is_killed:
+        os.kill(int(said(one.step(Action("x")))[0]), signal.SIGKILL)
+    with pytest.raises(ToolLost, match=r"SIGKILL|ended" if is_killed else "code 3"):
+        one.step(Action("exit"))
+
+    assert other.step(Action("x"))
+    one.close()
+    other.close()
+    for _ in range(3):
+        with episodes.open({}, seed=1) as episode:
+            assert episode.step(Action("x"))
+
+
+def test_a_process_that_died_between_two_episodes_is_started_again(opened):
+    episodes = opened(num_processes=1)
+    with episodes.open({}, seed=1) as episode:
+        pid = int(said(episode.step(Action("x")))[0])
+    process = episodes._pool.workers[0].process
+    process.kill()
+    process.wait()
+
+    with episodes.open({}, seed=1) as episode:
+        assert int(said(episode.step(Action("x")))[0]) != pid
+
+
+@pytest.mark.parametrize("name", ["play:Play", "play:Shared"])
+def test_an_episode_whose_process_died_starts_no_other_one(opened, name):
+    episodes = opened(name)
+    one, other = (episodes.open({}, seed=1) for _ in range(2))
+    (worker,) = {one._place.worker, other._place.worker} if name == "play:Shared" else {one._place.worker}
+    worker.process.kill()
+    worker.process.wait()
+
+    with pytest.raises(ToolLost, match="its process has ended"):
+        one.step(Action("x"))
+    one.close()
+    if name == "play:Shared":
+        other.close()
+    assert not worker.is_running
+    with episodes.open({}, seed=1) as later:
+        assert later.step(Action("x"))
+
+
+def test_an_observation_that_is_too_long_ends_the_episode(opened):
+    episodes = opened()
+    with episodes.open({}, seed=1) as episode:
+        assert len(said(episode.step(Action("say 1000")))[0]) == 1000
+        with pytest.raises(EnvironmentFailed, match=r"1001 characters; task.max_observation_chars is 1000"):
+            episode.step(Action("say 1001"))
+    with pytest.raises(EnvironmentFailed, match=r"task.max_observation_chars"):
+        episodes.open({"first": "x" * 1001}, seed=1)
+
+
+def test_more_memory_than_allowed_is_an_error_and_no_full_machine(opened):
+    with opened(memory_bytes=1 << 27).open({}, seed=1) as episode:
+        assert episode.step(Action(f"take {1 << 25}"))
+        with pytest.raises(EnvironmentFailed, match="MemoryError"):
+            episode.step(Action(f"take {1 << 27}"))
+
+
+def test_the_same_seed_and_actions_give_the_same_observations_in_any_process(opened):
+    episodes = opened()
+
+    def played(seed):
+        with episodes.open({}, seed=seed) as episode:
+            return [said_of(episode.first), *(said(episode.step(Action("draw"))) for _ in range(2))]
+
+    def said_of(messages):
+        return [message.content for message in messages]
+
+    held = [episodes.open({}, seed=0) for _ in range(3)]
+    # The free process, then another one that another episode has drawn in.
+    first = played((1 << 40) + 7)
+    with held.pop() as used:
+        used.step(Action("draw"))
+    second = played((1 << 40) + 7)
+
+    assert first == second
+    assert played(8) != first
+    assert played(7) != first, "all bits of a seed count"
+    assert random.Random((1 << 40) + 7).random() == float(first[0][0].split()[1])
+    for episode in held:
+        episode.close()
+
+
+def test_a_class_may_say_that_episodes_share_a_process(opened):
+    episodes = opened("play:Shared", num_processes=2)
+    live = [episodes.open({}, seed=1) for _ in range(EPISODES_A_PROCESS + 1)]
+    pids = [said(episode.step(Action("x")))[0] for episode in live]
+
+    assert not episodes.is_deterministic
+    assert (len(set(pids[:-1])), len(set(pids))) == (1, 2)
+    with pytest.raises(ToolLost):
+        live[0].step(Action("exit"))
+    # Those of its process are gone, also once it runs again, and the other's is there.
+    later = episodes.open({}, seed=1)
+    with pytest.raises(ToolLost):
+        live[1].step(Action("x"))
+    assert live[-1].step(Action("x"))
+    assert later.step(Action("x"))
+    for episode in [*live, later]:
+        episode.close()
+    # Both processes are free again.
+    assert [episodes.open({}, seed=1) for _ in range(2 * EPISODES_A_PROCESS)]
+
+
+def test_who_begins_beyond_the_processes_waits_for_one(opened):
+    episodes = opened(num_processes=1)
+    first = episodes.open({}, seed=1)
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(episodes.open, {}, 2)
+        with episodes._pool._changed:
+            while not episodes._pool._num_waiting:
+                episodes._pool._changed.wait(0.01)
+        assert not second.done()
+        first.close()
+        with second.result() as episode:
+            assert episode.step(Action("x"))
+
+
+def test_an_episode_that_does_not_close_costs_its_process_alone(opened, caplog):
+    episodes = opened(num_processes=1)
+    with episodes.open({"closes": "badly"}, seed=1) as episode:
+        pid = said(episode.step(Action("x")))[0]
+    assert "still open" in caplog.text
+
+    with episodes.open({}, seed=1) as episode:
+        assert said(episode.step(Action("x")))[0] != pid
+    episode.close()
+    with pytest.raises(ValueError, match="closed"):
+        episode.step(Action("x"))
+
+
+@pytest.mark.parametrize("name", ["play:Play", "play:Shared"])
+def test_closed_episodes_end_what_runs_and_begin_nothing(opened, name):
+    episodes = opened(name, num_processes=1)
+    episode = episodes.open({}, seed=1)
+    episode.step(Action("x"))
+    errors = []
+
+    def wait():
+        try:
+            episode.step(Action("hang"))
+        except ToolLost as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    episodes.close()
+    waiting.join()
+
+    assert len(errors) == 1
+    with pytest.raises(ToolLost, match="no episode begins"):
+        episodes.open({}, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("play:Nothing", "has no class Nothing"),
+        ("play:Half", "Half has no step, score"),
+        ("nowhere:Play", "there is no module nowhere.*task.environment_path"),
+        ("play", "none of package.module:Class, file.py, textarena:ID"),
+        ("play:Pl ay", "none of"),
+        ("nowhere.py", "there is no module nowhere"),
+    ],
+)
+def test_what_is_no_environment_is_refused_at_the_start(opened, name, words):
+    with pytest.raises(ConfigError, match=f"(?s)^task.environment: .*{words}"):
+        opened(name)
+
+
+def test_a_class_shows_its_tools_and_digests_are_of_its_files(opened, tmp_path):
+    first = opened("play:Tools")
+
+    (tool,) = first.tools
+    assert tool["function"]["name"] == "look"
+    assert tool["function"]["parameters"]["properties"] == {"far": {"type": "boolean"}}
+    assert opened("guess:Guess").files_digest != first.files_digest == opened().files_digest
+    (tmp_path / "play.py").write_text(PLAY + "\n")
+    assert opened().files_digest != first.files_digest
+
+
+def test_digest_is_of_the_authors_files_alone_where_heterorl_lies_beside_them(tmp_path):
+    """A node from a checkout and one with a wheel agree."""
+    for name, text in {
+        "play.py": "import heterorl.words\n",
+        "heterorl/__init__.py": "",
+        "heterorl/words.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    # As a worker does, which is no part of the package.
+    script = "import runpy, sys; sys.path.insert(0, sys.argv[1]); import play\n"
+    script += "found = runpy.run_path(sys.argv[2], run_name='files')['reward_files']('play')\nprint(found.count)"
+    command = [sys.executable, "-c", script, str(tmp_path), files.__file__]
+
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1\n"

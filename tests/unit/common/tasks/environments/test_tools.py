@@ -1,0 +1,222 @@
+"""Tools: what the policy is shown of functions, and what it reads of calls."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from heterorl.common.errors import ConfigError, EnvironmentFailed
+from heterorl.common.tasks.environments.environment import Action, ToolCall
+from heterorl.common.tasks.environments.episodes import Episodes
+from heterorl.common.tasks.environments.tools import answer_calls, functions_of, schema_of
+
+TOOLS = '''
+from __future__ import annotations
+import json
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+@dataclass
+class Place:
+    x: int
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Both are whole.
+
+    Args:
+        a: the first one,
+            on two lines.
+        b (int): the second one.
+
+    Returns:
+        Their sum: a number.
+    """
+    return a + b
+
+def look(at: Place, how: Literal["near", "far"] = "near") -> dict:
+    """Look at a place."""
+    return {"at": at, "how": how}
+
+def fail(text: str) -> str:
+    """Fail."""
+    raise KeyError(text)
+
+def say(count: int) -> str:
+    """Say much."""
+    return "x" * count
+
+def hang() -> None:
+    """Hang."""
+    time.sleep(1000)
+
+def _hidden(a: int) -> int:
+    return a
+
+def score(messages, answer, level=0):
+    return {"right": float(messages[-1]["content"] == answer), "level": level, "turns": len(messages)}
+'''
+
+
+def module(text=TOOLS):
+    made = sys.modules["made"] = ModuleType("made")
+    made.__file__ = "made.py"
+    exec(text, vars(made))  # noqa: S102 - the text above
+    return made
+
+
+def called(*calls, most=1000):
+    messages = answer_calls(functions_of(module()), [ToolCall(*call) for call in calls], most=most)
+    assert [message.name for message in messages] == [name for name, _ in calls]
+    assert {message.role for message in messages} == {"tool"}
+    return [message.content for message in messages]
+
+
+def test_public_functions_but_for_the_score_are_tools():
+    assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "hang"]
+    with pytest.raises(ValueError, match="no public function beside score"):
+        functions_of(module("from json import dumps\ndef score(messages):\n    return 1\n"))
+
+
+def test_schema_is_of_annotations_and_docstring():
+    add, look, *_ = (schema_of(tool) for tool in functions_of(module()))
+
+    assert add == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.\n\nBoth are whole.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "the first one, on two lines."},
+                    "b": {"type": "integer", "default": 1, "description": "the second one."},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    parameters = look["function"]["parameters"]
+    assert parameters["properties"]["how"]["enum"] == ["near", "far"]
+    assert parameters["$defs"]["Place"]["properties"] == {"x": {"type": "integer"}}
+    assert "title" not in json.dumps(parameters).replace('"title": "Place"', "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(a: int):\n    return a\n", "f has no docstring"),
+        ('def f(a):\n    "Do."\n', "its parameter a has no type"),
+        ('def f(*a: int):\n    "Do."\n', r"\*a: int cannot be given by name"),
+        ('def f(a: "Lamp"):\n    "Do."\n', "f: its types cannot be shown: .*Lamp"),
+        ('def f(a: int, /):\n    "Do."\n', "cannot be given by name"),
+    ],
+)
+def test_a_function_that_cannot_be_shown_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        schema_of(functions_of(module(text))[0])
+
+
+def test_calls_are_answered_in_order_as_text():
+    assert called(("add", {"a": 1, "b": 2}), ("look", {"at": {"x": 1}}), ("say", {"count": 2}), ("add", {"a": "3"})) == [
+        "3", '{"at":{"x":1},"how":"near"}', "xx", "4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("add", {"a": "one"}, "error: wrong arguments of add: a: Input should be a valid integer"),
+        ("add", {}, "error: wrong arguments of add: a: Missing required argument"),
+        ("add", {"a": 1, "c": 2}, "error: wrong arguments of add: c: Unexpected keyword argument"),
+        ("look", {"at": {"x": []}}, "error: wrong arguments of look: at.x: Input should be a valid integer"),
+        ("fail", {"text": "lamp"}, "error: KeyError: 'lamp'"),
+        ("sub", {"a": 1}, "error: there is no tool sub; there are add, look, fail, say, hang"),
+        ("_hidden", {"a": 1}, "error: there is no tool _hidden"),
+        ("score", {"messages": []}, "error: there is no tool score"),
+        ("fail", {"text": "x" * 10_000}, "error: KeyError: 'xx"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_read_by_the_policy(name, arguments, words):
+    (text,) = called((name, arguments))
+
+    assert text.startswith(words)
+    assert len(text) <= 500
+    assert "http" not in text
+
+
+def test_results_of_a_turn_have_one_bound_together():
+    texts = called(("say", {"count": 60}), ("say", {"count": 60}), ("say", {"count": 30}), most=100)
+
+    assert texts[0] == "x" * 60
+    assert texts[1] == "error: the result has 60 characters, whic"[:40]
+    assert texts[2] == ""
+
+
+@pytest.fixture
+def opened(tmp_path):
+    made = []
+
+    def make(text=TOOLS, **changes):
+        (tmp_path / "mytools.py").write_text(text)
+        limits = {"step_timeout_s": 60.0, "memory_bytes": 1 << 28, "max_observation_chars": 1000, "num_processes": 2}
+        made.append(Episodes("mytools.py", directory=Path(tmp_path), **{**limits, **changes}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def turn(text, *calls):
+    return Action(text, tuple(ToolCall(*call) for call in calls))
+
+
+@pytest.mark.process
+def test_an_episode_goes_on_while_turns_call_tools_and_is_scored_at_its_end(opened):
+    episodes = opened()
+    assert [tool["function"]["name"] for tool in episodes.tools] == ["add", "look", "fail", "say", "hang"]
+    assert (episodes.needs, episodes.keeps_prompts, episodes.is_deterministic) == ((), True, True)
+
+    with episodes.open({"prompt": "1 + 2?", "answer": "3", "level": 2, "other": 1}, seed=1) as episode:
+        assert episode.first is None
+        observation = episode.step(turn("I add.", ("add", {"a": 1, "b": 2}), ("fail", {"text": "x"}), ("add", {})))
+        texts = [message.content for message in observation.messages]
+        assert texts[:2] == ["3", "error: KeyError: 'x'"]
+        assert texts[2].startswith("error: wrong arguments")
+        assert not observation.done
+        assert episode.step(turn("3")).done
+        # The prompt, two turns, three results.
+        assert {part.name: part.value for part in episode.score()} == {"right": 1.0, "level": 2.0, "turns": 6.0}
+    with episodes.open({"prompt": "1 + 2?", "answer": "3"}, seed=1) as episode:
+        assert {part.name: part.value for part in episode.score()} == {"right": 0.0, "level": 0.0, "turns": 1.0}
+
+
+@pytest.mark.process
+def test_a_score_says_which_columns_it_needs(opened):
+    needing = TOOLS.replace("level=0", "level")
+
+    assert opened(needing).needs == ("level",)
+    with opened(needing).open({"prompt": "?"}, seed=1) as episode, pytest.raises(EnvironmentFailed, match="level"):
+        episode.score()
+    everything = TOOLS.replace("level=0", "**columns").replace('"level": level', '"level": columns["deep"]')
+    with opened(everything).open({"deep": 7}, seed=1) as episode:
+        assert {part.name: part.value for part in episode.score()}["level"] == 7.0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(a: int) -> int:\n    'Do.'\n", "has no function score"),
+        ("def f(a: int) -> int:\n    return a\ndef score(messages):\n    return 0\n", "f has no docstring"),
+        ("def score(messages):\n    return 0\n", "no public function beside score"),
+    ],
+)
+def test_a_file_that_is_no_tools_is_refused_at_the_start(opened, text, words):
+    with pytest.raises(ConfigError, match=f"^task.environment: mytools.py: .*{words}"):
+        opened(text)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, RunFinished
+from heterorl.common.process import metrics
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.rollout import (
@@ -17,6 +18,7 @@ from heterorl.common.types.rollout import (
     GroupId,
     LeasedGroup,
     PushOutcome,
+    PushStatus,
     QueuedGroup,
     Rejection,
     ReturnReason,
@@ -145,18 +147,22 @@ class RolloutColumn:
         self._parts.room.check()
         now, instant = self._parts.clock.wall(), self._parts.clock.monotonic()
 
-        def operation(connection: Connection) -> list[PushOutcome]:
+        def operation(connection: Connection) -> tuple[list[Arrival], list[PushOutcome]]:
             for site, incarnation in {(group.id.site, group.id.incarnation) for group in groups}:
                 self._parts.sites.require(connection, site, incarnation)
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
             head = stated_version(lineage.head_version(connection))
             arrived = [arrival_of(group, contract, self._parts.config) for group in groups]
-            return self._parts.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
+            return arrived, self._parts.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
 
-        outcomes = await self._parts.change(operation)
+        arrived, outcomes = await self._parts.change(operation)
         for group in groups:
             self._parts.sites.see(group.id.site, group.id.incarnation, self._parts.clock.monotonic())
+        for each, outcome in zip(arrived, outcomes, strict=True):
+            if outcome.status is PushStatus.ACCEPTED or outcome.reason is DropReason.LOST_MEMBERS:
+                for reason in each.lost:
+                    metrics.LOST_MEMBERS.labels(metrics.SITES.of(each.id.site), reason.value).inc()
         return outcomes
 
     async def stream_groups(

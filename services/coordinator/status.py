@@ -12,7 +12,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import difficulty, ledger
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.payloads import index
-from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.sites import lost_members, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.connection import Connection
@@ -80,6 +80,7 @@ def run_status(
             quotas=quotas,
             rule=quarantine.rule_of(config),
             holdings=deadlines.holdings(connection, now),
+            problems=lost_members.problems(connection, config.max_lost_share),
         ),
         last_report=report_from_row(json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),

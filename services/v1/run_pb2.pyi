@@ -391,7 +391,7 @@ class SiteStatus(google.protobuf.message.Message):
     quota_used: builtins.float
     """Used share of the site's tightest quota, 0 to 1."""
     problem: builtins.str
-    """Why the site generates nothing, as it says; empty while all is well."""
+    """Why the site generates nothing, as it says, or why its calls or groups are refused; empty while all is well."""
     work_away: builtins.int
     """Those of the leased assignments that left with a silent site and keep nobody waiting."""
     work_ahead_s: builtins.float

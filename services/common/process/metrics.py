@@ -128,6 +128,7 @@ LEDGER_CLOSED_ASSIGNMENTS = _gauge(
 LEDGER_DROPPED_GROUPS = _gauge("coordinator_ledger_dropped_groups", "Acknowledged groups not trained on.", "reason")
 LEDGER_BALANCED = _gauge("coordinator_ledger_balanced", "1 while every acknowledged group is accounted for.")
 PUSHED_GROUPS = _counter("coordinator_pushed_groups_total", "Groups pushed, by outcome.", "site", "status", "reason")
+LOST_MEMBERS = _counter("coordinator_lost_members_total", "Members of groups that their sites lost.", "site", "reason")
 
 # coordinator: sites
 SITE_POLICY_VERSION = _gauge("coordinator_site_policy_version", "Version that a site generates with.", "site")

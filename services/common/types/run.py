@@ -56,7 +56,7 @@ class SiteStatus:
     quota_used: float = 0.0
     """Used share of the tightest quota, 0 to 1."""
     problem: str = ""
-    """Why it generates nothing, as it says, or that its certificate is revoked; empty while all is well."""
+    """Why it generates nothing, as it says, or why its calls or groups are refused; empty while all is well."""
     work_away: int = 0
     """Those of `work_leased` that left with a silent site: they count against nobody, and wait for its return."""
     work_ahead_s: float = 0.0

@@ -54,6 +54,7 @@ _REJECTED = frozenset(
         DropReason.LOGPROB_MISMATCH,
         DropReason.SAMPLING_MISMATCH,
         DropReason.CODE_MISMATCH,
+        DropReason.LOST_MEMBERS,
     }
 )
 

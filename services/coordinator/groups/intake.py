@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.sample import kind_of
-from heterorl.common.wire.columns import columns_of
+from heterorl.common.wire.columns import FINISH_OF, columns_of
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
 from heterorl.common.wire.rollout import group_id_from_pb
 from heterorl.common.wire.seal import GroupMessage, canonical, group_message, sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
-from heterorl.coordinator.groups.admission import Facts, content_problem, judge, size_problem
+from heterorl.coordinator.groups.admission import Facts, content_problem, is_trainable, judge, size_problem
 from heterorl.coordinator.samples.ring import Ring
-from heterorl.coordinator.sites import quarantine, watermark
+from heterorl.coordinator.sites import lost_members, quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.connection import Connection
@@ -43,6 +43,9 @@ class Arrival:
     digest: str
     problem: str
     sealed: SealedGroup | None = None
+    num_members: int = 0
+    lost: tuple[FinishReason, ...] = ()
+    """Why members were lost, one for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,8 @@ def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: in
         digest=bytes_digest(group.data),
         problem=content_problem(columns, contract, max_prompt_tokens=max_prompt_tokens),
         sealed=group,
+        num_members=columns.lengths.size,
+        lost=tuple(FINISH_OF[ending] for ending in columns.endings[~is_trainable(columns)].tolist()),
     )
 
 
@@ -106,6 +111,8 @@ def take(connection: Connection, arrived: Arrival, around: Surroundings) -> Push
         message = size_problem(arrived.num_bytes, around.config.max_group_bytes) or message
         if not message:
             reason, message = judge(group, _facts(connection, group, around))
+            if reason is None:
+                reason, message = _judge_losses(connection, arrived, around.config.max_lost_share)
     return record(connection, arrived, reason, message, around)
 
 
@@ -132,7 +139,18 @@ def record(
         around.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
     if reason in work.REOPENED:
         work.reopen_held(connection, arrived.assignment, group_id)
+    if reason is DropReason.LOST_MEMBERS:
+        work.put_behind(connection, arrived.assignment, at_least=around.config.groups_per_version)
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)
+
+
+def _judge_losses(connection: Connection, arrived: Arrival, bound: float) -> tuple[DropReason | None, str]:
+    """Count what a group that is right otherwise lost, and drop it where its site loses too much."""
+    share = lost_members.note(connection, arrived.id.site, len(arrived.lost) / arrived.num_members)
+    problem = lost_members.problem_of(share, bound)
+    if not arrived.lost or not problem:
+        return None, ""
+    return DropReason.LOST_MEMBERS, f"{len(arrived.lost)} of {arrived.num_members} members are lost; site: {problem}"
 
 
 def insert(count: int) -> str:

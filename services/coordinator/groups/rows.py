@@ -1,8 +1,8 @@
 """Groups of one operation taken in together: what they share is asked once and written once; as store operations.
 
-The usual group continues its site's watermark and is accepted. Such groups only gather here: rows, accounts, marks and
-answered work are written when the operation ends, or before anything else looks at the store. Every other group goes
-the way of one group alone (heterorl.coordinator.groups.intake).
+The usual group continues its site's watermark, lost no member and is accepted. Such groups only gather here: rows,
+accounts, marks and answered work are written when the operation ends, or before anything else looks at the store. Every
+other group goes the way of one group alone (heterorl.coordinator.groups.intake).
 
 Guarantees: outcomes and the store afterwards are those of the same groups taken one after another.
 """
@@ -19,7 +19,7 @@ from heterorl.common.types.rollout import GroupId, PushOutcome, PushStatus, Seal
 from heterorl.coordinator.groups import intake, ledger, work
 from heterorl.coordinator.groups.admission import Facts, judge, size_problem
 from heterorl.coordinator.groups.intake import Arrival, Surroundings
-from heterorl.coordinator.sites import watermark
+from heterorl.coordinator.sites import lost_members, watermark
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.connection import Connection
 
@@ -65,6 +65,7 @@ class _Rows:
         is_usual = group is not None and mark is not None and arrived.id.sequence == mark + 1 and not arrived.problem
         if (
             not is_usual
+            or arrived.lost
             or group is None
             or mark is None
             or size_problem(arrived.num_bytes, self._around.config.max_group_bytes)
@@ -102,6 +103,8 @@ class _Rows:
                 "UPDATE sites SET accepted = accepted + ?, watermark = ? WHERE site = ? AND incarnation = ?",
                 [(count, self._marks[key], *key) for key, count in counts.items()],
             )
+            for site, count in Counter(arrived.id.site for arrived in self._accepted).items():
+                lost_members.note(connection, site, 0.0, groups=count)
             ledger.add(connection, ledger.ACKED, len(self._accepted))
         # Of what was looked up, too: whatever comes next may change it.
         for kept in (self._accepted, self._answered, self._marks, self._waiting_bytes, self._facts, self._asked):

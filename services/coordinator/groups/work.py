@@ -32,6 +32,7 @@ REOPENED = frozenset(
         DropReason.WRONG_DIGEST,
         DropReason.LINEAGE_ABANDONED,
         DropReason.QUARANTINED,
+        DropReason.LOST_MEMBERS,
         *quarantine.REJECTABLE,
     }
 )
@@ -173,6 +174,16 @@ def reopen(connection: Connection, assignments: Sequence[int]) -> None:
 def reopen_held(connection: Connection, assignment: int, group_id: GroupId) -> None:
     """Take an assignment back from the site whose answer was refused; others' assignments stay."""
     give_back(connection, site=group_id.site, incarnation=group_id.incarnation, assignments=[assignment])
+
+
+def put_behind(connection: Connection, assignment: int, *, at_least: int) -> None:
+    """Let as many new assignments go before an open one as came after it: a row that fails again and again is handed
+    out ever more rarely, and never alone."""
+    following = int(get_meta(connection, "next_assignment") or 0)
+    connection.execute(
+        "UPDATE work SET open_from = ? WHERE assignment = ? AND is_leased = 0",
+        (following + max(at_least, following - assignment), assignment),
+    )
 
 
 def give_back(connection: Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:

@@ -89,7 +89,7 @@ def note_failure(
 
 
 def release(connection: Connection, site: SiteId, *, reason: str, now: float) -> str:
-    """Set: end a site's quarantine of either kind and forget its failures; returns why it was there.
+    """Set: end a site's quarantine of either kind, forget its failures and lost members; returns why it was there.
 
     Raises:
         InvalidRequest: there is no reason, or no such site.
@@ -99,7 +99,7 @@ def release(connection: Connection, site: SiteId, *, reason: str, now: float) ->
     if connection.execute("SELECT 1 FROM sites WHERE site = ?", (site,)).fetchone() is None:
         raise InvalidRequest(f"site: {site[:64]} never registered")
     before = read_reasons(connection).get(site, "")
-    for table in ("convictions", "failures", "quarantines"):
+    for table in ("convictions", "failures", "quarantines", "lost_shares"):
         connection.execute(f"DELETE FROM {table} WHERE site = ?", (site,))
     audit.append(connection, AuditKind.RELEASE, subject=site, detail=f"{reason}; it was there because {before}"
                  if before else f"{reason}; it was not in quarantine", now=now)  # fmt: skip

@@ -171,10 +171,12 @@ class Sites:
         quotas: Quotas,
         rule: quarantine.Rule,
         holdings: Mapping[Holder, tuple[int, int]],
+        problems: Mapping[str, str],
     ) -> tuple[SiteStatus, ...]:
         """All sites, also those never seen by this process; of each the newest incarnations and the sum of others.
 
-        `holdings` says of each holder how many assignments it holds, and how many of them are away.
+        `holdings` says of each holder how many assignments it holds, and how many of them are away;
+        `problems` what the coordinator takes of a site no more, and why.
         """
         rows = incarnations.shown(connection, {*holdings, *self._seen.copy()})
         quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection, rule)
@@ -199,7 +201,7 @@ class Sites:
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
-                    problem=self._problem(site, seen),
+                    problem=self._problem(site, seen) or problems.get(site, ""),
                     flavour=row.flavour,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),

@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"
@@ -95,6 +95,9 @@ CREATE TABLE prompts (
     prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
 CREATE TABLE prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 """
+_LOST_SHARES = """
+CREATE TABLE lost_shares (site TEXT PRIMARY KEY, share REAL NOT NULL) WITHOUT ROWID;
+"""
 _RETURNERS = """
 CREATE TABLE returners (site TEXT PRIMARY KEY, accepted INTEGER NOT NULL, num_returns INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -135,6 +138,7 @@ CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_EVALUATIONS}
 {_PROMPTS}
 {_RETURNERS}
+{_LOST_SHARES}
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;

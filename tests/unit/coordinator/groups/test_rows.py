@@ -6,16 +6,16 @@ import random
 import pytest
 
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import DropReason, PushStatus
+from heterorl.common.types.rollout import DropReason, FinishReason, PushStatus
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
-from tests.support.run import Run
+from tests.support.run import CONTRACT, Run, rollout
 
 ROOM = {"site_pending_bytes": 400}
 """For one group that waits, and not for two."""
-TABLES = ("groups", "ledger", "sites", "beyond_watermark", "work")
+TABLES = ("groups", "ledger", "sites", "beyond_watermark", "work", "lost_shares")
 
 
 async def _open(directory, **changes):
@@ -26,6 +26,7 @@ async def _open(directory, **changes):
     config = config.model_copy(update=changes)
     core = await Coordinator.open(config, ManualClock())
     run = Run(core, directory)
+    run.contract = dataclasses.replace(CONTRACT, min_members=1)
     await run.begin()
     await run.publish()
     await run.register()
@@ -40,6 +41,9 @@ async def _groups(run):
     """Pushes of all kinds: usual ones, one more for an answered assignment, wrong ones, gaps, known ids."""
     work = await run.lease(12)
     usual = [run.group(each) for each in work]
+    lossy = rollout(run.head, finish_reason=FinishReason.TOOL_LOST), rollout(run.head)
+    for number in (1, 4, 7):
+        usual[number] = dataclasses.replace(usual[number], rollouts=lossy)
     return [
         usual[0], usual[1],
         _numbered(usual[1], 3),
@@ -85,8 +89,8 @@ async def _taken(directory, order, sizes, **changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"site_groups_per_s": 0.01, "site_burst_s": 700.0}, ROOM],
-    ids=["free", "quota", "queue"],
+    [{}, {"site_groups_per_s": 0.01, "site_burst_s": 700.0}, ROOM, {"max_lost_share": 0.015}],
+    ids=["free", "quota", "queue", "lost"],
 )
 @pytest.mark.parametrize("seed", range(4))
 async def test_together_or_one_after_another_is_the_same(tmp_path, seed, changes):
@@ -102,8 +106,10 @@ async def test_together_or_one_after_another_is_the_same(tmp_path, seed, changes
     assert in_parts == one_by_one
     statuses = {outcome.status for outcome in together[0]}
     assert statuses >= {PushStatus.ACCEPTED, PushStatus.RETRY} | ({PushStatus.DROPPED} if changes != ROOM else set())
+    reasons = {outcome.reason for outcome in together[0]}
+    assert (DropReason.LOST_MEMBERS in reasons) == ("max_lost_share" in changes)
     if not seed and not changes:
-        assert {outcome.reason for outcome in together[0]} >= {
+        assert reasons >= {
             None, DropReason.SURPLUS, DropReason.WRONG_DIGEST, DropReason.CONFLICT, DropReason.INVALID,
         }  # fmt: skip
 

@@ -16,11 +16,10 @@ def _entry(value: str) -> str:
     kind, _, rest = value.partition(":")
     if f"{kind}:" in _FILES and rest and not rest.startswith("~"):
         return value
-    if (kind == "hf" and rest) or (kind == "reward" and ":" in rest):
+    if (kind in ("hf", "environment") and rest) or (kind == "reward" and ":" in rest):
         return value
-    raise ValueError(
-        f"{value!r} is none of jsonl:DIRECTORY, parquet:DIRECTORY, hf:NAME, hf:/DIRECTORY, reward:MODULE:FUNCTION"
-    )
+    known = "jsonl:DIRECTORY, parquet:DIRECTORY, hf:NAME, hf:/DIRECTORY, reward:MODULE:FUNCTION, environment:NAME"
+    raise ValueError(f"{value!r} is none of {known}")
 
 
 class JoinConfig(Config):
@@ -30,10 +29,11 @@ class JoinConfig(Config):
     """What the run's task may name here beside built-in tasks: `jsonl:DIRECTORY` and `parquet:DIRECTORY` for files
     below it, relative to where the process is started as in task.name; `hf:NAME` for branches and tags of a data set of
     the hub, `hf:NAME@REVISION` for a commit or a pull request of it, `hf:/DIRECTORY` for one on this machine,
-    `reward:MODULE:FUNCTION` for your own code. Rewards of other kinds are never adopted: state task.rewards in this
-    file."""
+    `reward:MODULE:FUNCTION` for your own code, `environment:NAME` for an environment as task.environment names it.
+    Rewards of other kinds are never adopted: state task.rewards in this file."""
     reward_path: str = ""
-    """Directory of accepted rewards, taken from the configuration file's directory on; empty is that directory."""
+    """Directory of accepted rewards and environments, taken from the configuration file's directory on; empty is that
+    directory."""
     max_group_size: int = Field(default=64, ge=2)
     """Largest group_size that is adopted."""
     max_new_tokens: int = Field(default=16384, ge=1)

@@ -25,7 +25,8 @@ from heterorl.common.wire.statement import Statement, contract_digest, statement
 _LOG = logging.getLogger(__name__)
 LOCAL = frozenset(
     {"reward_path", "reward_timeout_s", "reward_workers", "cache_dir", "directory", "api_key_env", "api_key_file",
-     "ca_file", "cache_file", "rubric_file", "python", "shown", "sandbox"}
+     "ca_file", "cache_file", "rubric_file", "python", "shown", "sandbox", "environment_path", "step_timeout_s",
+     "environment_memory_bytes", "environment_workers"}
 )  # fmt: skip
 """Keys of a task that say where things are on one machine: no node states them, and none adopts them."""
 

@@ -1,4 +1,4 @@
-"""Tasks by name: built-in ones, reasoning_gym's, data sets, mixtures of them; rewards by dotted path."""
+"""Tasks by name: built-in ones, reasoning_gym's, data sets, mixtures of them; rewards, environments by dotted path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from heterorl.common.tasks.task import Measure, Task
 
 _KINDS = (
     "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
-    "hf:NAME@REVISION[split]", "mixture",
+    "hf:NAME@REVISION[split]", "seeds", "mixture",
 )  # fmt: skip
 _OF_FILES = ("jsonl", "parquet", "hf")
 
@@ -34,7 +34,8 @@ class SourceConfig(Config):
     """`arithmetic`, `progression` (an answer that is too long is worth nothing), `progression:prefix` (its first terms
     count), `reasoning_gym:NAME` (a data set of `heterorl[gym]`), `jsonl:PATH` and `parquet:PATH` (prompt, answer),
     `hf:NAME@REVISION[split]` (a data set of the hub at a commit; a branch is the commit that it stands at when a node
-    first starts; `hf:/a/directory[split]` is one of this machine), or `mixture` (of `sources`)."""
+    first starts; `hf:/a/directory[split]` is one of this machine), `seeds` (a number a prompt, for an environment that
+    needs no data), or `mixture` (of `sources`)."""
     data: DataConfig = DataConfig()
     """Columns and rows of a data set."""
     system_prompt: str = ""
@@ -44,13 +45,14 @@ class SourceConfig(Config):
     terms: int = Field(default=34, ge=1, le=10_000)
     """progression: numbers of each answer; 34 of 3 digits make completions of 103 tokens."""
     size: int = Field(default=10_000, ge=1)
-    """reasoning_gym: number of training prompts."""
+    """reasoning_gym and seeds: number of training prompts."""
     evaluation_size: int = Field(default=512, ge=1)
-    """reasoning_gym, jsonl, parquet and hf: number of held-out prompts."""
+    """reasoning_gym, seeds, jsonl, parquet and hf: number of held-out prompts."""
     evaluation_path: str = ""
     """jsonl and parquet: a file of held-out prompts; empty holds out some prompts of the file itself."""
     seed: int = Field(default=0, ge=0)
-    """reasoning_gym: seed of the data set; the others: which pairs come first and which are held out."""
+    """reasoning_gym: seed of the data set; arithmetic and progression: which pairs come first and which are held out.
+    With an environment: seed of its episodes."""
     match: Literal["exact", "math_verify"] = "exact"
     """jsonl, parquet and hf: how an answer is compared. Rows whose answer math_verify cannot read to its end give no
     group."""
@@ -81,12 +83,34 @@ class SourceConfig(Config):
     reward_workers: int = Field(default=1, ge=1, le=64)
     """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
     4 unless this is set."""
+    environment: str = ""
+    """What answers the policy's turns and gives the reward (docs/environments.md): `package.module:Class`, a file of
+    tools `file.py`, or `textarena:ID` (a game of `heterorl[games]`). It runs in processes of its own; its files must be
+    equal on every node, byte for byte, as those of task.reward. Empty: a prompt has one turn."""
+    environment_path: str = ""
+    """Directory of the environment's package, module or file, taken from the configuration file's directory on; empty
+    is that directory itself. What is installed keeps its names."""
+    max_turns: int = Field(default=8, ge=1, le=1024)
+    """Most turns of an episode."""
+    trajectory_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Longest time of an episode by the clock, generation included, seconds."""
+    step_timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Processor time of the environment for one turn, its start or its score, seconds. A process that needs more, or
+    four times as long by the clock, is killed and replaced, and the episode is lost."""
+    max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
+    """Longest text of the environment after one turn, characters. A longer one ends the episode; of a tool it is an
+    error that the policy reads."""
+    environment_memory_bytes: int = Field(default=1 << 30, ge=1 << 24)
+    """Address space that a process of the environment may take beyond what it has once it is loaded, bytes."""
+    environment_workers: int = Field(default=64, ge=1, le=4096)
+    """Most processes of the environment at once, each with one episode, unless its class says that they may share one.
+    Each is started when those that run are not enough."""
 
-    @field_validator("reward_path")
+    @field_validator("reward_path", "environment_path")
     @classmethod
     def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
         # Here, where the file is known: other processes are given the result.
-        if not info.data.get("reward"):
+        if not info.data.get(str(info.field_name).removesuffix("_path")):
             return value
         return from_file(value, info)
 
@@ -124,9 +148,9 @@ class TaskConfig(SourceConfig):
 
     def _left_to(self, source: WeightedSource) -> dict[str, object]:
         own = source.model_fields_set | {"name"}
-        if own & {"reward", "rewards"}:
-            # Rewards and their place belong together.
-            own |= {"reward", "rewards", "reward_path"}
+        if own & {"reward", "rewards", "environment"}:
+            # What gives the reward and its place belong together.
+            own |= {"reward", "rewards", "reward_path", "environment", "environment_path"}
         return {key: getattr(self, key) for key in SourceConfig.model_fields if key not in own}
 
 
@@ -151,6 +175,8 @@ def _finished(task: Task, config: SourceConfig) -> Task:
     """With its system prompt and its rewards."""
     if config.system_prompt:
         task = SystemPromptTask(task, config.system_prompt)
+    if config.environment:
+        return _played(task, config)
     return _rewarded(task, config) if config.reward or config.rewards else task
 
 
@@ -170,6 +196,12 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
             name=argument, size=config.size, evaluation_size=config.evaluation_size, seed=config.seed,
             timeout_s=config.reward_timeout_s, num_workers=config.reward_workers, sandbox=config.sandbox,
         )  # fmt: skip
+    elif kind == "seeds" and not argument:
+        from heterorl.common.tasks.seeds import SeedsTask
+
+        if not config.environment:
+            raise ConfigError("task.name", "seeds are prompts of an environment", action="set task.environment")
+        task = SeedsTask(size=config.size, evaluation_size=config.evaluation_size, seed=config.seed)
     elif kind == "jsonl" and argument:
         from heterorl.common.tasks.jsonl import JsonlTask
 
@@ -204,6 +236,26 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
         raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
     return task
+
+
+def _played(task: Task, config: SourceConfig) -> Task:
+    from heterorl.common.tasks.environments.episodes import Episodes
+    from heterorl.common.tasks.environments.task import EnvironmentTask, Limits
+
+    if config.reward or config.rewards:
+        problem = "the environment gives the reward, and task.reward or task.rewards name others"
+        raise ConfigError("task.environment", problem, action="take one of them out")
+    episodes = Episodes(
+        config.environment, directory=Path(config.environment_path), step_timeout_s=config.step_timeout_s,
+        memory_bytes=config.environment_memory_bytes, max_observation_chars=config.max_observation_chars,
+        num_processes=config.environment_workers,
+    )  # fmt: skip
+    limits = Limits(max_turns=config.max_turns, trajectory_s=config.trajectory_s)
+    try:
+        return EnvironmentTask(task, episodes, limits, seed=config.seed, system_prompt=config.system_prompt)
+    except ConfigError:
+        episodes.close()
+        raise
 
 
 def _rewarded(task: Task, config: SourceConfig) -> Task:
@@ -252,7 +304,7 @@ def _of_source(label: str) -> Iterator[None]:
 
 def _needs_answers(config: SourceConfig) -> bool:
     """Whether a row without an answer can have no reward; of functions and services nobody knows, so they need none."""
-    if config.reward:
+    if config.reward or config.environment:
         return False
     return not config.rewards or any(each.needs_answers for each in config.rewards)
 
@@ -273,7 +325,9 @@ def apart(task: Task, config: SourceConfig) -> Task:
     if isinstance(task, WeightedTask):
         return task.with_own_score(apart(task.inner, config.model_copy(update={"rewards": (), "reward": ""})))
     kind = config.name.partition(":")[0]
-    if config.reward or kind == "reasoning_gym" or (kind in _OF_FILES and config.match == "math_verify"):
+    if config.reward or config.environment:
+        return task
+    if kind == "reasoning_gym" or (kind in _OF_FILES and config.match == "math_verify"):
         return task
     job: dict[str, object]
     if kind in _OF_FILES:

@@ -38,6 +38,8 @@ class Prompt:
     """What the model is asked, where it is more than one user's message; the last one is `text`."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The columns of its row but for the prompt itself, which a reward of one's own may ask for."""
+    refusal: str = ""
+    """Why nothing can be generated of it, where its task knows."""
 
     @property
     def shown(self) -> str:

@@ -130,7 +130,7 @@ class Prompter:
             tools: JSON schemas of what the policy may call, which the template writes; `check_tools` says if it can.
 
         Raises:
-            PromptRefused: it is messages, and no template is used or this one refuses them.
+            PromptRefused: its task refuses it, or it is messages, and no template is used or this one refuses them.
         """
         ids = self.tokenizer.encode(self._written(prompt, tools=tools), add_special_tokens=False)
         return np.array(self._opened(ids), np.int32)
@@ -217,6 +217,8 @@ class Prompter:
         return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
 
     def _written(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        if prompt.refusal:
+            raise PromptRefused("task", prompt.refusal, action="correct the data, or what refuses it")
         if self._template is None:
             if tools:
                 raise PromptRefused("use_chat_template", "tools are shown by a template", action=_SWITCH)

@@ -107,14 +107,17 @@ def _placed(task: dict[str, Any], own: Mapping[str, Any], join: JoinConfig) -> d
         task = _with_code(task, join)
         if "reward_path" in own:
             task["reward_path"] = str(Path(join.reward_path) / own["reward_path"])
+    if task.get("environment"):
+        task["environment_path"] = str(Path(join.reward_path) / own.get("environment_path", ""))
     if "sources" in task and "sources" not in own:
         task["sources"] = [_with_code(dict(source), join) for source in task["sources"]]
     return task
 
 
 def _with_code(source: dict[str, Any], join: JoinConfig) -> dict[str, Any]:
-    if source.get("reward"):
-        source["reward_path"] = join.reward_path
+    for key in ("reward", "environment"):
+        if source.get(key):
+            source[f"{key}_path"] = join.reward_path
     if source.get("rewards"):
         source["rewards"] = [
             {**reward, "directory": join.reward_path} if reward["kind"] == "function" else reward

@@ -11,7 +11,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.sources.name import parse
 from heterorl.sampler.acceptance import JoinConfig
 
-_BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "mixture")
+_BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "seeds", "mixture")
 _OWN_REVISION = re.compile(r"[A-Za-z0-9._/-]*")
 _FOREIGN_REVISION = re.compile(r"(/*refs(/|$)|[0-9a-f]{7,64}$)", re.IGNORECASE)
 """Of a hub's data set: what its owner did not name, such as a pull request, or a commit that may be one's."""
@@ -57,6 +57,8 @@ def _check_source(source: Mapping[str, Any], join: JoinConfig) -> None:
     for name in _functions(source):
         if f"reward:{name}" not in join.accept:
             _refuse(f"the run's reward is your own function {name}", f"reward:{name}")
+    if (name := str(source.get("environment") or "")) and f"environment:{name}" not in join.accept:
+        _refuse(f"the run's environment is {name}", f"environment:{name}")
 
 
 def _functions(source: Mapping[str, Any]) -> Iterator[str]:

@@ -91,7 +91,7 @@ class Episodes:
             if isinstance(error.__cause__, LoadFailed) and error.__cause__.kind == "missing":
                 raise DependencyMissing(GAMES, "games") from error
             raise
-        self.name, self.num_processes = name, num_processes
+        self.name, self.num_processes, self.max_observation_chars = name, num_processes, max_observation_chars
         self.files_digest = str(facts["digest"])
         self.is_deterministic = bool(facts["is_deterministic"])
         self.tools: tuple[Mapping[str, Any], ...] = tuple(facts["tools"])

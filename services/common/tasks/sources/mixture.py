@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.environments.episodes import Episodes
+from heterorl.common.tasks.environments.task import EnvironmentSpec, environment_of, environments_of
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_parts
 from heterorl.common.types.common import Digest
@@ -102,6 +104,16 @@ class MixtureTask:
         """The label of the source of a training prompt."""
         return self.sources[self._number(index)].label
 
+    @property
+    def environments(self) -> tuple[Episodes, ...]:
+        """The environments of all sources."""
+        return tuple(each for task in self.tasks for each in environments_of(task))
+
+    def environment_of(self, prompt: Prompt) -> EnvironmentSpec | None:
+        """What answers the turns of a prompt; None where its source has no environment."""
+        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
+        return environment_of(self.sources[prompt.number].task, prompt.inner)
+
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The parts of the prompt's own task.
 
@@ -154,7 +166,7 @@ class MixtureTask:
     def _mixed(self, index: int, number: int, inner: Prompt) -> MixedPrompt:
         return MixedPrompt(
             index=index, text=inner.text, answer=inner.answer, messages=inner.messages, columns=inner.columns,
-            number=number, inner=inner,
+            refusal=inner.refusal, number=number, inner=inner,
         )  # fmt: skip
 
 

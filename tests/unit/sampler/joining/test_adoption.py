@@ -103,6 +103,23 @@ def test_keys_of_one_machine_are_never_taken(tmp_path):
     assert found.config.task.sandbox
 
 
+def test_an_environment_is_that_of_this_site(tmp_path):
+    stated = {
+        "name": "seeds", "environment": "mine:Game", "environment_path": "/evil", "step_timeout_s": 3000.0,
+        "environment_workers": 4000, "environment_memory_bytes": 1 << 50, "max_turns": 3,
+    }  # fmt: skip
+    accepts = '[join]\naccept = ["environment:mine:Game"]\n'
+    adopted = [
+        adopt(short(tmp_path, accepts + more), statement(CONTRACT, task=stated)).config.task
+        for more in ("", '[task]\nenvironment_path = "lib"\n')
+    ]
+
+    assert [task.environment_path for task in adopted] == [str(tmp_path), str(tmp_path / "lib")]
+    for task in adopted:
+        assert (task.environment, task.max_turns, task.step_timeout_s) == ("mine:Game", 3, 5.0)
+        assert (task.environment_workers, task.environment_memory_bytes) == (64, 1 << 30)
+
+
 def test_learner_states_what_its_file_says_without_the_keys_of_its_machine():
     config = LearnerConfig(
         task={"name": "arithmetic", "digits": 1, "reward": "mine:score", "reward_path": "/home/a", "reward_workers": 3},

@@ -146,7 +146,17 @@ def test_address_among_the_patterns_would_be_read(tmp_path):
         check_consent({"data": {"files": other}}, JoinConfig())
 
 
-@pytest.mark.parametrize("entry", ["jsonl:", "jsonl:~/data", "python:x", "reward:x", "hf:", "all"])
+def test_an_environment_runs_where_it_is_accepted_by_its_name():
+    task = {"name": "seeds", "environment": "textarena:Mastermind-v0"}
+    check_consent(task, JoinConfig(accept=("environment:textarena:Mastermind-v0",)))
+
+    for accept in ((), ("environment:textarena:Sokoban-v0",), ("reward:textarena:Mastermind-v0",)):
+        for stated in (task, {"name": "mixture", "sources": [task]}):
+            with pytest.raises(ConfigError, match='join.accept.*add "environment:textarena:Mastermind-v0"'):
+                check_consent(stated, JoinConfig(accept=accept))
+
+
+@pytest.mark.parametrize("entry", ["jsonl:", "jsonl:~/data", "python:x", "reward:x", "hf:", "environment:", "all"])
 def test_entries_that_mean_nothing_are_refused(entry):
     with pytest.raises(ValidationError, match="is none of"):
         JoinConfig(accept=(entry,))

@@ -1,0 +1,193 @@
+"""A task whose prompts are asked by an environment, turn by turn, and whose reward is the environment's score."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from heterorl.common.errors import ConfigError, EpisodeError, RewardError
+from heterorl.common.tasks.environments.environment import Action
+from heterorl.common.tasks.environments.episodes import Episode, Episodes
+from heterorl.common.tasks.messages import SYSTEM_ROLES
+from heterorl.common.tasks.task import Message, Prompt, Task
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+_KEY = "task.environment"
+_REMEMBERED = 4096
+"""Prompts whose first messages are kept."""
+_STRIDE = 0x85EBCA6B
+"""Between the seeds of two tasks whose own are neighbours: far, and odd."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What ends an episode that goes on: so many turns, so many seconds."""
+
+    max_turns: int
+    trajectory_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentPrompt(Prompt):
+    """A prompt of an environment, with what an episode of it is begun with."""
+
+    row: Mapping[str, Any] = field(compare=False, repr=False)
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What answers the turns of one prompt; the members of a group each open an episode of it."""
+
+    episodes: Episodes
+    limits: Limits
+    row: Mapping[str, Any]
+    seed: int
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """JSON schemas of the tools that the policy is shown."""
+        return self.episodes.tools
+
+    def open(self) -> Episode:
+        """Begin an episode; waits while all processes are in use.
+
+        Raises:
+            EnvironmentFailed: its code raised.
+            ToolLost: its process took too long or died.
+        """
+        return self.episodes.open(self.row, self.seed)
+
+
+def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
+    """What answers the turns of a prompt; None where the first one is the last."""
+    find: Any = getattr(task, "environment_of", None)
+    found: EnvironmentSpec | None = None if find is None else find(prompt)
+    return found
+
+
+def environments_of(task: object) -> tuple[Episodes, ...]:
+    """The environments of all sources of a task."""
+    return tuple(getattr(task, "environments", ()))
+
+
+def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
+    """The seed of a prompt's episodes, 32 bits: no training prompt of a task has that of a held-out one.
+
+    Args:
+        index: position of the prompt.
+        is_held_out: on which side it is.
+        seed: of the task.
+    """
+    return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF
+
+
+class EnvironmentTask:
+    """A task's rows with an environment; implements Task."""
+
+    def __init__(self, task: Task, episodes: Episodes, limits: Limits, *, seed: int, system_prompt: str = "") -> None:
+        """Look at the first row.
+
+        Args:
+            task: whose rows they are, with its system prompt if there is one.
+            episodes: of the environment.
+            limits: of each episode.
+            seed: which episodes they are.
+            system_prompt: before first messages that the environment gives, unless they begin with one.
+
+        Raises:
+            ConfigError: rows lack a column that its score needs.
+        """
+        self._task, self._episodes, self._limits, self._seed = task, episodes, limits, seed
+        self._system = Message(role="system", content=system_prompt) if system_prompt else None
+        self.environments = (episodes,)
+        self.num_prompts = task.num_prompts
+        self.num_evaluation_prompts = task.num_evaluation_prompts
+        self.num_workers = episodes.num_processes
+        stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
+        words = f"{task.digest}\nenvironment 1\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
+        self.digest: Digest = bytes_digest(words.encode())
+        self._first = functools.lru_cache(_REMEMBERED)(self._reset)
+        self._check_columns(task.prompt(0))
+
+    def prompt(self, index: int) -> EnvironmentPrompt:
+        """The training prompt at a position; one of which no episode begins has a refusal."""
+        return self._asked(self._task.prompt(index), is_held_out=False)
+
+    def evaluation_prompt(self, index: int) -> EnvironmentPrompt:
+        """The held-out prompt at a position; see `prompt`."""
+        return self._asked(self._task.evaluation_prompt(index), is_held_out=True)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The score of an episode in which the completion is the only turn.
+
+        Raises:
+            RewardError: the episode ended without a score.
+        """
+        spec = self.environment_of(prompt)
+        try:
+            with spec.open() as episode:
+                episode.step(Action(completion))
+                return episode.score()
+        except EpisodeError as error:
+            raise RewardError(f"the episode of prompt {prompt.index} failed: {error}") from error
+
+    def environment_of(self, prompt: Prompt) -> EnvironmentSpec:
+        """What answers the turns of a prompt of this task."""
+        assert isinstance(prompt, EnvironmentPrompt), "a prompt of this task"
+        return EnvironmentSpec(episodes=self._episodes, limits=self._limits, row=prompt.row, seed=prompt.seed)
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._episodes.close()
+        close = getattr(self._task, "close", None)
+        if close is not None:
+            close()
+
+    def _check_columns(self, prompt: Prompt) -> None:
+        row = _row(prompt)
+        if missing := [name for name in self._episodes.needs if name not in row]:
+            problem = (
+                f"the score of {self._episodes.name} asks for {', '.join(missing)}; the rows have {', '.join(row)}"
+            )
+            raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")
+
+    def _asked(self, prompt: Prompt, *, is_held_out: bool) -> EnvironmentPrompt:
+        first, refusal = None, ""
+        if not self._episodes.keeps_prompts:
+            try:
+                first = self._first(prompt.index, is_held_out)
+            except EpisodeError as error:
+                refusal = f"no episode of prompt {prompt.index} begins: {error}"
+        text, messages = prompt.text, prompt.messages
+        if first is not None:
+            text = first[-1].content
+            if self._system is not None and first[0].role not in SYSTEM_ROLES:
+                first = (self._system, *first)
+            messages = first if len(first) > 1 or first[0].role != "user" else ()
+        if not (text.strip() or refusal):
+            refusal = f"prompt {prompt.index} has no text, and reset of {self._episodes.name} returned no message"
+        return EnvironmentPrompt(
+            index=prompt.index, text=text, answer=prompt.answer, messages=messages, columns=prompt.columns,
+            refusal=refusal, row=_row(prompt), seed=seed_of(prompt.index, is_held_out=is_held_out, seed=self._seed),
+        )  # fmt: skip
+
+    def _reset(self, index: int, is_held_out: bool) -> tuple[Message, ...] | None:
+        prompt = self._task.evaluation_prompt(index) if is_held_out else self._task.prompt(index)
+        seed = seed_of(index, is_held_out=is_held_out, seed=self._seed)
+        with self._episodes.open(_row(prompt), seed) as episode:
+            return episode.first
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """What an environment is given of a row: its columns, its prompt and its answer as texts."""
+    row = dict(prompt.columns)
+    if prompt.messages and prompt.text:
+        row["messages"] = [{"role": each.role, "content": each.content} for each in prompt.messages]
+    return {**row, **{name: text for name, text in (("prompt", prompt.text), ("answer", prompt.answer)) if text}}

@@ -1,0 +1,272 @@
+"""A task with an environment: prompts of its episodes, its score, its digest, and its place in a mixture."""
+
+import json
+
+import pytest
+
+from heterorl.common.errors import ConfigError, PromptRefused, RewardError
+from heterorl.common.model.positions import Room
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.trial import try_prompts, try_reward
+from heterorl.common.process.config import load
+from heterorl.common.tasks.environments.environment import Action, ToolCall
+from heterorl.common.tasks.environments.task import environment_of, environments_of, seed_of
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.task import Message, Prompt
+from heterorl.learner.config import LearnerConfig
+from tests.support import tokenizers
+
+pytestmark = pytest.mark.process
+
+GAME = """
+import random
+
+class Game:
+    def reset(self, row, *, seed):
+        self.row = row
+        if "prompt" in row:
+            return None
+        assert row == {"seed": seed}
+        return f"game {random.randint(0, 10**9)}"
+
+    def step(self, action):
+        self.said = action.text
+        return "on"
+
+    def score(self):
+        if self.said == "raise":
+            raise KeyError("lamp")
+        return {"right": float(self.said == self.row.get("answer")), "length": len(self.said)}
+
+class Broken:
+    def reset(self, row, *, seed):
+        raise OSError("no board")
+    step = score = reset
+
+class Asking(Game):
+    def reset(self, row, *, seed):
+        super().reset(row, seed=seed)
+        return [{"role": "user", "content": f"Q {row['prompt']}"}, {"role": "tool", "name": "look", "content": "a door"}]
+
+class Silent(Game):
+    def reset(self, row, *, seed):
+        self.row = row
+"""
+TOOLS = '''
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+def score(messages, answer, level):
+    return float(messages[-1]["content"] == answer) * level
+'''
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "games.py").write_text(GAME)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    rows = [{"prompt": f"{n} + 1?", "answer": n + 1, "level": 2} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def made(place):
+    """Makes tasks over the files above, and ends them."""
+    tasks = []
+
+    def make(environment="games:Game", **changes):
+        keys = {"name": "seeds", "size": 5, "evaluation_size": 3, "environment_path": str(place), **changes}
+        config = TaskConfig(environment=environment, **keys)
+        tasks.append(apart(build_task(config), config))
+        return tasks[-1]
+
+    yield make
+    for each in tasks:
+        close_task(each)
+
+
+def test_prompts_are_the_first_messages_of_episodes_with_seeds_of_their_own(made):
+    task, other = made(), made(size=4, evaluation_size=2, seed=1)
+    texts = [task.prompt(index).text for index in range(5)] + [task.evaluation_prompt(index).text for index in range(3)]
+
+    assert (task.num_prompts, task.num_evaluation_prompts) == (5, 3)
+    assert len({*texts, *(other.prompt(index).text for index in range(4))}) == 12
+    assert [task.prompt(index).text for index in range(5)] == texts[:5] == [made().prompt(i).text for i in range(5)]
+    assert task.prompt(2) == task.prompt(2) != task.prompt(3)
+    assert task.prompt(2).columns == {"seed": task.prompt(2).seed}
+    assert not task.prompt(2).messages
+
+
+def test_no_held_out_seed_is_a_training_seed_whatever_their_number():
+    seeds = [
+        seed_of(index, is_held_out=held_out, seed=seed)
+        for seed in (0, 1, 7) for held_out in (False, True) for index in range(1000)
+    ]  # fmt: skip
+
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) < 1 << 32, "what numpy takes"
+
+
+def test_members_of_a_group_open_the_episode_that_gave_the_prompt(made):
+    task = made()
+    prompt = task.evaluation_prompt(1)
+    spec = environment_of(task, prompt)
+
+    assert (spec.limits.max_turns, spec.limits.trajectory_s, spec.row) == (8, 600.0, {"seed": spec.seed})
+    with spec.open() as one, spec.open() as other:
+        assert one.first == other.first == (Message(role="user", content=prompt.text),)
+    assert environments_of(task) == (spec.episodes,)
+    assert environment_of(build_task(TaskConfig(digits=1)), prompt) is None
+    assert environments_of(build_task(TaskConfig(digits=1))) == ()
+
+
+def test_rows_with_prompts_keep_them_and_reach_the_environment(made, place):
+    task = made(name=f"jsonl:{place}/rows.jsonl")
+    prompt = task.prompt(0)
+
+    assert prompt.text.endswith(" + 1?")
+    assert environment_of(task, prompt).row == {"prompt": prompt.text, "answer": prompt.answer, "level": 2}
+    assert {part.name: part.value for part in task.score(prompt, prompt.answer)} == {"right": 1.0, "length": 1.0}
+    assert try_reward(task, None) == 2.0
+
+
+def test_rows_need_no_answer_and_scores_stay_in_the_environments_processes(made, place):
+    (place / "bare.jsonl").write_text('{"prompt": "Go."}\n{"prompt": "Stop."}\n')
+    task = made(name=f"jsonl:{place}/bare.jsonl")
+
+    assert environment_of(task, task.prompt(0)).row == {"prompt": task.prompt(0).text}
+    assert task.score(task.prompt(0), "abc")[1].value == 3.0
+
+
+def test_a_score_that_fails_is_no_score(made):
+    task = made()
+
+    with pytest.raises(RewardError, match=r"prompt 3 failed: games:Game, score: KeyError: 'lamp' \(.*games.py, line"):
+        task.score(task.prompt(3), "raise")
+
+
+def test_first_messages_follow_the_system_prompt(made, place):
+    rows = {"name": f"jsonl:{place}/rows.jsonl", "system_prompt": "Be brief."}
+    system = Message(role="system", content="Be brief.")
+    asking, keeping = made("games:Asking", **rows).prompt(0), made(**rows).prompt(0)
+
+    assert asking.messages == (
+        system, Message(role="user", content=f"Q {keeping.text}"), Message(role="tool", content="a door", name="look")
+    )  # fmt: skip
+    assert keeping.messages == (system, Message(role="user", content=keeping.text))
+    assert made(system_prompt="Be brief.").prompt(0).messages[0] == system
+
+
+def test_tools_are_shown_and_the_row_reaches_their_score(made, place):
+    task = made("tools.py", name=f"jsonl:{place}/rows.jsonl")
+    prompt = task.prompt(0)
+    spec = environment_of(task, prompt)
+
+    assert spec.tools[0]["function"]["name"] == "add"
+    with spec.open() as episode:
+        assert episode.step(Action("", (ToolCall("add", {"a": 1, "b": 2}),))).messages[0].content == "3"
+        assert episode.step(Action(prompt.answer)).done
+        assert episode.score()[0].value == 2.0
+    with pytest.raises(ConfigError, match="the score of tools.py asks for level; the rows have seed"):
+        made("tools.py")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ("games:Broken", "no episode of prompt 2 begins: games:Broken, open: OSError: no board"),
+        ("games:Silent", "prompt 2 has no text, and reset of games:Silent returned no message"),
+    ],
+)
+def test_a_prompt_of_which_no_episode_begins_is_refused_and_ends_nothing(made, place, tmp_path, environment, words):
+    source = {"label": "games", "name": "seeds", "size": 5, "evaluation_size": 2, "environment": environment}
+    mixed = build_task(TaskConfig(name="mixture", sources=({**source, "environment_path": str(place)},)))
+    tokenizers.words(eos="<|end|>").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    prompter = Prompter(str(tmp_path / "model"), use_chat_template=False)
+
+    for prompt in (made(environment).prompt(2), mixed.prompt(2)):
+        assert prompt.refusal.startswith(words)
+        with pytest.raises(PromptRefused, match=words):
+            prompter.encode_prompt(prompt)
+    with pytest.raises(ConfigError, match="all of 5 prompts that were tried are refused: no|prompt 4 has no text"):
+        try_prompts(mixed, prompter, room=Room(vocab_size=1000, positions=0), max_new_tokens=8)
+    close_task(mixed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_other"),
+    [
+        ({"max_turns": 9}, True),
+        ({"trajectory_s": 60.0}, True),
+        ({"max_observation_chars": 100}, True),
+        ({"seed": 1}, True),
+        ({"size": 6}, True),
+        ({"environment": "games:Silent", "name": "arithmetic", "digits": 1}, True),
+        ({"step_timeout_s": 60.0, "environment_workers": 3, "environment_memory_bytes": 1 << 31}, False),
+    ],
+)
+def test_digest_is_of_what_nodes_must_agree_on(made, changes, is_other):
+    assert (made(**changes).digest != made().digest) == is_other
+
+
+def test_digest_is_of_the_files_bytes(made, place):
+    first = made().digest
+    (place / "games.py").write_text(GAME + "\n")
+
+    assert made().digest != first
+
+
+def test_a_mixture_has_sources_with_and_without_environments(place):
+    sources = (
+        {"label": "sums", "name": "arithmetic", "digits": 1, "environment": ""},
+        {"label": "games", "name": "seeds", "size": 100, "evaluation_size": 10},
+        {
+            "label": "tools",
+            "name": f"jsonl:{place}/rows.jsonl",
+            "environment": "tools.py",
+            "environment_path": str(place),
+        },
+        {"label": "judged", "name": f"jsonl:{place}/rows.jsonl", "rewards": [{"name": "match", "kind": "match"}]},
+    )
+    config = TaskConfig(name="mixture", sources=sources, environment="games:Game", environment_path=str(place))
+    task = apart(build_task(config), config)
+    found = {}
+    for index in range(task.num_prompts):
+        found.setdefault(task.source_of(index), index)
+    specs = {label: environment_of(task, task.prompt(index)) for label, index in found.items()}
+
+    assert {label: spec and spec.episodes.name for label, spec in specs.items()} == {
+        "sums": None, "games": "games:Game", "tools": "tools.py", "judged": None
+    }  # fmt: skip
+    assert [each.name for each in environments_of(task)] == ["games:Game", "tools.py"]
+    with specs["games"].open() as episode:
+        assert episode.first[0].content == task.prompt(found["games"]).text
+    prompt = task.prompt(found["games"])
+    assert task.score(prompt, "abc")[1].value == 3.0
+    close_task(task)
+
+
+def test_what_does_not_go_together_is_refused(made, place):
+    with pytest.raises(ConfigError, match=r"task.environment: the environment gives the reward"):
+        made(reward="games:Game")
+    with pytest.raises(ConfigError, match=r"task.name: seeds are prompts of an environment \(set task.environment\)"):
+        build_task(TaskConfig(name="seeds"))
+
+
+def test_the_directory_is_that_of_the_configuration_file(place):
+    file = place / "learner.toml"
+    file.write_text('[task]\nname = "seeds"\nenvironment = "games:Game"\n')
+
+    assert load(LearnerConfig, file).task.environment_path == str(place)
+    assert load(LearnerConfig, file, ["task.environment_path=lib"]).task.environment_path == str(place / "lib")
+    assert load(LearnerConfig, file, ["task.environment="]).task.environment_path == ""
+
+
+def test_a_prompt_is_one_of_this_task(made):
+    task = made()
+
+    with pytest.raises(AssertionError, match="a prompt of this task"):
+        environment_of(task, Prompt(index=0, text="?", answer=""))

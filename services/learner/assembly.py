@@ -17,9 +17,11 @@ from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.positions import room_at, room_of
 from heterorl.common.model.routing import routing_shape
+from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
@@ -82,6 +84,10 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
     )
     task = apart(build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task)
     try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
+    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
+    conversations = None
+    if environments_of(task):
+        conversations = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
@@ -100,7 +106,9 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         group_size=config.group_size,
         min_members=config.sampling.members(config.group_size),
         sampling=sampling,
-        end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
+        end_token_ids=end_token_ids,
+        max_turns=config.task.max_turns_of_all,
+        max_trajectory_tokens=config.sampling.max_trajectory_tokens,
         lora=backend.lora,
         routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
     )
@@ -119,7 +127,9 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         replayer = Replayer(
             model_dir=config.model_dir, device=config.verification.device, sampling=sampling, lora=contract.lora
         )
-    yardstick = Yardstick(config=config.verification, task=task, prompter=prompter, replayer=replayer)
+    yardstick = Yardstick(
+        config=config.verification, task=task, prompter=prompter, replayer=replayer, conversations=conversations
+    )
 
     def close() -> None:
         close_task(task)
@@ -155,7 +165,7 @@ def build_backend(
             )
         if options.threads:
             torch.set_num_threads(options.threads)
-        sampling = config.sampling.semantics()
+        sampling = config.drawn_semantics()
         single = TorchBackend(
             model_dir=config.model_dir,
             config=options,
@@ -216,7 +226,7 @@ def _check_divided(config: LearnerConfig) -> None:
 
 def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DividedBackend:
     """This rank's part of a backend that all ranks build together."""
-    options, sampling = config.backend, config.sampling.semantics()
+    options, sampling = config.backend, config.drawn_semantics()
     if not isinstance(options, TorchBackendConfig) and not config.overlap_publication:
         # Nothing computes meanwhile: the copy would be for nothing.
         options = options.model_copy(update={"overlap_checkpoint": False})

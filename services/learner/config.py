@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
+from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.judge import VerificationConfig
 from heterorl.learner.checks.uniform import DynamicSamplingConfig
 from heterorl.learner.loss.config import GepoConfig, LossConfig
@@ -130,6 +132,26 @@ class LearnerConfig(Config):
     """Seconds between two pushes of these metrics to the coordinator, which shows them in its place; 0 is never."""
     tracing: TracingConfig = TracingConfig()
     """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
+
+    def drawn_semantics(self) -> SamplingSemantics:
+        """The settings of `sampling` with the most drawn tokens of a rollout, which losses may divide by."""
+        own, num_turns = self.sampling.semantics(), self.task.max_turns_of_all
+        if num_turns == 1:
+            return own
+        longest = min(num_turns * own.max_new_tokens, self.sampling.max_trajectory_tokens)
+        return dataclasses.replace(own, max_new_tokens=longest)
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> LearnerConfig:
+        if not self.task.has_environment:
+            return self
+        if not self.use_chat_template:
+            raise ValueError("task.environment: turns need a chat template; set use_chat_template = true")
+        if self.sampling.router_replay != "none":
+            raise ValueError('task.environment with sampling.router_replay: set router_replay to "none"')
+        if self.verification.require_seeded:
+            raise ValueError("task.environment with verification.require_seeded: draws of turns are not repeated")
+        return self
 
     @model_validator(mode="after")
     def _check_keys(self) -> LearnerConfig:

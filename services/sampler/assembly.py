@@ -12,9 +12,11 @@ from heterorl.common.generation.engine import Engine
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.positions import room_at
+from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.text.conversation import Conversation, Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
@@ -23,6 +25,10 @@ from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines
 from heterorl.sampler.evaluation.sets import SiteSet, open_sets, with_workers
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
+
+
+def _no_conversation(_: Prompt) -> Conversation | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,10 @@ class Parts:
     """What the engine is compared with the learner on; none: it is not."""
     sets: tuple[SiteSet, ...] = ()
     """What it can evaluate."""
+    conversation_of: Callable[[Prompt], Conversation | None] = _no_conversation
+    """The environment of a prompt of the task; None where it is answered by one completion."""
+    max_live: int = 0
+    """Episodes that live at once; 0 where no prompt has an environment."""
     close: Callable[[], None] = lambda: None
     """Ends what the engine runs outside this process."""
 
@@ -75,6 +85,9 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()
     end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
+    conversations = None
+    if environments_of(task):
+        conversations = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
     engines = build_engines(config, sampling, end_token_ids=end_token_ids)
     engine = engines.engine
     contract = build_contract(
@@ -83,6 +96,8 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         layout_id=engine.layout.layout_id,
         vocab_size=engines.vocab_size,
         group_size=config.group_size,
+        max_turns=config.task.max_turns_of_all,
+        max_trajectory_tokens=config.sampling.max_trajectory_tokens,
         min_members=config.sampling.members(config.group_size),
         sampling=sampling,
         end_token_ids=end_token_ids,
@@ -102,6 +117,8 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         task=task,
         prompter=prompter,
         contract=contract,
+        conversation_of=conversations.of if conversations else _no_conversation,
+        max_live=conversations.max_live if conversations else 0,
         base=flavoured.base_of(engines.base) if flavoured else engines.base,
         canary=canary_texts(task, prompter),
         sets=sets,

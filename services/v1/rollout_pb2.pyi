@@ -120,6 +120,8 @@ class _ReturnReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Its prompt leaves no room for a completion."""
     RETURN_REASON_ENGINE_FAILED: _ReturnReason.ValueType  # 4
     """The engine failed while it computed this row, perhaps for another one."""
+    RETURN_REASON_ENVIRONMENT_FAILED: _ReturnReason.ValueType  # 5
+    """Its environment failed, took too long or died."""
 
 class ReturnReason(_ReturnReason, metaclass=_ReturnReasonEnumTypeWrapper):
     """ReturnReason is the closed set of reasons for which a row gives no group, whoever tries."""
@@ -134,6 +136,8 @@ RETURN_REASON_PROMPT_TOO_LONG: ReturnReason.ValueType  # 3
 """Its prompt leaves no room for a completion."""
 RETURN_REASON_ENGINE_FAILED: ReturnReason.ValueType  # 4
 """The engine failed while it computed this row, perhaps for another one."""
+RETURN_REASON_ENVIRONMENT_FAILED: ReturnReason.ValueType  # 5
+"""Its environment failed, took too long or died."""
 Global___ReturnReason: typing_extensions.TypeAlias = ReturnReason
 
 class _DropReason:

@@ -20,7 +20,7 @@ from heterorl.common.generation.requests import Completion, Finished, Lost, Requ
 from heterorl.common.generation.turns import spans_of
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.types.common import Digest, Float32Array, Int32Array
+from heterorl.common.types.common import Contract, Digest, Float32Array, Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.coordinator.config import CoordinatorConfig
@@ -142,6 +142,7 @@ class FixedTask:
 
     def __init__(self) -> None:
         self.is_failing = False
+        self.num_failing = 0
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(index=index, text="1+1=", answer="2")
@@ -150,7 +151,8 @@ class FixedTask:
         return self.prompt(index)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        if self.is_failing:
+        if self.is_failing or self.num_failing:
+            self.num_failing = max(0, self.num_failing - 1)
             raise RewardError("it crashed")
         return (RewardPart(name="correct", value=1.0),)
 
@@ -230,16 +232,18 @@ class World:
         self.settings: dict[str, Any] = {}
         self.canary: tuple[ScoredText, ...] = ()
         self.sets: tuple[SiteSet, ...] = ()
+        self.conversations: dict[str, Any] = {}
         self.running: asyncio.Task[None] | None = None
         self.threads = CountingThreads()
         asyncio.get_running_loop().set_default_executor(self.threads)
 
     @classmethod
-    async def open(cls, directory: Path, **coordinator: Any) -> World:
+    async def open(cls, directory: Path, *, contract: Contract = CONTRACT, **coordinator: Any) -> World:
         clock = ManualClock()
         values = {"groups_per_version": 2, "max_outstanding_groups": 1000, "max_staleness_versions": 500}
         config = CoordinatorConfig(data_dir=directory / "coordinator", **{**values, **coordinator})
         world = cls(await Coordinator.open(config, clock), clock, directory)
+        world.run.contract = contract
         await world.run.begin()
         return world
 
@@ -258,8 +262,8 @@ class World:
         self.engine = SilentEngine(max_running=2 * CONTRACT.group_size)
         self.outbox = Outbox(config.state_dir)
         parts = Parts(
-            engine=self.engine, task=self.task, prompter=self.prompter, contract=CONTRACT,
-            canary=self.canary, sets=self.sets,
+            engine=self.engine, task=self.task, prompter=self.prompter, contract=self.run.contract,
+            canary=self.canary, sets=self.sets, **self.conversations,
         )  # fmt: skip
         api: Any = self.link
         record = VersionRecord(config.state_dir / "versions.jsonl")

@@ -142,6 +142,16 @@ class TaskConfig(SourceConfig):
             raise ValueError("sources: a mixture in a mixture; name its sources here")
         return self
 
+    @property
+    def has_environment(self) -> bool:
+        """Whether a prompt has one."""
+        return any(source.environment for source in self.inherited() or (self,))
+
+    @property
+    def max_turns_of_all(self) -> int:
+        """Most turns of a rollout; 1 where no prompt has an environment."""
+        return max((source.max_turns for source in self.inherited() or (self,) if source.environment), default=1)
+
     def inherited(self) -> tuple[WeightedSource, ...]:
         """The sources with what they take from here."""
         return tuple(each.model_copy(update=self._left_to(each)) for each in self.sources)

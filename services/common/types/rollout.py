@@ -230,6 +230,7 @@ class ReturnReason(enum.Enum):
     PROMPT_REFUSED = "prompt_refused"
     PROMPT_TOO_LONG = "prompt_too_long"
     ENGINE_FAILED = "engine_failed"
+    ENVIRONMENT_FAILED = "environment_failed"
 
 
 class DropReason(enum.Enum):

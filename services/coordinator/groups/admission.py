@@ -137,21 +137,28 @@ def _spans_problem(group: Columns, contract: Contract) -> str:
         return f"span_counts: rollout {wrong} has no span"
     rollouts = np.repeat(np.arange(counts.size), counts)
     covered = np.bincount(rollouts, group.span_lengths, minlength=counts.size)
-    if (group.span_lengths < 1).any() or not np.array_equal(covered, group.lengths):
+    if group.span_lengths.min() < 1 or (covered != group.lengths).any():
         return "span_lengths: the spans do not cover each rollout's tokens"
-    if (wrong := _first(versions < (GIVEN if contract.max_turns > 1 else 0))) is not None:
-        return f"span_versions: rollout {rollouts[wrong]} has a span of version {versions[wrong]}"
-    is_first = np.diff(rollouts, prepend=-1) != 0
-    is_last = np.diff(rollouts, append=counts.size) != 0
-    if (wrong := _first((versions == GIVEN) & (is_first | (is_last & is_trainable(group)[rollouts])))) is not None:
-        return f"span_versions: rollout {rollouts[wrong]} begins or ends with given tokens"
-    if (wrong := _first((keeps >= 0) & ((versions != GIVEN) | is_first))) is not None:
-        return f"span_keeps: rollout {rollouts[wrong]} begins a sequence with what was not given"
-    if (keeps >= 0).any() and (wrong := _wrong_keep(group, rollouts)) is not None:
-        return f"span_keeps: rollout {wrong} keeps more tokens than the sequence before has"
-    turns = np.bincount(rollouts[_turn_starts(versions, is_first)], minlength=counts.size)
-    if (wrong := _first(turns > contract.max_turns)) is not None:
-        return f"span_versions: rollout {wrong} has {turns[wrong]} turns, max_turns is {contract.max_turns}"
+    if versions.min() < (GIVEN if contract.max_turns > 1 else 0):
+        wrong = rollouts[versions.argmin()]
+        return f"span_versions: rollout {wrong} has a span of version {versions.min()}"
+    ends = np.cumsum(counts)[counts > 0]
+    firsts = ends - counts[counts > 0]
+    is_given = versions == GIVEN
+    is_wrong = is_given[firsts] | (is_given[ends - 1] & is_trainable(group)[rollouts[firsts]])
+    if (wrong := _first(is_wrong)) is not None:
+        return f"span_versions: rollout {rollouts[firsts[wrong]]} begins or ends with given tokens"
+    if (keeps >= 0).any():
+        is_new = keeps >= 0
+        is_new_first = np.zeros_like(is_given)
+        is_new_first[firsts] = True
+        if (wrong := _first(is_new & (~is_given | is_new_first))) is not None:
+            return f"span_keeps: rollout {rollouts[wrong]} begins a sequence with what was not given"
+        if (wrong := _wrong_keep(group, rollouts)) is not None:
+            return f"span_keeps: rollout {wrong} keeps more tokens than the sequence before has"
+    turns = np.bincount(rollouts[_turn_starts(group)], minlength=counts.size)
+    if turns.max() > contract.max_turns:
+        return f"span_versions: rollout {turns.argmax()} has {turns.max()} turns, max_turns is {contract.max_turns}"
     return ""
 
 
@@ -167,10 +174,13 @@ def _wrong_keep(group: Columns, rollouts: NDArray[np.intp]) -> int | None:
     return None
 
 
-def _turn_starts(versions: NDArray[np.int64], is_first: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _turn_starts(group: Columns) -> NDArray[np.bool_]:
     """Which spans begin a turn: drawn ones behind given tokens, or at a rollout's start."""
-    drawn = versions != GIVEN
-    starts: NDArray[np.bool_] = drawn & (is_first | ~np.concatenate([[False], drawn[:-1]]))
+    drawn = group.span_versions != GIVEN
+    starts: NDArray[np.bool_] = drawn.copy()
+    starts[1:] &= ~drawn[:-1]
+    firsts = (np.cumsum(group.span_counts) - group.span_counts)[group.span_counts > 0]
+    starts[firsts] = drawn[firsts]
     return starts
 
 
@@ -193,14 +203,13 @@ def ending_problem(group: Columns, contract: Contract) -> str:
 
     A rollout that ended of itself says how its last turn did.
     """
-    rollouts = np.repeat(np.arange(group.span_counts.size), group.span_counts)
-    is_start = _turn_starts(group.span_versions, np.diff(rollouts, prepend=-1) != 0)
-    drawn_lengths = np.where(group.span_versions != GIVEN, group.span_lengths, 0)
+    is_start, is_drawn = _turn_starts(group), group.span_versions != GIVEN
+    starts = np.flatnonzero(is_start)
     # Spans of given tokens behind a turn count to it, and add nothing.
-    turn_of_span = np.cumsum(is_start) - 1
-    lengths = np.bincount(turn_of_span, drawn_lengths).astype(np.int64)
-    first = (np.cumsum(group.span_lengths) - group.span_lengths)[is_start]
-    last, owners = first + lengths - 1, rollouts[is_start]
+    lengths = np.add.reduceat(np.where(is_drawn, group.span_lengths, 0), starts)
+    first = (np.cumsum(group.span_lengths) - group.span_lengths)[starts]
+    last = first + lengths - 1
+    owners = np.repeat(np.arange(group.span_counts.size), group.span_counts)[starts]
     longest = contract.sampling.max_new_tokens
     if (wrong := _first(lengths > longest)) is not None:
         return f"lengths: a turn of rollout {owners[wrong]} has {lengths[wrong]} tokens, allowed are 1..{longest}"
@@ -212,7 +221,8 @@ def ending_problem(group: Columns, contract: Contract) -> str:
         is_end |= group.token_ids == token
     is_ended = is_end[last]
     is_end[last] = False
-    is_end[~np.repeat(group.span_versions != GIVEN, group.span_lengths)] = False
+    if not is_drawn.all():
+        is_end &= np.repeat(is_drawn, group.span_lengths)
     if is_end.any():
         at = int(is_end.argmax())
         return f"token_ids: rollout {_rollout_of(group, at)} has end token {group.token_ids[at]} before its end"

@@ -36,6 +36,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.threads import in_thread, in_thread_of
 from heterorl.common.tasks.scoring import FailureRow
 from heterorl.common.tasks.task import Task, source_of
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, Group, QueuedGroup
@@ -63,6 +64,8 @@ class Yardstick:
     task: Task
     prompter: Prompter
     replayer: Replayer | None = None
+    conversations: Conversations | None = None
+    """The environments of the task; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,7 @@ class Examiner:
                 prompter=self.yardstick.prompter,
                 tolerance=self.yardstick.config.reward_tolerance,
                 trusted=self.yardstick.config.trust_rewards_of,
+                conversations=self.yardstick.conversations,
             )
         except (RewardError, PromptRefused) as error:
             return Scored(error=error, seconds=time.perf_counter() - started)

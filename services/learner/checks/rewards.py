@@ -8,13 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.rewards.remote.reward import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
+from heterorl.learner.checks.episodes import judge_episodes
 from heterorl.learner.checks.judge import SOUND, Finding
 
 RUN_AGAIN = 2
@@ -22,7 +25,13 @@ RUN_AGAIN = 2
 
 
 def judge_rewards(
-    group: Group, *, task: Task, prompter: Prompter, tolerance: float, trusted: Collection[str] = ()
+    group: Group,
+    *,
+    task: Task,
+    prompter: Prompter,
+    tolerance: float,
+    trusted: Collection[str] = (),
+    conversations: Conversations | None = None,
 ) -> Finding:
     """In what a group's prompt or rewards differ from the task's.
 
@@ -35,6 +44,7 @@ def judge_rewards(
         prompter: the run's tokenizer and template.
         tolerance: largest difference of a reward.
         trusted: sites whose word is enough; `*` is every site.
+        conversations: the environments of its prompts; None where it has none.
 
     Raises:
         PromptRefused: the template does not write the prompt.
@@ -45,8 +55,19 @@ def judge_rewards(
     if not 0 <= group.prompt_index < task.num_prompts:
         return _mismatch(f"prompt_index: {group.prompt_index}, the task has {task.num_prompts} prompts")
     prompt = task.prompt(group.prompt_index)
-    if not np.array_equal(prompter.encode_prompt(prompt), group.prompt_token_ids):
+    asked = conversations.encode(prompt) if conversations else prompter.encode_prompt(prompt)
+    if not np.array_equal(asked, group.prompt_token_ids):
         return _mismatch(f"prompt_token_ids: not those of prompt {group.prompt_index}")
+    conversation = conversations.of(prompt) if conversations else None
+    if conversation is not None:
+        if conversation.spec.episodes.is_deterministic:
+            return judge_episodes(group, conversation, tolerance=tolerance)
+        if not is_trusted:
+            raise RewardError(
+                f"{conversation.spec.episodes.name} leaves things to chance, so no learner can step it again, and the"
+                " site is not named in verification.trust_rewards_of"
+            )
+        return SOUND
     remote = task.remote if isinstance(task, WeightedTask) else {}
     computes = task.without_remote() if isinstance(task, WeightedTask) and remote else task
     members = [(number, rollout) for number, rollout in enumerate(group.rollouts) if rollout.is_trainable]
@@ -159,8 +180,16 @@ def check_trust(task: Task, trusted: Collection[str]) -> None:
     """Refuse a task of which every group would be given up.
 
     Raises:
-        ConfigError: a reward can neither be computed again nor is it signed, and no site is trusted.
+        ConfigError: a reward can neither be computed again nor is it signed, and no site is trusted; or an environment
+            leaves things to chance.
     """
+    by_chance = [each.name for each in environments_of(task) if not each.is_deterministic]
+    if by_chance and not trusted:
+        raise ConfigError(
+            "verification.trust_rewards_of",
+            f"{by_chance[0]} is not deterministic, so a learner cannot step it again, and no site is trusted",
+            action='name the sites, such as ["site-a"], or "*" for all',
+        )
     remote = task.remote if isinstance(task, WeightedTask) else {}
     believed = [name for name, terms in remote.items() if not terms.signed_by]
     if believed and not trusted:

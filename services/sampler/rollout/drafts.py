@@ -1,7 +1,7 @@
 """Groups under way: what of each has been generated and scored. Pure; owned by the event loop.
 
-    begun -> completions end, one by one -> each is scored -> the last score makes the group whole
-          -> a reward that fails, an engine that fails: given up, its assignment is handed back
+    begun -> completions end, one by one -> each is scored, or lost -> the last one makes the group whole
+          -> too few members are left, an engine that fails: given up, its assignment is handed back
 
 Guarantees: a completion counts once, whatever became of its group; what is given up never becomes a group.
 """
@@ -29,10 +29,19 @@ class Draft:
     version: int
     """Loaded when it was begun: none of its tokens is of an older one."""
     begun_at: float
+    has_turns: bool = False
+    """Whether an environment answers its members' turns."""
     ended_at: float = 0.0
     """Of its last completion; both by the monotonic clock."""
     completions: dict[int, Completion] = field(default_factory=dict)
+    """Of members that ended, whole."""
     scores: dict[int, tuple[RewardPart, ...]] = field(default_factory=dict)
+    """Of members that ended and have their rewards; empty of lost ones."""
+
+    @property
+    def num_lost(self) -> int:
+        """Members that ended and are not trained on."""
+        return sum(not completion.finish_reason.is_trainable for completion in self.completions.values())
 
     @property
     def generation_s(self) -> float:
@@ -41,12 +50,12 @@ class Draft:
 
 
 class Drafts:
-    """All groups under way, by the keys of their requests."""
+    """All groups under way, by their keys, and the requests that the engine has for them."""
 
     def __init__(self, *, group_size: int) -> None:
         self._group_size = group_size
         self._drafts: dict[int, Draft] = {}
-        self._running: dict[int, int] = {}
+        self._requests: dict[int, _Request] = {}
         self.num_running = 0
         """Completions in the engine, those of groups that were given up too."""
 
@@ -55,6 +64,9 @@ class Drafts:
 
     def __iter__(self) -> Iterator[Draft]:
         return iter(self._drafts.values())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._drafts
 
     @property
     def num_unscored(self) -> int:
@@ -67,28 +79,35 @@ class Drafts:
         return min((draft.version for draft in self), default=None)
 
     def begin(self, draft: Draft) -> None:
-        """Count a group whose request the engine is given."""
+        """Count a group whose request the engine is given, of all members, under the group's key."""
         self._drafts[draft.key] = draft
-        self._running[draft.key] = self._group_size
-        self.num_running += self._group_size
+        self._begin(draft.key, _Request(draft=draft, left=self._group_size))
 
-    def take(self, finished: Finished, now: float) -> Draft | None:
-        """Count a completion that ended; its group, unless that was given up."""
-        left = self._running.get(finished.key, 0)
-        if not left:
+    def begin_turn(self, key: int, draft: Draft, member: int) -> None:
+        """Count the request of one member's next turn."""
+        self._begin(key, _Request(draft=draft, left=1, member=member))
+
+    def take(self, finished: Finished, now: float) -> tuple[Draft, int] | None:
+        """Count a completion that ended; its group and its member, unless the group was given up."""
+        request = self._requests.get(finished.key)
+        if request is None:
             return None
         self.num_running -= 1
-        self._running[finished.key] = left - 1
-        if left == 1:
-            del self._running[finished.key]
-        draft = self._drafts.get(finished.key)
-        if draft is not None:
-            draft.completions[finished.member] = finished.completion
-            draft.ended_at = now
-        return draft
+        request.left -= 1
+        if not request.left:
+            del self._requests[finished.key]
+        draft = request.draft
+        if draft.key not in self._drafts:
+            return None
+        draft.ended_at = now
+        return draft, finished.member if request.member is None else request.member
+
+    def end(self, draft: Draft, member: int, completion: Completion) -> None:
+        """Note that a member has ended."""
+        draft.completions[member] = completion
 
     def score(self, key: int, member: int, parts: tuple[RewardPart, ...]) -> Draft | None:
-        """Note a reward; the group where it was the last one, which is under way no longer."""
+        """Note a reward, none of a lost member; the group where it was the last one, which is under way no longer."""
         draft = self._drafts.get(key)
         if draft is None:
             return None
@@ -99,12 +118,32 @@ class Drafts:
         """Give a group up while its completions go on; None where it was before."""
         return self._drafts.pop(key, None)
 
-    def lose(self, key: int) -> Draft | None:
-        """Give a group up whose completions the engine has lost."""
-        self.num_running -= self._running.pop(key, 0)
-        return self.give_up(key)
+    def lose(self, key: int) -> tuple[Draft, int | None] | None:
+        """Forget a request that the engine has lost; its group, and the member whose turn it was, unless given up."""
+        request = self._requests.pop(key, None)
+        if request is None:
+            return None
+        self.num_running -= request.left
+        return (request.draft, request.member) if request.draft.key in self._drafts else None
+
+    def withdraw(self, draft: Draft) -> bool:
+        """Take back a group that the engine did not take; False where it was given up before."""
+        return self.lose(draft.key) is not None and self.give_up(draft.key) is not None
 
     def lose_all(self) -> list[Draft]:
-        """Give up every group of which the engine still had completions; what waits for rewards alone stays."""
-        keys = list(self._running)
-        return [draft for key in keys if (draft := self.lose(key)) is not None]
+        """Give up every group of which the engine still had completions; the others stay."""
+        lost = [found[0] for key in list(self._requests) if (found := self.lose(key)) is not None]
+        return [draft for draft in lost if self.give_up(draft.key) is not None]
+
+    def _begin(self, key: int, request: _Request) -> None:
+        self._requests[key] = request
+        self.num_running += request.left
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request:
+    """What the engine computes for a group: `left` completions, of one member's turn or of all members."""
+
+    draft: Draft
+    left: int
+    member: int | None = None

@@ -24,6 +24,7 @@ from heterorl.common.generation.requests import Request
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.pull import PulledVersion
+from heterorl.common.types.rollout import FinishReason
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.outbox.spooling import Spooling
@@ -32,6 +33,7 @@ from heterorl.sampler.rollout.drafts import Draft
 from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.harvest import Harvest
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
+from heterorl.sampler.rollout.player import Turn
 from heterorl.sampler.rollout.reserve import Reserve
 from heterorl.sampler.rollout.swap import Swap
 from heterorl.sampler.rollout.under_way import UnderWay
@@ -186,7 +188,7 @@ class Generation:
                 tokens_per_s=self.harvest.tokens.per_s(now), now=now, version=self.swap.version,
                 head=self._policy.head_version, level=self._outbox.level(), num_ahead=len(self.reserve),
             )  # fmt: skip
-            if await self._exchange(tasks) or await self._begin():
+            if await self._exchange(tasks) or await self._go_on(tasks) or await self._begin():
                 continue
             waits = [wait for wait in (self.swap.wait_s, self._ask_wait_s()) if wait is not None and wait > 0]
             await ring_or_time(*tickets, clock=self._clock, seconds=min(waits, default=None))
@@ -217,10 +219,49 @@ class Generation:
             self._work.ask_time = self._clock.monotonic()
         self.news.ring()
 
+    @property
+    def _is_swap_first(self) -> bool:
+        """Whether nothing may begin before a swap that is due, so that no turn mixes versions."""
+        return self._config.swap == "drain" and self._is_newer_due and self.guests.pinned < 0
+
+    async def _go_on(self, tasks: asyncio.TaskGroup) -> bool:
+        """Give the engine the turns that can be drawn, before anything new; whether anything was done."""
+        if not self.harvest.turns or self._is_swap_first or self._is_ending or self.guests.are_alone:
+            return False
+        if self.swap.version < 0:
+            return False
+        turns, self.harvest.turns = self.harvest.turns, []
+        keys = [next(self._maker.keys) for _ in turns]
+        for key, turn in zip(keys, turns, strict=True):
+            self._drafts.begin_turn(key, turn.draft, turn.member)
+        count, too_long, error = await asyncio.to_thread(self._submit_turns, keys, turns)
+        for place in too_long:
+            if self._drafts.lose(keys[place]) is not None:
+                self.harvest.end_turn(turns[place], FinishReason.CONTEXT, tasks)
+        if error is not None:
+            left = [place for place in range(count, len(turns)) if self._drafts.lose(keys[place]) is not None]
+            self.harvest.turns += [turns[place] for place in left]
+            if not self.guests.is_swapping and self.swap.version >= 0:
+                self.swap.note_failure(error)
+        if count:
+            self.news.ring()
+        return count > 0
+
+    def _submit_turns(self, keys: Sequence[int], turns: Sequence[Turn]) -> tuple[int, list[int], EngineError | None]:
+        """How many of them the engine has seen, which of these are too long, and why not all; in a thread."""
+        too_long = []
+        for place, (key, turn) in enumerate(zip(keys, turns, strict=True)):
+            try:
+                self._engine.submit(Request(key=key, prompt=turn.context, seed=turn.seed, num_completions=1))
+            except PromptRefused:
+                too_long.append(place)
+            except EngineError as error:
+                return place, too_long, error
+        return len(turns), too_long, None
+
     async def _begin(self) -> bool:
         """Give the engine what it has room for; whether anything was done."""
-        is_swap_first = self._config.swap == "drain" and self._is_newer_due and self.guests.pinned < 0
-        if not self._may_begin or is_swap_first:
+        if not self._may_begin or self._is_swap_first:
             return False
         count = self._num_wanted()
         if count and not self._config.work_ahead_s and not len(self.reserve):
@@ -262,10 +303,10 @@ class Generation:
             self.harvest.begin(drafts)
         under_way = [draft.assignment.id for draft in self._drafts]
         count, too_long, error = await asyncio.to_thread(self._submitted, drafts, under_way)
-        found = [(draft.assignment, why) for draft, why in too_long if self._drafts.lose(draft.key) is not None]
+        found = [(draft.assignment, why) for draft, why in too_long if self._drafts.withdraw(draft)]
         self.harvest.refuse([*refused, *found])
         if error is not None:
-            untaken = [draft for draft in drafts[count:] if self._drafts.lose(draft.key) is not None]
+            untaken = [draft for draft in drafts[count:] if self._drafts.withdraw(draft)]
             self.reserve.put_back([draft.assignment for draft in untaken])
             # During a swap it takes none; a swap that failed says so itself.
             if not self.guests.is_swapping and self.swap.version >= 0:

@@ -2,29 +2,34 @@
 
     collect  waits for a completion that ends; unblocked by the engine
     score    waits for a process that computes rewards; unblocked by it, and by the time limit
+    play     waits for an environment that answers a turn; unblocked by it, and by the time limit
     spool    waits for a group whose last member is scored, or a second attempt on a full disk; unblocked by score, time
     return   waits for assignments that give no group; unblocked by score, collect, the end
 
 Guarantees: a group is in the outbox before its assignment is forgotten; what gives no group is handed back; a reward
-that fails costs its own group.
+or an environment that fails costs its own member, and the group where fewer than `min_members` are left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from heterorl.common.errors import EngineError, RewardError
+from heterorl.common.errors import EngineError, EpisodeError, RewardError
 from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.requests import Finished, Lost
+from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
-from heterorl.common.types.rollout import Group, ReturnReason
+from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
 from heterorl.sampler.outbox.spooling import Spooling
 from heterorl.sampler.rollout.drafts import Draft, Drafts
 from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
+from heterorl.sampler.rollout.player import End, Turn
 from heterorl.sampler.rollout.refusals import Refusals
 from heterorl.sampler.rollout.scorer import Scorer
 from heterorl.sampler.rollout.speed import GroupRate, TokenRate
@@ -37,6 +42,12 @@ LAST_SCORES_S = 3.0
 """What a stop waits for rewards of completions that have ended."""
 HAND_BACK_S = 3.0
 """What an end waits for a coordinator that takes assignments back."""
+_RETURNED_AS = {
+    FinishReason.REWARD_FAILED: ReturnReason.REWARD_FAILED,
+    FinishReason.ENGINE_FAILED: ReturnReason.ENGINE_FAILED,
+    FinishReason.ENVIRONMENT_FAILED: ReturnReason.ENVIRONMENT_FAILED,
+    FinishReason.TOOL_LOST: ReturnReason.ENVIRONMENT_FAILED,
+}
 
 
 class Harvest:
@@ -81,7 +92,10 @@ class Harvest:
         self._news = news
         self._guests = guests
         self._scorer = Scorer(maker)
+        self._player = maker.player()
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
+        self.turns: list[Turn] = []
+        """Members whose next turn the engine can be given."""
         self._whole: list[Group] = []
         self._returned: list[tuple[int, ReturnReason | None]] = []
         self.refusals = Refusals()
@@ -140,6 +154,8 @@ class Harvest:
         # A thread that waits for the engine would hold the end of the process.
         self._engine.cancel()
         self._scorer.close()
+        if self._player is not None:
+            self._player.close()
 
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -170,48 +186,106 @@ class Harvest:
                 num_tokens += 0 if isinstance(one, Lost) else one.completion.token_ids.size
                 continue
             if isinstance(one, Lost):
-                lost = self.drafts.lose(one.key)
-                if lost is not None:
-                    self._give_up(lost)
+                self._lose(one)
                 continue
             num_tokens += one.completion.token_ids.size
-            draft = self.drafts.take(one, now)
-            if draft is None:
-                continue
-            if len(draft.completions) == self._maker.group_size:
-                metrics.GENERATE_SECONDS.observe(draft.generation_s)
-            members = self._scorer.ready(draft, one.member)
-            if members:
-                self._scoring.setdefault(draft.key, []).append(tasks.create_task(self._score(draft, members)))
+            found = self.drafts.take(one, now)
+            if found is not None:
+                self._ended(*found, one.completion, tasks)
         metrics.TOKENS.inc(num_tokens)
         self.tokens.add(num_tokens, now)
+
+    def _ended(self, draft: Draft, member: int, completion: Completion, tasks: asyncio.TaskGroup) -> None:
+        """A completion ended: the member with it, or a turn of the member."""
+        if self._player is not None and draft.has_turns:
+            self._follow(draft, self._play(functools.partial(self._player.play, draft, member, completion)), tasks)
+            return
+        self.drafts.end(draft, member, completion)
+        if len(draft.completions) == self._maker.group_size:
+            metrics.GENERATE_SECONDS.observe(draft.generation_s)
+        members = self._scorer.ready(draft, member)
+        if members:
+            self._follow(draft, self._score(draft, members), tasks)
+
+    def _follow(self, draft: Draft, work: Coroutine[Any, Any, None], tasks: asyncio.TaskGroup) -> None:
+        self._scoring.setdefault(draft.key, []).append(tasks.create_task(work))
+
+    def _lose(self, lost: Lost) -> None:
+        """The engine computes a request no more: a first turn gives the group up, a later one is asked for again."""
+        found = self.drafts.lose(lost.key)
+        if found is None:
+            return
+        draft, member = found
+        if member is None or self._player is None:
+            self.drafts.give_up(draft.key)
+            self._give_up(draft)
+        else:
+            self._note_played(self._player.again(draft, member))
+
+    def end_turn(self, turn: Turn, reason: FinishReason, tasks: asyncio.TaskGroup) -> None:
+        """End a member whose next turn the engine does not take."""
+        assert self._player is not None, "it gave the turn"
+        ending = functools.partial(self._player.end, turn.draft, turn.member, reason)
+        self._follow(turn.draft, self._play(ending), tasks)
+
+    async def _play(self, played: Callable[[], Coroutine[Any, Any, Turn | End]]) -> None:
+        self._note_played(await played())
+        self._news.ring()
+
+    def _note_played(self, came: Turn | End) -> None:
+        draft = came.draft
+        if draft.key not in self.drafts:
+            return
+        if isinstance(came, Turn):
+            self.turns.append(came)
+            return
+        draft.ended_at = self._clock.monotonic()
+        self.drafts.end(draft, came.member, came.completion)
+        if len(draft.completions) == self._maker.group_size:
+            metrics.GENERATE_SECONDS.observe(draft.generation_s)
+        self._note_score(draft, came.member, came.parts)
 
     async def _score(self, draft: Draft, members: Sequence[int]) -> None:
         try:
             rows = await self._scorer.score(draft.prompt, [draft.completions[member] for member in members])
         except RewardError as error:
-            if self.drafts.give_up(draft.key) is not None:
-                self._scorer.failed(draft, error)
-                metrics.REWARD_ERRORS.inc()
-                self.log.note_failed()
-                self.groups.add(1, self._clock.monotonic())
-                self._give_up(draft, ReturnReason.REWARD_FAILED)
+            metrics.REWARD_ERRORS.inc()
+            for member in members:
+                lost = dataclasses.replace(draft.completions[member], finish_reason=FinishReason.REWARD_FAILED)
+                self.drafts.end(draft, member, lost)
+                self._note_score(draft, member, (), error)
         else:
-            whole = None
             for member, parts in zip(members, rows, strict=True):
-                whole = self.drafts.score(draft.key, member, parts)
-            if whole is not None:
-                self._scoring.pop(draft.key, None)
-                self._scorer.passed()
-                self._whole.append(self._maker.group(whole, state_roots=self._swap.state_roots))
+                self._note_score(draft, member, parts)
         self._news.ring()
 
+    def _note_score(
+        self, draft: Draft, member: int, parts: tuple[RewardPart, ...], error: Exception | None = None
+    ) -> None:
+        """A member has its reward or is lost: the group goes on, is whole, or has too few members left."""
+        if draft.num_lost > self._maker.group_size - (self._maker.min_members or self._maker.group_size):
+            if self.drafts.give_up(draft.key) is not None:
+                lost = draft.completions[member].finish_reason
+                self._scorer.failed(draft, error or EpisodeError(f"its members are lost, the last one by {lost.value}"))
+                self.log.note_failed()
+                self.groups.add(1, self._clock.monotonic())
+                self._give_up(draft, _RETURNED_AS[lost])
+            return
+        whole = self.drafts.score(draft.key, member, parts)
+        if whole is not None:
+            self._scoring.pop(draft.key, None)
+            self._scorer.passed()
+            self._whole.append(self._maker.group(whole, state_roots=self._swap.state_roots))
+
     def _give_up(self, draft: Draft, reason: ReturnReason | None = None) -> None:
-        """Hand an assignment back and ask for no more of its rewards."""
+        """Hand an assignment back and ask for no more of its rewards and its environment."""
         self._returned.append((draft.assignment.id, reason))
         for task in self._scoring.pop(draft.key, ()):
             if task is not asyncio.current_task():
                 task.cancel()
+        if self._player is not None:
+            self._player.drop(draft.key)
+            self.turns = [turn for turn in self.turns if turn.draft is not draft]
 
     async def _spool(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.errors import PromptRefused
@@ -18,10 +18,12 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Prompt, Task, check_answer
+from heterorl.common.text.conversation import Conversation
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.sampler.rollout.drafts import Draft
+from heterorl.sampler.rollout.player import Player
 
 Refused = tuple[WorkAssignment, PromptRefused]
 """An assignment of whose prompt nothing can be generated, and why."""
@@ -41,6 +43,15 @@ class RolloutMaker:
     clock: Clock
     is_seeded: bool = False
     """Whether the engine draws by the names of the tokens."""
+    min_members: int = 0
+    """Members of a group that must be trainable; 0: all."""
+    max_new_tokens: int = 0
+    max_trajectory_tokens: int = 0
+    """The contract's, where a prompt has an environment."""
+    conversation_of: Callable[[Prompt], Conversation | None] = lambda _: None
+    """The environment of a prompt; None where it is answered by one completion."""
+    max_live: int = 0
+    """Episodes that live at once; 0 where no prompt has an environment."""
     keys: Iterator[int] = field(default_factory=itertools.count)
     # A tokenizer is changed by who encodes with it, and several threads decode.
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -62,8 +73,9 @@ class RolloutMaker:
             prompt = self.task.prompt(assignment.prompt_index)
             try:
                 check_answer(self.task, prompt)
+                conversation = self.conversation_of(prompt)
                 with self.lock:
-                    ids = self.prompter.encode_prompt(prompt)
+                    ids = conversation.encode(prompt) if conversation else self.prompter.encode_prompt(prompt)
             except PromptRefused as error:
                 refused.append((assignment, error))
                 continue
@@ -76,6 +88,7 @@ class RolloutMaker:
                     seed=self._seed(assignment, state_root),
                     version=version,
                     begun_at=now,
+                    has_turns=conversation is not None,
                 )
             )
         return drafts, refused
@@ -110,7 +123,7 @@ class RolloutMaker:
         """
         members = range(self.group_size)
         rollouts = tuple(_rollout(draft.completions[member], draft.scores[member]) for member in members)
-        oldest = min(span.version for rollout in rollouts for span in rollout.spans)
+        oldest = min(span.version for rollout in rollouts for span in rollout.spans if span.is_drawn)
         return Group(
             id=GroupId(site=self.site, incarnation=self.incarnation, sequence=NO_SEQUENCE),
             assignment=draft.assignment.id,
@@ -120,13 +133,29 @@ class RolloutMaker:
             oldest_version=oldest,
             state_root=state_roots[oldest],
             generation_s=draft.generation_s,
-            is_seeded=self.is_seeded,
+            # A turn's draws are named by its context, which no learner repeats yet.
+            is_seeded=self.is_seeded and not draft.has_turns,
             trace=TRACER.begin(
                 "generate",
                 lasted_s=draft.generation_s,
                 attributes={"site": self.site, "assignment": draft.assignment.id, "version": oldest},
             ),
         )
+
+    def player(self) -> Player | None:
+        """What leads members through their environments; None where no prompt has one."""
+        if not self.max_live:
+            return None
+
+        def conversation_of(draft: Draft) -> Conversation:
+            conversation = self.conversation_of(draft.prompt)
+            assert conversation is not None, "its group has turns"
+            return conversation
+
+        return Player(
+            conversation_of=conversation_of, max_live=self.max_live, max_new_tokens=self.max_new_tokens,
+            max_trajectory_tokens=self.max_trajectory_tokens, clock=self.clock,
+        )  # fmt: skip
 
     def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:
         if not self.is_seeded:

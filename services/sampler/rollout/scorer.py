@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from heterorl.common.errors import RewardError
 from heterorl.common.generation.requests import Completion
 from heterorl.common.tasks.scoring import FailureRow
 from heterorl.common.tasks.task import Prompt
@@ -52,7 +51,7 @@ class Scorer:
             self._threads, self._maker.score_all, prompt, completions
         )
 
-    def failed(self, draft: Draft, error: RewardError) -> None:
+    def failed(self, draft: Draft, error: Exception) -> None:
         """Note that a group has no reward."""
         self._failures.failed(error)
         _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)

@@ -107,6 +107,11 @@ class Episodes:
         if "num_files" in facts:
             _LOG.info("environment %s: %d files of %s", name, facts["num_files"], facts["place"])
 
+    @property
+    def max_live(self) -> int:
+        """Episodes that live at once."""
+        return self.num_processes * (EPISODES_A_PROCESS if self.shares_process else 1)
+
     def open(self, row: Mapping[str, Any], seed: int) -> Episode:
         """Begin an episode; waits while all processes are in use.
 

@@ -6,13 +6,13 @@ import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.positions import Room
-from heterorl.common.model.prompts import Prompter
-from heterorl.common.model.trial import try_prompts, try_reward
 from heterorl.common.process.config import load
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.task import environment_of, environments_of, seed_of
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
 from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.trial import try_prompts, try_reward
 from heterorl.learner.config import LearnerConfig
 from tests.support import tokenizers
 
@@ -258,7 +258,7 @@ def test_what_does_not_go_together_is_refused(made, place):
 
 def test_the_directory_is_that_of_the_configuration_file(place):
     file = place / "learner.toml"
-    file.write_text('[task]\nname = "seeds"\nenvironment = "games:Game"\n')
+    file.write_text('use_chat_template = true\n[task]\nname = "seeds"\nenvironment = "games:Game"\n')
 
     assert load(LearnerConfig, file).task.environment_path == str(place)
     assert load(LearnerConfig, file, ["task.environment_path=lib"]).task.environment_path == str(place / "lib")

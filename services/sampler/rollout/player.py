@@ -1,0 +1,234 @@
+"""Members of groups in their environments: each turn that ended is stepped, and another turn or an end comes of it.
+
+    play   waits for a place among the live episodes, then for the environment; unblocked by it, and by its time limit
+
+Guarantees: whatever an environment does, the event loop, the engine and the other members go on, and its failure is the
+end of one member; drawn ids stay as they were drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from heterorl.common.errors import EpisodeError, PromptRefused, RewardError, ToolLost
+from heterorl.common.generation.requests import Completion
+from heterorl.common.process.clock import Clock
+from heterorl.common.tasks.environments.episodes import Episode
+from heterorl.common.text.conversation import Conversation
+from heterorl.common.types.common import Int32Array
+from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart, Span, total_reward
+from heterorl.sampler.rollout.drafts import Draft
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """A member whose next turn can be drawn: `context` is what it reads, `seed` of its draws."""
+
+    draft: Draft
+    member: int
+    context: Int32Array
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class End:
+    """A member that ended: all that it said and heard, and the parts of its reward; none of a lost member."""
+
+    draft: Draft
+    member: int
+    completion: Completion
+    parts: tuple[RewardPart, ...] = ()
+
+
+class _Member:
+    """One member's tokens behind its prompt, and its episode."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.turns: list[Completion] = []
+        self.given: list[Int32Array] = []
+        self.episode: Episode | None = None
+        self.was_lost = False
+        """Whether the engine has lost the turn that is under way."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.size for part in self.parts())
+
+    def parts(self) -> list[Int32Array]:
+        parts = []
+        for number, turn in enumerate(self.turns):
+            parts += [turn.token_ids, *self.given[number : number + 1]]
+        return parts
+
+    def ended(self, reason: FinishReason) -> Completion:
+        """All of it, up to the last drawn token."""
+        spans: list[Span] = []
+        start = 0
+        for number, turn in enumerate(self.turns):
+            if number:
+                size = self.given[number - 1].size
+                spans.append(Span(version=GIVEN, start=start, end=start + size))
+                start += size
+            spans += [dataclasses.replace(s, start=start + s.start, end=start + s.end) for s in turn.spans]
+            start += turn.token_ids.size
+        return Completion(
+            token_ids=np.concatenate([np.zeros(0, np.int32), *self.parts()])[:start],
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in self.turns)]),
+            finish_reason=reason,
+            spans=tuple(spans),
+        )
+
+
+class Player:
+    """The live episodes of one engine's members."""
+
+    def __init__(
+        self, *, conversation_of: Callable[[Draft], Conversation], max_live: int, max_new_tokens: int,
+        max_trajectory_tokens: int, clock: Clock,
+    ) -> None:  # fmt: skip
+        """Join it.
+
+        Args:
+            conversation_of: the environment of a group, with its limits.
+            max_live: episodes that live at once.
+            max_new_tokens: of a turn.
+            max_trajectory_tokens: of a rollout, drawn and given.
+            clock: time.
+        """
+        self._conversation_of = conversation_of
+        self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens
+        self._clock = clock
+        self._room = asyncio.Semaphore(max_live)
+        self._threads = ThreadPoolExecutor(max_live, thread_name_prefix="episode")
+        self._members: dict[tuple[int, int], _Member] = {}
+        self._is_closed = False
+
+    async def play(self, draft: Draft, number: int, completion: Completion) -> Turn | End:
+        """What comes of a turn that ended."""
+        member = self._members.setdefault((draft.key, number), _Member(draft))
+        member.turns.append(completion)
+        member.was_lost = False
+        try:
+            reason = await self._step(member)
+        except (EpisodeError, PromptRefused) as error:
+            return self._lost(draft, number, error)
+        return self._turn(draft, number) if reason is None else await self.end(draft, number, reason)
+
+    async def end(self, draft: Draft, number: int, reason: FinishReason) -> End:
+        """Score a member, also where a limit ended it."""
+        member = self._members[draft.key, number]
+        assert member.episode is not None, "it took a step"
+        try:
+            parts = await self._call(member.episode.score)
+            total_reward(parts)
+        except (EpisodeError, RewardError) as error:
+            return self._lost(draft, number, error)
+        self._forget(draft.key, number)
+        return End(draft=draft, member=number, completion=member.ended(reason), parts=parts)
+
+    def again(self, draft: Draft, number: int) -> Turn | End:
+        """The turn that the engine lost, once more; an end where that was lost before."""
+        member = self._members[draft.key, number]
+        if not member.was_lost:
+            member.was_lost = True
+            return self._turn(draft, number)
+        self._forget(draft.key, number)
+        return End(draft=draft, member=number, completion=member.ended(FinishReason.ENGINE_FAILED))
+
+    def drop(self, key: int) -> None:
+        """Forget the members of a group that was given up."""
+        for name in [name for name in self._members if name[0] == key]:
+            self._forget(*name)
+
+    def close(self) -> None:
+        """Ask for nothing more; what is being asked ends with the environment's processes."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _turn(self, draft: Draft, number: int) -> Turn:
+        member = self._members[draft.key, number]
+        name = f"heterorl-turn-1/{draft.seed}/{number}/{len(member.turns)}"
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+        context = np.concatenate([draft.prompt_token_ids, *member.parts()])
+        return Turn(draft=draft, member=number, context=context, seed=seed)
+
+    async def _step(self, member: _Member) -> FinishReason | None:
+        """Show the last turn to the environment; why the member has ended, or None where another turn follows."""
+        conversation, completion = self._conversation_of(member.draft), member.turns[-1]
+        episode = member.episode or await self._open(member, conversation)
+
+        given = await self._call(lambda: conversation.step(episode, completion.token_ids))
+        limits = conversation.spec.limits
+        if given is None:
+            return completion.finish_reason
+        if len(member.turns) >= limits.max_turns:
+            return FinishReason.TURNS
+        if self._clock.monotonic() - member.draft.begun_at >= limits.trajectory_s:
+            return FinishReason.SECONDS
+        if member.num_tokens + given.size + self._max_new_tokens > self._max_trajectory_tokens:
+            return FinishReason.CONTEXT
+        member.given.append(given)
+        return None
+
+    async def _open(self, member: _Member, conversation: Conversation) -> Episode:
+        await self._room.acquire()
+        if self._is_closed:
+            raise ToolLost("the sampler ends")
+        loop = asyncio.get_running_loop()
+        opening = self._threads.submit(conversation.spec.open)
+        try:
+            member.episode = await asyncio.shield(asyncio.wrap_future(opening))
+        except asyncio.CancelledError:
+            # Its thread goes on, and what it opens has no other owner.
+            opening.add_done_callback(lambda opened: self._close_opened(opened, loop))
+            raise
+        except BaseException:
+            self._room.release()
+            raise
+        return member.episode
+
+    def _lost(self, draft: Draft, number: int, error: Exception) -> End:
+        reason = FinishReason.ENVIRONMENT_FAILED
+        if isinstance(error, ToolLost):
+            reason = FinishReason.TOOL_LOST
+        elif isinstance(error, RewardError):
+            reason = FinishReason.REWARD_FAILED
+        _LOG.warning("assignment %d, member %d is lost, %s: %s", draft.assignment.id, number, reason.value, error)
+        member = self._members.get((draft.key, number)) or _Member(draft)
+        self._forget(draft.key, number)
+        return End(draft=draft, member=number, completion=member.ended(reason))
+
+    def _forget(self, key: int, number: int) -> None:
+        member = self._members.pop((key, number), None)
+        if member is not None and member.episode is not None and not self._is_closed:
+            loop, episode = asyncio.get_running_loop(), member.episode
+            closing = self._threads.submit(episode.close)
+            closing.add_done_callback(lambda _: self._release(loop))
+
+    def _close_opened(self, opened: Future[Episode], loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(BaseException):
+            opened.result().close()
+        self._release(loop)
+
+    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
+        # The loop may have ended with the process.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._room.release)
+
+    async def _call(self, function: Callable[..., Any]) -> Any:
+        if self._is_closed:
+            raise ToolLost("the sampler ends")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)

@@ -1,0 +1,111 @@
+"""Trajectories stepped again: what a site may not state of an environment, and what is not held against it."""
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import EnvironmentFailed, RewardError
+from heterorl.common.types.rollout import GIVEN, DropReason, FinishReason, RewardPart, Span
+from heterorl.learner.checks.episodes import judge_episodes
+from tests.support.training import group, rollout
+
+PARTS = (RewardPart(name="found", value=0.5), RewardPart(name="speed", value=0.25, weight=2.0))
+
+
+class Game:
+    """Implements Conversation: gives 70 plus the number of the turn, is done after two, and fails on a token 9."""
+
+    def __init__(self):
+        self.spec = SimpleNamespace(open=self._open)
+        self.fails_at_score = False
+
+    @contextlib.contextmanager
+    def _open(self):
+        yield SimpleNamespace(num_turns=0, score=self._score)
+
+    def step(self, episode, turn):
+        if 9 in turn:
+            raise EnvironmentFailed("nobody says 9")
+        episode.num_turns += 1
+        return None if episode.num_turns == 2 else np.array([70 + episode.num_turns], np.int32)
+
+    def _score(self):
+        if self.fails_at_score:
+            raise EnvironmentFailed("no score")
+        return PARTS
+
+
+def _played(ids=(5, 71, 6), *, drawn=(1, 0, 1), reward=1.0, reason=FinishReason.EOS, parts=PARTS, keeps=None):
+    spans, start = [], 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or drawn[place] != drawn[start]:
+            spans.append(Span(version=3 if drawn[start] else GIVEN, start=start, end=place,
+                              keeps=None if drawn[start] else keeps))  # fmt: skip
+            start = place
+    return dataclasses.replace(
+        rollout(ids, [-0.5] * sum(drawn), reward), spans=tuple(spans), reward_parts=parts, finish_reason=reason
+    )
+
+
+def _judged(member, *, game=None):
+    return judge_episodes(group([_played(), member]), game or Game(), tolerance=1e-6)
+
+
+def test_honest_trajectories_are_sound():
+    assert _judged(_played()).is_sound
+    one_turn = _played((5,), drawn=(1,), reason=FinishReason.TURNS)
+    assert _judged(one_turn).is_sound
+    assert _judged(dataclasses.replace(one_turn, finish_reason=FinishReason.SECONDS)).is_sound
+    assert _judged(_played(parts=())).is_sound
+
+
+@pytest.mark.parametrize(
+    ("member", "problem"),
+    [
+        (_played((5, 72, 6)), "behind turn 1 is not the environment's"),
+        (_played((5, 71, 71, 6), drawn=(1, 0, 0, 1)), "behind turn 1 is not the environment's"),
+        (_played((5, 71, 6, 72, 7), drawn=(1, 0, 1, 0, 1)), "turn 2 ended the episode, and another one follows"),
+        (_played((5,), drawn=(1,)), "finish_reason is eos, the episode goes on"),
+        (_played(reason=FinishReason.TURNS), "finish_reason is turns, the episode ended"),
+        (_played(reward=1.5), "reward: 1.5, computed 1"),
+        (_played(parts=PARTS[:1]), "reward_parts: not the environment's"),
+        (_played(parts=(dataclasses.replace(PARTS[0], value=0.4), PARTS[1])), "found has another value"),
+        (_played(keeps=1), "its history is written anew"),
+    ],
+)
+def test_what_an_environment_did_not_say_is_a_mismatch(member, problem):
+    finding = _judged(member)
+
+    assert finding.reason is DropReason.REWARD_MISMATCH
+    assert finding.detail.startswith("rollouts[1]: ")
+    assert problem in finding.detail
+
+
+@pytest.mark.parametrize(
+    "reason", [FinishReason.ENVIRONMENT_FAILED, FinishReason.TOOL_LOST, FinishReason.REWARD_FAILED]
+)
+def test_member_that_is_lost_here_too_is_sound(reason):
+    assert _judged(_played((5, 71, 9), reward=0.0, parts=(), reason=reason)).is_sound
+    game = Game()
+    game.fails_at_score = True
+    with pytest.raises(RewardError, match="failed"):
+        _judged(_played(reward=0.0, parts=(), reason=reason), game=game)
+
+
+def test_lost_member_whose_environment_goes_on_costs_its_group_and_not_its_site():
+    finding = _judged(_played(reward=0.0, parts=(), reason=FinishReason.TOOL_LOST))
+
+    assert not finding.is_sound
+    assert finding.reason is None
+
+
+def test_member_that_the_engine_lost_is_not_stepped():
+    assert _judged(_played((9,), drawn=(1,), reason=FinishReason.ENGINE_FAILED)).is_sound
+
+
+def test_environment_that_fails_here_says_nothing_of_the_site():
+    with pytest.raises(RewardError, match="nobody says 9"):
+        _judged(_played((9, 71, 6)))

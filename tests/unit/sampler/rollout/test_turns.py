@@ -1,0 +1,278 @@
+"""Members in their environments: turns go on, end, and are lost alone; groups that lost members are pushed."""
+
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
+from heterorl.common.generation.requests import Lost
+from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart
+from tests.support.run import CONTRACT
+from tests.support.sampler_world import World
+
+SIZE = CONTRACT.group_size
+TURNS = dataclasses.replace(CONTRACT, min_members=SIZE // 2, max_turns=3, max_trajectory_tokens=60)
+
+
+class Games:
+    """Implements what a sampler needs of environments: each episode goes on for `length` turns, then scores them."""
+
+    def __init__(self, *, length=2, max_turns=3, trajectory_s=600.0):
+        self.length = length
+        self.limits = SimpleNamespace(max_turns=max_turns, trajectory_s=trajectory_s)
+        self.failures = {}
+        self.opened, self.closed = [], 0
+        self.go = threading.Event()
+        self.go.set()
+        self.spec = self
+
+    def of(self, prompt):
+        return self
+
+    def encode(self, prompt):
+        return np.array([2, 3], np.int32)
+
+    def open(self):
+        episode = SimpleNamespace(number=len(self.opened), turns=[], close=self._close)
+        episode.score = lambda: self._score(episode)
+        self.opened.append(episode)
+        return episode
+
+    def step(self, episode, turn):
+        assert self.go.wait(30)
+        episode.turns.append(turn.tolist())
+        if (error := self.failures.get(("step", episode.number, len(episode.turns)))) is not None:
+            raise error
+        return None if len(episode.turns) == self.length else np.array([7, 8], np.int32)
+
+    def _score(self, episode):
+        if (error := self.failures.get(("score", episode.number))) is not None:
+            raise error
+        return (RewardPart(name="turns", value=float(len(episode.turns))),)
+
+    def _close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+async def play(tmp_path):
+    worlds = []
+
+    async def start(games=None, *, contract=TURNS, max_live=64, **settings):
+        world = await World.open(tmp_path, contract=contract)
+        worlds.append(world)
+        if games is not None:
+            world.conversations = {"conversation_of": games.of, "max_live": max_live}
+        world.settings = settings
+        await world.run.publish()
+        world.start()
+        return world
+
+    yield start
+    for world in worlds:
+        await world.close()
+
+
+async def collected(world, monkeypatch, count=1):
+    groups = []
+    made = world.sampler.generation.spooling
+
+    real = made.add
+
+    def add(found):
+        groups.extend(found)
+        real(found)
+
+    monkeypatch.setattr(made, "add", add)
+    await world.until(lambda: len(groups) >= count)
+    await world.until_acknowledged(count)
+    status = await world.core.get_status()
+    assert not sum(status.ledger.dropped.values()), status.ledger
+    return groups
+
+
+async def test_members_take_turns_until_their_environments_are_done(play, monkeypatch):
+    games = Games(length=2)
+    world = await play(games)
+
+    group = (await collected(world, monkeypatch))[0]
+
+    assert [rollout.token_ids.tolist() for rollout in group.rollouts] == [[5, 6, 1, 7, 8, 5, 6, 1]] * SIZE
+    for rollout in group.rollouts:
+        assert rollout.num_drawn == 6
+        assert [(s.version == GIVEN, s.start, s.end) for s in rollout.spans] == [
+            (False, 0, 3), (True, 3, 5), (False, 5, 8)
+        ]  # fmt: skip
+        assert (rollout.reward, rollout.finish_reason) == (2.0, FinishReason.EOS)
+    later = [request for request in world.engine.submitted if request.num_completions == 1]
+    assert later[0].prompt.tolist() == [2, 3, 5, 6, 1, 7, 8]
+    assert len({request.seed for request in later[:SIZE]}) == SIZE
+    assert len({request.key for request in world.engine.submitted}) == len(world.engine.submitted)
+
+
+@pytest.mark.parametrize(
+    ("games", "contract", "reason", "num_turns"),
+    [
+        (Games(length=9, max_turns=2), TURNS, FinishReason.TURNS, 2),
+        (Games(length=9, trajectory_s=0.0), TURNS, FinishReason.SECONDS, 1),
+        (
+            Games(length=9),
+            dataclasses.replace(TURNS, max_trajectory_tokens=CONTRACT.sampling.max_new_tokens + 5 + 4),
+            FinishReason.CONTEXT,
+            2,
+        ),
+    ],
+    ids=["turns", "seconds", "context"],
+)
+async def test_limits_end_a_member_which_is_scored(play, monkeypatch, games, contract, reason, num_turns):
+    world = await play(games, contract=contract)
+
+    group = (await collected(world, monkeypatch))[0]
+
+    for rollout in group.rollouts:
+        assert rollout.finish_reason is reason
+        assert rollout.reward == num_turns
+        # It ends with what was drawn.
+        assert rollout.token_ids.tolist() == [5, 6, 1, 7, 8, 5, 6, 1][: 5 * num_turns - 2]
+
+
+async def test_turn_that_the_engine_finds_too_long_ends_its_member(play, monkeypatch):
+    games = Games(length=2)
+    world = await play(games)
+    real = world.engine.submit
+
+    def submit(request):
+        if request.num_completions == 1 and not refused:
+            refused.append(request.key)
+            raise PromptTooLong("engine.max_model_len", "9 tokens")
+        real(request)
+
+    refused = []
+    world.engine.submit = submit
+    group = (await collected(world, monkeypatch))[0]
+
+    reasons = [rollout.finish_reason for rollout in group.rollouts]
+    assert reasons.count(FinishReason.CONTEXT) == 1
+    assert reasons.count(FinishReason.EOS) == SIZE - 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "reason", "tokens"),
+    [
+        (("step", 1, 1), EnvironmentFailed("it raised"), FinishReason.ENVIRONMENT_FAILED, 3),
+        (("step", 1, 2), ToolLost("5 s"), FinishReason.TOOL_LOST, 8),
+        (("score", 1), EnvironmentFailed("no number"), FinishReason.ENVIRONMENT_FAILED, 8),
+    ],
+)
+async def test_failure_is_the_end_of_one_member(play, monkeypatch, failure, error, reason, tokens):
+    games = Games(length=2)
+    games.failures = {failure: error}
+    world = await play(games)
+
+    group = (await collected(world, monkeypatch))[0]
+
+    lost = [rollout for rollout in group.rollouts if not rollout.is_trainable]
+    assert [(one.finish_reason, one.reward, one.token_ids.size) for one in lost] == [(reason, 0.0, tokens)]
+    assert all(one.reward == 2.0 for one in group.trainable)
+    await world.until(lambda: games.closed >= SIZE)
+
+
+async def test_group_with_too_few_members_left_goes_back(play):
+    games = Games(length=2)
+    games.failures = {("step", number, 1): EnvironmentFailed("it raised") for number in range(SIZE // 2 + 1)}
+    world = await play(games)
+    returned = []
+
+    async def abandon_work(*, assignments, reason=None, **given):
+        returned.append((assignments, reason))
+
+    world.link.replaced["abandon_work"] = abandon_work
+    await world.until(lambda: bool(returned))
+
+    assert returned[0][1].value == "environment_failed"
+    await world.until_acknowledged(1)
+
+
+async def test_turn_that_an_engine_lost_is_asked_for_again_once(play, monkeypatch):
+    games = Games(length=2)
+    world = await play(games)
+    real, lost = world.engine.collect, []
+
+    def collect():
+        found = real()
+        turns = [one for one in found if one.key in later() and len(lost) < 3]
+        if not turns:
+            return found
+        one = turns[0]
+        lost.append(one.key)
+        return [Lost(key=one.key) if each is one else each for each in found]
+
+    def later():
+        first = {request.key for request in world.engine.submitted if request.num_completions == 1}
+        return first
+
+    world.engine.collect = collect
+    groups = await collected(world, monkeypatch, 3)
+
+    reasons = [rollout.finish_reason for group in groups for rollout in group.rollouts]
+    assert len(lost) == 3
+    assert FinishReason.EOS in reasons
+    assert reasons.count(FinishReason.ENGINE_FAILED) <= 1
+
+
+async def test_no_more_episodes_live_than_there_is_room_for(play, monkeypatch):
+    games = Games(length=2)
+    world = await play(games, max_live=2)
+    most = []
+    real = games.open
+
+    def opened():
+        most.append(len(games.opened) + 1 - games.closed)
+        return real()
+
+    games.open = opened
+    await collected(world, monkeypatch, 2)
+
+    assert max(most) <= 2
+
+
+async def test_swap_waits_for_turns_and_not_for_environments(play, monkeypatch):
+    games = Games(length=2)
+    games.go.clear()
+    world = await play(games, swap="drain")
+    await world.until(lambda: len(games.opened) >= SIZE and not world.engine.is_held)
+    await world.run.publish()
+    await world.until(lambda: world.engine.version == world.run.head)
+    games.go.set()
+
+    group = (await collected(world, monkeypatch))[0]
+
+    for rollout in group.rollouts:
+        assert [span.version for span in rollout.spans] == [0, GIVEN, 1]
+    assert group.oldest_version == 0
+
+
+async def test_stop_gives_up_what_is_played(play):
+    games = Games(length=2)
+    games.go.clear()
+    world = await play(games)
+    await world.until(lambda: len(games.opened) >= SIZE)
+    world.stop.set()
+    games.go.set()
+    await world.end()
+
+    assert world.is_ended
+
+
+async def test_reward_that_fails_costs_one_member_of_a_group(play, monkeypatch):
+    world = await play(contract=dataclasses.replace(CONTRACT, min_members=1))
+    world.task.num_failing = 1
+
+    group = (await collected(world, monkeypatch))[0]
+
+    lost = [rollout for rollout in group.rollouts if not rollout.is_trainable]
+    assert [(one.finish_reason, one.token_ids.size) for one in lost] == [(FinishReason.REWARD_FAILED, 3)]
+    assert not lost[0].reward_parts

@@ -160,7 +160,7 @@ class CoordinatorConfig(Config):
     """How long a silent learner keeps its lease, seconds."""
     work_lease_s: float = Field(default=120.0, gt=0)
     """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit. The
-    delay that its own model makes comes on top."""
+    delay that its own model makes comes on top, and the longest time of a rollout of several turns while it lives."""
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
     """How far ahead a site may hold assignments, seconds; what a silent site holds waits so much longer for its
     return, and counts against nobody meanwhile. 0: what a silent sampler holds goes to others after work_lease_s."""

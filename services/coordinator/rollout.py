@@ -44,6 +44,8 @@ RETRY_AFTER_S = 0.5
 LEASE_BATCH = 128  # each operation waits behind all sites' calls: where that takes a second, it is groups per second
 MAX_REQUEST_ID = 64
 ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
+_MADE = (DropReason.STALE_AT_INGEST, DropReason.LOST_MEMBERS)
+"""Of drops whose groups say how long one takes: the slowest ones are too stale."""
 MAX_ASSIGNMENTS = 4096
 """Named by one call: each is a statement on the store's only thread."""
 
@@ -61,7 +63,7 @@ class RolloutColumn:
         self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
     ) -> WorkGrant:
         """Hand out prompt groups, paced and shared out."""
-        now = self._parts.clock.monotonic()
+        now, wall = self._parts.clock.monotonic(), self._parts.clock.wall()
         if not 1 <= max_groups <= MAX_ASSIGNMENTS:
             raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
         if len(request_id) > MAX_REQUEST_ID:
@@ -88,11 +90,15 @@ class RolloutColumn:
                 return self._parts.deadlines.begin(
                     connection, again, (site, incarnation), now
                 ), "given to this request before"
+            # A site alone makes all versions itself: none comes before its groups do.
+            is_shared = tallies.read(connection, "wanting") > 1
+            generation_s = self._parts.sites.generation_s(site) if is_shared else 0.0
             load = Load(
                 head_version=head,
                 policy_version=policy_version,
                 outstanding=tallies.outstanding(connection),
                 held=tallies.held(connection, site),
+                coming=horizon.coming(connection, generation_s, head=head, now=wall),
             )
             pace = self._pace(connection, (site, incarnation), now)
             granted, reason = decide_grant(load, pace, wanted=max_groups)
@@ -160,6 +166,8 @@ class RolloutColumn:
         for group in groups:
             self._parts.sites.see(group.id.site, group.id.incarnation, self._parts.clock.monotonic())
         for each, outcome in zip(arrived, outcomes, strict=True):
+            if outcome.status is PushStatus.ACCEPTED or outcome.reason in _MADE:
+                self._parts.sites.time_group(each.id.site, each.generation_s)
             if outcome.status is PushStatus.ACCEPTED or outcome.reason is DropReason.LOST_MEMBERS:
                 for reason in each.lost:
                     metrics.LOST_MEMBERS.labels(metrics.SITES.of(each.id.site), reason.value).inc()

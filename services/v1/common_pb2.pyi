@@ -159,6 +159,7 @@ class Contract(google.protobuf.message.Message):
     MIN_MEMBERS_FIELD_NUMBER: builtins.int
     MAX_TURNS_FIELD_NUMBER: builtins.int
     MAX_TRAJECTORY_TOKENS_FIELD_NUMBER: builtins.int
+    TRAJECTORY_S_FIELD_NUMBER: builtins.int
     ROUTED_TOKEN_BYTES_FIELD_NUMBER: builtins.int
     tokenizer_digest: builtins.str
     """Blake3 (hex) of the tokenizer."""
@@ -182,6 +183,8 @@ class Contract(google.protobuf.message.Message):
     """Turns of a rollout; 0 or 1: one completion, and no token is given behind the prompt."""
     max_trajectory_tokens: builtins.int
     """Tokens of a rollout of several turns, drawn and given."""
+    trajectory_s: builtins.float
+    """Longest time that a rollout of several turns may take, seconds; 0: single completions."""
     routed_token_bytes: builtins.int
     """Bytes of the recorded experts of each token, where routing is replayed in training; 0 where it is not."""
     @property
@@ -213,10 +216,11 @@ class Contract(google.protobuf.message.Message):
         min_members: builtins.int = ...,
         max_turns: builtins.int = ...,
         max_trajectory_tokens: builtins.int = ...,
+        trajectory_s: builtins.float = ...,
         routed_token_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "eos_token_id", b"eos_token_id", "lora", b"lora", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "chat_template_digest", b"chat_template_digest", "end_token_ids", b"end_token_ids", "eos_token_id", b"eos_token_id", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "max_trajectory_tokens", b"max_trajectory_tokens", "max_turns", b"max_turns", "min_members", b"min_members", "num_prompts", b"num_prompts", "routed_token_bytes", b"routed_token_bytes", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "chat_template_digest", b"chat_template_digest", "end_token_ids", b"end_token_ids", "eos_token_id", b"eos_token_id", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "max_trajectory_tokens", b"max_trajectory_tokens", "max_turns", b"max_turns", "min_members", b"min_members", "num_prompts", b"num_prompts", "routed_token_bytes", b"routed_token_bytes", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "trajectory_s", b"trajectory_s", "vocab_size", b"vocab_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_eos_token_id", b"_eos_token_id"]) -> typing.Literal["eos_token_id"] | None: ...
 
 Global___Contract: typing_extensions.TypeAlias = Contract

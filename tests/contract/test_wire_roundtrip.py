@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -144,6 +145,10 @@ contracts = st.builds(
     group_size=st.integers(0, 999),
     sampling=sampling,
     end_token_ids=st.sets(st.integers(0, 2**31), max_size=3).map(sorted).map(tuple),
+    min_members=st.integers(0, 999),
+    max_turns=st.integers(1, 999),
+    max_trajectory_tokens=st.integers(0, 2**31),
+    trajectory_s=real.map(abs),
     lora=st.just(NO_LORA)
     | st.builds(
         LoraSettings,
@@ -524,6 +529,10 @@ def test_message_survives_the_wire(strategy, to_pb, from_pb, data):
 def test_values_that_nothing_can_hold_are_refused_with_their_field():
     with pytest.raises(InvalidRequest, match="logprob_mode"):
         contract_from_pb(common_pb2.Contract())
+    for seconds in (-1.0, math.inf, math.nan):
+        message = common_pb2.Contract(sampling={"logprob_mode": 1}, trajectory_s=seconds)
+        with pytest.raises(InvalidRequest, match=f"contract.trajectory_s: {seconds} is no number of seconds"):
+            contract_from_pb(message)
     with pytest.raises(MalformedPayload):
         read_sealed(b"\xff\xff")
     with pytest.raises(MalformedPayload):

@@ -90,6 +90,7 @@ def build_contract(
     min_members: int = 0,
     max_turns: int = 1,
     max_trajectory_tokens: int = 0,
+    trajectory_s: float = 0.0,
 ) -> Contract:
     """State what this node runs with; `text` are the digests of its tokenizer and its template.
 
@@ -113,6 +114,7 @@ def build_contract(
         min_members=min_members,
         max_turns=max_turns,
         max_trajectory_tokens=max_trajectory_tokens if max_turns > 1 else 0,
+        trajectory_s=trajectory_s if max_turns > 1 else 0.0,
         routed_token_bytes=routed_token_bytes,
     )
 

@@ -107,6 +107,8 @@ class Contract:
     """Of a rollout; 1: each is one completion, and no token is given behind the prompt."""
     max_trajectory_tokens: int = 0
     """Of a rollout of several turns: drawn and given, behind the prompt."""
+    trajectory_s: float = 0.0
+    """Longest time that a rollout of several turns may take, seconds; 0: single completions."""
     routed_token_bytes: int = 0
     """Of the recorded experts of each token (heterorl.common.model.routing); 0 where none are recorded."""
 

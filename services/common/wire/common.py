@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
         min_members=value.min_members,
         max_turns=value.max_turns,
         max_trajectory_tokens=value.max_trajectory_tokens,
+        trajectory_s=value.trajectory_s,
         routed_token_bytes=value.routed_token_bytes,
     )
 
@@ -94,12 +96,14 @@ def contract_from_pb(message: common_pb2.Contract) -> Contract:
     """Convert a contract.
 
     Raises:
-        InvalidRequest: the log-prob mode is not stated.
+        InvalidRequest: the log-prob mode is not stated, or a duration is none.
     """
     sampling = message.sampling
     mode = _MODE_OF.get(sampling.logprob_mode)
     if mode is None:
         raise InvalidRequest("contract.sampling.logprob_mode: not stated")
+    if not 0 <= message.trajectory_s < math.inf:
+        raise InvalidRequest(f"contract.trajectory_s: {message.trajectory_s} is no number of seconds")
     return Contract(
         tokenizer_digest=Digest(message.tokenizer_digest),
         chat_template_digest=Digest(message.chat_template_digest),
@@ -122,6 +126,7 @@ def contract_from_pb(message: common_pb2.Contract) -> Contract:
         min_members=message.min_members,
         max_turns=max(1, message.max_turns),
         max_trajectory_tokens=message.max_trajectory_tokens,
+        trajectory_s=message.trajectory_s,
         routed_token_bytes=message.routed_token_bytes,
     )
 

@@ -8,6 +8,7 @@ restarted) gets a fresh term. Times are instants of the monotonic clock.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from heterorl.coordinator.groups.work import Handed
 from heterorl.coordinator.sites import incarnations, shares
 from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
 from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
 _HOLDER = "site = ? AND incarnation = ?"
@@ -64,6 +66,8 @@ class Deadlines:
         self._sites = sites
         self._work_lease_s = work_lease_s
         self._started = started
+        # Of the run's contract, which stays as it was stated first.
+        self._trajectory_s: float | None = None
 
     def begin(
         self, connection: Connection, handed: Sequence[Handed], holder: Holder, now: float
@@ -71,7 +75,7 @@ class Deadlines:
         """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
         if not handed:
             return ()
-        said = declared(connection, holder)
+        said = self._said(connection, holder)
         term_s = self._work_lease_s + said.delay_s + said.ahead_s
         connection.execute(f"UPDATE temp.out_work SET since = ? WHERE {_HOLDER} AND since IS NULL", (now, *holder))
         if said.ahead_s > 0:
@@ -133,14 +137,21 @@ class Deadlines:
             ).rowcount
             if gone:
                 _LOG.info("site %s is silent: its %d assignments wait for it and count against nobody", holder[0], gone)
-        said = declared(connection, holder)
+        said = self._said(connection, holder)
         again = next_look(said, term, oldest=oldest, seen=seen, lease_s=self._work_lease_s, is_silent=is_silent)
         connection.execute(f"UPDATE temp.holder SET due = ? WHERE {_HOLDER}", (again, *holder))
 
     def _term(self, connection: Connection, holder: Holder, *, is_silent: bool) -> Term:
         is_replaced = is_silent and incarnations.is_replaced(connection, *holder)
-        said = declared(connection, holder)
+        said = self._said(connection, holder)
         return term_of(said, lease_s=self._work_lease_s, is_silent=is_silent, is_replaced=is_replaced)
+
+    def _said(self, connection: Connection, holder: Holder) -> Declared:
+        """What a holder declared; a rollout of several turns comes so much later, as with any other delay."""
+        if self._trajectory_s is None and (contract := lineage.read_contract(connection)) is not None:
+            self._trajectory_s = contract.trajectory_s
+        said = declared(connection, holder)
+        return dataclasses.replace(said, delay_s=said.delay_s + (self._trajectory_s or 0.0))
 
     def _silence(self, holder: Holder, now: float) -> tuple[float, bool]:
         """When it was seen last, and whether that is too long ago; what never was is silent after a whole lease."""

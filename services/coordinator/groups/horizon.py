@@ -6,6 +6,7 @@ that is leased behind others is consumed by a later version, whose parent is not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
+
+VERSIONS_TIMED = 8
+"""Whose publications say how long a version takes."""
+_MANY = 1e6
 
 
 def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
@@ -32,6 +37,32 @@ def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> 
         return count, head - bound
     leased = tallies.read(connection, "leased")
     return min(count, size - leased % size), head + leased // size - bound
+
+
+def coming(connection: Connection, generation_s: float, *, head: int, now: float) -> int:
+    """How many versions come while a group is made; 0 while that is not known.
+
+    A version takes as long as the last VERSIONS_TIMED did, or as the run has been without a new one: a run that stands
+    still makes none stale.
+
+    Args:
+        connection: of the store.
+        generation_s: how long a group takes.
+        head: newest version.
+        now: wall time.
+    """
+    rows = connection.execute(
+        "SELECT published FROM versions WHERE version >= ? AND is_abandoned = 0 ORDER BY version DESC",
+        (head - VERSIONS_TIMED,),
+    ).fetchall()
+    if len(rows) < 2:
+        return 0
+    newest, oldest = float(rows[0][0]), float(rows[-1][0])
+    version_s = max((newest - oldest) / (len(rows) - 1), now - newest)
+    # The one that ends with the group is its own.
+    if generation_s <= 0 or version_s <= 0:
+        return 0
+    return math.ceil(min(generation_s / version_s, _MANY)) - 1
 
 
 def too_stale(connection: Connection, ids: Sequence[GroupId], *, head: int, bound: int) -> list[GroupId]:

@@ -43,6 +43,7 @@ class Arrival:
     digest: str
     problem: str
     sealed: SealedGroup | None = None
+    generation_s: float = 0.0
     num_members: int = 0
     lost: tuple[FinishReason, ...] = ()
     """Why members were lost, one for each."""
@@ -86,6 +87,7 @@ def examined(message: GroupMessage, contract: Contract, *, max_prompt_tokens: in
         digest=bytes_digest(group.data),
         problem=content_problem(columns, contract, max_prompt_tokens=max_prompt_tokens),
         sealed=group,
+        generation_s=columns.generation_s,
         num_members=columns.lengths.size,
         lost=tuple(FINISH_OF[ending] for ending in columns.endings[~is_trainable(columns)].tolist()),
     )

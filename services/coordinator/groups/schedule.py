@@ -17,6 +17,8 @@ class Load:
     outstanding: int
     held: int = 0
     """Assignments that the asking site holds."""
+    coming: int = 0
+    """Versions that others make while the asking site makes a group, as its last groups and versions lasted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,19 @@ def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
     """Grant as many groups as can still be trained in time, and say what bounds the number.
 
     A group behind k outstanding ones is trained k // groups_per_version versions from now, so it may be granted while
-    head + k // groups_per_version - policy_version <= max_staleness_versions.
+    head + k // groups_per_version - policy_version <= max_staleness_versions. What comes after `coming` versions is
+    behind those, however few groups are outstanding.
     """
     lag = load.head_version - load.policy_version
     if lag > pace.max_staleness_versions:
         needed = load.head_version - pace.max_staleness_versions
         return 0, f"policy {load.policy_version} is {lag} versions old; pull version {needed} or newer"
+    if load.outstanding >= pace.groups_per_version and lag + load.coming > pace.max_staleness_versions:
+        # Of the next version's groups none is withheld: it cannot come without them.
+        return 0, (
+            f"paced: {load.coming} versions come while the site makes a group, at {lag} behind;"
+            f" max_staleness_versions is {pace.max_staleness_versions}"
+        )
     by_staleness = (pace.max_staleness_versions - lag + 1) * pace.groups_per_version - load.outstanding
     by_limit = pace.outstanding_limit - load.outstanding
     by_site = pace.held_limit - load.held if pace.held_limit else wanted

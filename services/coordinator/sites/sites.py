@@ -23,6 +23,8 @@ MAX_SEEN = 16
 """Incarnations of a site whose last sign of life is remembered, those seen most recently."""
 Holder = tuple[str, str]
 """A site and its incarnation."""
+GROUPS_TIMED = 20
+"""Over so many groups of a site the mean of its durations decays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Sites:
         self._seen: dict[Holder, _Seen] = {}
         self._max_work_ahead_s = max_work_ahead_s
         self._seen_of: dict[str, set[str]] = {}
+        self._generation_s: dict[str, float] = {}
         self.revoked: Mapping[str, int] = {}
         """Sites whose certificate is revoked, and its serial."""
 
@@ -63,6 +66,15 @@ class Sites:
         """Instant of a site's last sign of life; None when this process saw none."""
         seen = self._seen.get(holder)
         return None if seen is None else seen.at
+
+    def generation_s(self, site: str) -> float:
+        """How long a group of a site takes: the decayed mean of what its groups say; 0 before the first."""
+        return self._generation_s.get(site, 0.0)
+
+    def time_group(self, site: str, seconds: float) -> None:
+        """Note how long a group of a site took."""
+        mean = self._generation_s.get(site, seconds)
+        self._generation_s[site] = mean + (seconds - mean) / GROUPS_TIMED
 
     def granted_ahead_s(self, registration: Registration) -> float:
         """How far a site may work ahead of what it declares."""

@@ -5,6 +5,7 @@ import pytest
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import horizon
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of
 
@@ -33,6 +34,42 @@ async def _leased(core, run, count):
         if len(got) == count:
             break
     return got
+
+
+@pytest.mark.parametrize(
+    ("generation_s", "stands_s", "expected"),
+    [
+        (0.0, 0.0, 0),
+        (9.0, 0.0, 0),
+        (10.0, 0.0, 0),  # its own version
+        (10.1, 0.0, 1),
+        (600.0, 0.0, 59),
+        (600.0, 5.0, 59),
+        (600.0, 100.0, 5),  # no version for 100 s
+        (600.0, 3600.0, 0),
+        (1e308, 0.0, 999_999),  # what a site says is no reason for an error
+    ],
+)
+async def test_versions_that_come_are_counted_by_how_long_the_last_ones_took(
+    tmp_path, generation_s, stands_s, expected
+):
+    core, run = await _begin(tmp_path, groups_per_version=2)
+    clock = core.clock
+
+    def coming():
+        return core.database.run(
+            lambda connection: horizon.coming(connection, generation_s, head=run.head, now=clock.wall())
+        )
+
+    assert await coming() == 0, "one version says nothing"
+    clock.advance(5000.0)
+    for _ in range(horizon.VERSIONS_TIMED + 1):
+        clock.advance(10.0)
+        await run.publish()
+    clock.advance(stands_s)
+
+    assert await coming() == expected
+    await core.close()
 
 
 async def test_group_at_the_bound_is_not_leased_behind_a_whole_step(tmp_path):

@@ -49,6 +49,26 @@ def test_grants_follow_the_two_bounds(head, version, outstanding, wanted, grante
     assert reason
 
 
+@pytest.mark.parametrize(
+    ("lag", "coming", "outstanding", "granted"),
+    [
+        (0, 8, 9, 5),
+        (0, 9, 9, 0),
+        (3, 5, 9, 5),
+        (3, 6, 9, 0),
+        (0, 9, 8, 5),  # the next version cannot come without it
+    ],
+)
+def test_work_that_would_be_too_stale_when_it_is_done_is_not_granted(lag, coming, outstanding, granted):
+    pace = Pace(groups_per_version=9, max_staleness_versions=8, outstanding_limit=64)
+    load = Load(head_version=10, policy_version=10 - lag, outstanding=outstanding, coming=coming)
+
+    number, reason = decide_grant(load, pace, wanted=5)
+
+    assert number == granted
+    assert granted or reason.startswith(f"paced: {coming} versions come while the site makes a group, at {lag} behind")
+
+
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 200), st.integers(1, 9), st.integers(0, 9))
 def test_no_granted_group_can_be_too_stale_when_trained_in_order(head, lag, outstanding, per_version, bound):
     version = max(0, head - lag)

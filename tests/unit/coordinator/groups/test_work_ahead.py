@@ -14,7 +14,7 @@ from heterorl.coordinator.groups.deadlines import Term, next_look, term_of
 from heterorl.coordinator.sites.sites import Declared
 from heterorl.coordinator.store import tallies
 from tests.support.clock import ManualClock
-from tests.support.run import INCARNATION, Run
+from tests.support.run import CONTRACT, INCARNATION, Run, credits_of
 
 AHEAD_S, LEASE_S = 600.0, 100.0
 
@@ -100,7 +100,7 @@ class World:
 async def begin(tmp_path):
     worlds = []
 
-    async def start(*, clock=None, again=None, **changes):
+    async def start(*, clock=None, again=None, contract=CONTRACT, **changes):
         clock = clock or ManualClock()
         values = {
             "data_dir": tmp_path / "data", "groups_per_version": 8, "max_outstanding_groups": 32,
@@ -111,6 +111,7 @@ async def begin(tmp_path):
             again.core, again.run.api = core, core
             return again
         run = Run(core, tmp_path)
+        run.contract = contract
         await run.begin()
         await run.publish()
         for site in ("far", "near"):
@@ -273,3 +274,94 @@ async def test_site_that_goes_away_twice_is_away_twice(begin):
     await world.lease("near", 1)
     assert (await world.count("away"), await world.count("out")) == (8, 2)
     assert await world.push("far", far) == [PushStatus.ACCEPTED] * 4
+
+
+LONG = dataclasses.replace(CONTRACT, max_turns=8, max_trajectory_tokens=64, trajectory_s=600.0)
+"""Rollouts of several turns, of up to ten minutes."""
+
+
+async def long_world(begin, **changes):
+    """Sites that do not work ahead, and hold less than all."""
+    return await begin(contract=LONG, max_work_ahead_s=0, site_work_groups=4, **changes)
+
+
+async def rounds(world, seconds, *living):
+    """The near site answers all it gets after 5 s, and every 8 groups are a version; returns what it was given."""
+    given = []
+    for _ in range(int(seconds / 5)):
+        work = await world.lease("near", 4)
+        given += [each.id for each in work]
+        world.clock.advance(5.0)
+        await world.beat(*living)
+        assert await world.push("near", work, generation_s=5.0) == [PushStatus.ACCEPTED] * len(work)
+        taken = world.run.api.stream_groups(epoch=world.run.epoch, held=[], credits=credits_of(4))
+        await world.run.publish(consumed=[queued.group.id async for queued in taken])
+    return given
+
+
+async def test_trajectory_of_ten_minutes_is_not_handed_out_again_while_its_site_lives(begin):
+    world = await long_world(begin, max_staleness_versions=1000)
+    far = await world.lease("far", 4)
+    assert [work.lease_s for work in far] == [LEASE_S + 600.0] * 4
+    given = await rounds(world, 600.0, "far", "near")
+
+    assert len(given) == 480
+    assert not set(given) & {work.id for work in far}
+    assert (await world.status("far")).work_leased == 4
+    assert await world.push("far", far, version=0, generation_s=600.0) == [PushStatus.ACCEPTED] * 4
+
+
+async def test_trajectories_of_a_site_that_died_go_to_others_after_a_lease(begin):
+    world = await long_world(begin)
+    far = await world.lease("far", 4)
+    await world.pass_time(LEASE_S + 1, "near")
+
+    assert [work.id for work in await world.lease("near", 4)] == [work.id for work in far]
+
+
+async def test_trajectories_that_end_never_go_to_others_after_their_time(begin):
+    world = await long_world(begin)
+    far = await world.lease("far", 4)
+    await world.pass_time(LEASE_S + 600.0 - 1, "far", "near")
+    (new,) = await world.lease("near", 1)
+    assert new.id not in {work.id for work in far}
+    await world.pass_time(1, "far", "near")
+
+    near = await world.lease("near", 3)
+    assert [work.id for work in near] == [work.id for work in far][:3]
+    # Late, and not answered by another: taken. Answered: one too many.
+    assert await world.push("near", near[:1]) == [PushStatus.ACCEPTED]
+    assert await world.push("far", far[:2]) == [DropReason.SURPLUS, PushStatus.ACCEPTED]
+
+
+async def test_a_site_whose_groups_come_too_late_gets_work_when_versions_come_less_often(begin):
+    world = await long_world(begin, max_staleness_versions=20)
+    far = await world.lease("far", 4)
+    assert len(far) == 4, "nothing is known of it yet"
+    await rounds(world, 600.0, "far", "near")
+    assert await world.push("far", far, version=0, generation_s=600.0) == [DropReason.STALE_AT_INGEST] * 4
+
+    near = [*await world.lease("near", 4)]
+    for site in ("third", "fourth"):
+        await world.core.register(world.run.registration(site=site))
+        near += await world.lease(site, 4)
+    grant = await world.ask("far", 4)
+    assert (grant.assignments, grant.reason) == (
+        (), "paced: 119 versions come while the site makes a group, at 0 behind; max_staleness_versions is 20",
+    )  # fmt: skip
+    # A run that stands still makes no group stale.
+    await world.pass_time(30.0, "far", "near")
+    assert len(await world.lease("far", 4)) == 4
+
+
+async def test_a_site_alone_is_not_paced_by_its_own_versions(begin):
+    world = await begin(contract=LONG, max_work_ahead_s=0, max_staleness_versions=20)
+    held = list(await world.lease("near", 12))
+    for _ in range(30):
+        world.clock.advance(5.0)
+        assert await world.push("near", held[:4], generation_s=600.0) == [PushStatus.ACCEPTED] * 4
+        taken = world.run.api.stream_groups(epoch=world.run.epoch, held=[], credits=credits_of(4))
+        await world.run.publish(consumed=[queued.group.id async for queued in taken])
+        new = await world.lease("near", 4)
+        assert len(new) == 4
+        held = [*held[4:], *new]

@@ -26,37 +26,37 @@ from heterorl.v1 import common_pb2 as heterorl_dot_v1_dot_common__pb2
 from heterorl.v1 import rollout_pb2 as heterorl_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/sample.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\x1a\x19heterorl/v1/rollout.proto\"\xfe\x03\n\rSampleSummary\x12\n\n\x02id\x18\x01 \x01(\x04\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.SampleKind\x12\x14\n\x0ckept_because\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x0c\n\x04site\x18\x05 \x01(\t\x12(\n\x05group\x18\x06 \x01(\x0b\x32\x14.heterorl.v1.GroupIdH\x00\x88\x01\x01\x12\x0f\n\x07version\x18\x07 \x01(\x03\x12\x16\n\x0eoldest_version\x18\x08 \x01(\x03\x12\x11\n\tkept_time\x18\t \x01(\x01\x12\x14\n\x0cprompt_index\x18\n \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x0b \x01(\r\x12\x15\n\rnum_truncated\x18\x0c \x01(\r\x12\x12\n\nnum_tokens\x18\r \x01(\x04\x12\x17\n\nreward_min\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0breward_mean\x18\x0f \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nreward_max\x18\x10 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\thas_texts\x18\x11 \x01(\x08\x12\x16\n\x0eprompt_preview\x18\x12 \x01(\t\x12\x1a\n\x12\x63ompletion_preview\x18\x13 \x01(\tB\x08\n\x06_groupB\r\n\x0b_reward_minB\x0e\n\x0c_reward_meanB\r\n\x0b_reward_max\"x\n\x0bRolloutNote\x12\x12\n\ncompletion\x18\x01 \x01(\t\x12-\n\x0creward_parts\x18\x02 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x12\n\nlog_ratios\x18\x03 \x03(\x02\x12\x12\n\ntoken_ends\x18\x04 \x03(\r\"}\n\nSampleNote\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12*\n\x08rollouts\x18\x03 \x03(\x0b\x32\x18.heterorl.v1.RolloutNote\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\"\xbc\x01\n\x10\x45valuatedRollout\x12\x12\n\ncompletion\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12-\n\x0creward_parts\x18\x03 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.heterorl.v1.FinishReason\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\"\xaa\x01\n\x10\x45valuationSample\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x10\n\x08task_set\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x14\n\x0cprompt_index\x18\x04 \x01(\x04\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12/\n\x08rollouts\x18\x06 \x03(\x0b\x32\x1d.heterorl.v1.EvaluatedRollout\x12\x0e\n\x06\x61nswer\x18\x07 \x01(\t\"\xfc\x02\n\x12ListSamplesRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.SampleKind\x12\x14\n\x0ckept_because\x18\x03 \x01(\t\x12\x1a\n\rfirst_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x19\n\x0clast_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\nmin_reward\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nmax_reward\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0cis_truncated\x18\x08 \x01(\x08H\x04\x88\x01\x01\x12\r\n\x05limit\x18\t \x01(\r\x12\x0e\n\x06\x62\x65\x66ore\x18\n \x01(\x04\x12\r\n\x05\x61\x66ter\x18\x0b \x01(\x04\x12\x17\n\x0fis_oldest_first\x18\x0c \x01(\x08\x42\x10\n\x0e_first_versionB\x0f\n\r_last_versionB\r\n\x0b_min_rewardB\r\n\x0b_max_rewardB\x0f\n\r_is_truncated\"\xa9\x01\n\x13ListSamplesResponse\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.heterorl.v1.SampleSummary\x12\x19\n\x0clooked_up_to\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08num_kept\x18\x03 \x01(\x04\x12\x12\n\nkept_bytes\x18\x04 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x05 \x01(\x04\x42\x0f\n\r_looked_up_to\"\x1e\n\x10GetSampleRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"\xda\x01\n\x11GetSampleResponse\x12+\n\x07summary\x18\x01 \x01(\x0b\x32\x1a.heterorl.v1.SampleSummary\x12\x12\n\x05group\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12*\n\x04note\x18\x03 \x01(\x0b\x32\x17.heterorl.v1.SampleNoteH\x01\x88\x01\x01\x12\x36\n\nevaluation\x18\x04 \x01(\x0b\x32\x1d.heterorl.v1.EvaluationSampleH\x02\x88\x01\x01\x42\x08\n\x06_groupB\x07\n\x05_noteB\r\n\x0b_evaluation\"\x7f\n\x12NoteSamplesRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x05notes\x18\x02 \x03(\x0b\x32\x17.heterorl.v1.SampleNote\x12\x32\n\x0b\x65valuations\x18\x03 \x03(\x0b\x32\x1d.heterorl.v1.EvaluationSample\"\x15\n\x13NoteSamplesResponse*\x92\x01\n\nSampleKind\x12\x1b\n\x17SAMPLE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAMPLE_KIND_CONSUMED\x10\x01\x12\x18\n\x14SAMPLE_KIND_REJECTED\x10\x02\x12\x17\n\x13SAMPLE_KIND_DROPPED\x10\x03\x12\x1a\n\x16SAMPLE_KIND_EVALUATION\x10\x04\x32\xff\x01\n\rSampleService\x12P\n\x0bListSamples\x12\x1f.heterorl.v1.ListSamplesRequest\x1a .heterorl.v1.ListSamplesResponse\x12J\n\tGetSample\x12\x1d.heterorl.v1.GetSampleRequest\x1a\x1e.heterorl.v1.GetSampleResponse\x12P\n\x0bNoteSamples\x12\x1f.heterorl.v1.NoteSamplesRequest\x1a .heterorl.v1.NoteSamplesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/sample.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\x1a\x19heterorl/v1/rollout.proto\"\x90\x04\n\rSampleSummary\x12\n\n\x02id\x18\x01 \x01(\x04\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.SampleKind\x12\x14\n\x0ckept_because\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x0c\n\x04site\x18\x05 \x01(\t\x12(\n\x05group\x18\x06 \x01(\x0b\x32\x14.heterorl.v1.GroupIdH\x00\x88\x01\x01\x12\x0f\n\x07version\x18\x07 \x01(\x03\x12\x16\n\x0eoldest_version\x18\x08 \x01(\x03\x12\x11\n\tkept_time\x18\t \x01(\x01\x12\x14\n\x0cprompt_index\x18\n \x01(\x04\x12\x14\n\x0cnum_rollouts\x18\x0b \x01(\r\x12\x15\n\rnum_truncated\x18\x0c \x01(\r\x12\x12\n\nnum_tokens\x18\r \x01(\x04\x12\x17\n\nreward_min\x18\x0e \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0breward_mean\x18\x0f \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nreward_max\x18\x10 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\thas_texts\x18\x11 \x01(\x08\x12\x16\n\x0eprompt_preview\x18\x12 \x01(\t\x12\x1a\n\x12\x63ompletion_preview\x18\x13 \x01(\t\x12\x10\n\x08num_lost\x18\x14 \x01(\rB\x08\n\x06_groupB\r\n\x0b_reward_minB\x0e\n\x0c_reward_meanB\r\n\x0b_reward_max\"x\n\x0bRolloutNote\x12\x12\n\ncompletion\x18\x01 \x01(\t\x12-\n\x0creward_parts\x18\x02 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x12\n\nlog_ratios\x18\x03 \x03(\x02\x12\x12\n\ntoken_ends\x18\x04 \x03(\r\"}\n\nSampleNote\x12#\n\x05group\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12*\n\x08rollouts\x18\x03 \x03(\x0b\x32\x18.heterorl.v1.RolloutNote\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\"\xbc\x01\n\x10\x45valuatedRollout\x12\x12\n\ncompletion\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12-\n\x0creward_parts\x18\x03 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.heterorl.v1.FinishReason\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\"\xaa\x01\n\x10\x45valuationSample\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x10\n\x08task_set\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x14\n\x0cprompt_index\x18\x04 \x01(\x04\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12/\n\x08rollouts\x18\x06 \x03(\x0b\x32\x1d.heterorl.v1.EvaluatedRollout\x12\x0e\n\x06\x61nswer\x18\x07 \x01(\t\"\xfc\x02\n\x12ListSamplesRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.SampleKind\x12\x14\n\x0ckept_because\x18\x03 \x01(\t\x12\x1a\n\rfirst_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x19\n\x0clast_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\nmin_reward\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nmax_reward\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0cis_truncated\x18\x08 \x01(\x08H\x04\x88\x01\x01\x12\r\n\x05limit\x18\t \x01(\r\x12\x0e\n\x06\x62\x65\x66ore\x18\n \x01(\x04\x12\r\n\x05\x61\x66ter\x18\x0b \x01(\x04\x12\x17\n\x0fis_oldest_first\x18\x0c \x01(\x08\x42\x10\n\x0e_first_versionB\x0f\n\r_last_versionB\r\n\x0b_min_rewardB\r\n\x0b_max_rewardB\x0f\n\r_is_truncated\"\xa9\x01\n\x13ListSamplesResponse\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.heterorl.v1.SampleSummary\x12\x19\n\x0clooked_up_to\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08num_kept\x18\x03 \x01(\x04\x12\x12\n\nkept_bytes\x18\x04 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x05 \x01(\x04\x42\x0f\n\r_looked_up_to\"\x1e\n\x10GetSampleRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"\xda\x01\n\x11GetSampleResponse\x12+\n\x07summary\x18\x01 \x01(\x0b\x32\x1a.heterorl.v1.SampleSummary\x12\x12\n\x05group\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12*\n\x04note\x18\x03 \x01(\x0b\x32\x17.heterorl.v1.SampleNoteH\x01\x88\x01\x01\x12\x36\n\nevaluation\x18\x04 \x01(\x0b\x32\x1d.heterorl.v1.EvaluationSampleH\x02\x88\x01\x01\x42\x08\n\x06_groupB\x07\n\x05_noteB\r\n\x0b_evaluation\"\x7f\n\x12NoteSamplesRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x05notes\x18\x02 \x03(\x0b\x32\x17.heterorl.v1.SampleNote\x12\x32\n\x0b\x65valuations\x18\x03 \x03(\x0b\x32\x1d.heterorl.v1.EvaluationSample\"\x15\n\x13NoteSamplesResponse*\x92\x01\n\nSampleKind\x12\x1b\n\x17SAMPLE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SAMPLE_KIND_CONSUMED\x10\x01\x12\x18\n\x14SAMPLE_KIND_REJECTED\x10\x02\x12\x17\n\x13SAMPLE_KIND_DROPPED\x10\x03\x12\x1a\n\x16SAMPLE_KIND_EVALUATION\x10\x04\x32\xff\x01\n\rSampleService\x12P\n\x0bListSamples\x12\x1f.heterorl.v1.ListSamplesRequest\x1a .heterorl.v1.ListSamplesResponse\x12J\n\tGetSample\x12\x1d.heterorl.v1.GetSampleRequest\x1a\x1e.heterorl.v1.GetSampleResponse\x12P\n\x0bNoteSamples\x12\x1f.heterorl.v1.NoteSamplesRequest\x1a .heterorl.v1.NoteSamplesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.sample_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLEKIND']._serialized_start=2181
-  _globals['_SAMPLEKIND']._serialized_end=2327
+  _globals['_SAMPLEKIND']._serialized_start=2199
+  _globals['_SAMPLEKIND']._serialized_end=2345
   _globals['_SAMPLESUMMARY']._serialized_start=95
-  _globals['_SAMPLESUMMARY']._serialized_end=605
-  _globals['_ROLLOUTNOTE']._serialized_start=607
-  _globals['_ROLLOUTNOTE']._serialized_end=727
-  _globals['_SAMPLENOTE']._serialized_start=729
-  _globals['_SAMPLENOTE']._serialized_end=854
-  _globals['_EVALUATEDROLLOUT']._serialized_start=857
-  _globals['_EVALUATEDROLLOUT']._serialized_end=1045
-  _globals['_EVALUATIONSAMPLE']._serialized_start=1048
-  _globals['_EVALUATIONSAMPLE']._serialized_end=1218
-  _globals['_LISTSAMPLESREQUEST']._serialized_start=1221
-  _globals['_LISTSAMPLESREQUEST']._serialized_end=1601
-  _globals['_LISTSAMPLESRESPONSE']._serialized_start=1604
-  _globals['_LISTSAMPLESRESPONSE']._serialized_end=1773
-  _globals['_GETSAMPLEREQUEST']._serialized_start=1775
-  _globals['_GETSAMPLEREQUEST']._serialized_end=1805
-  _globals['_GETSAMPLERESPONSE']._serialized_start=1808
-  _globals['_GETSAMPLERESPONSE']._serialized_end=2026
-  _globals['_NOTESAMPLESREQUEST']._serialized_start=2028
-  _globals['_NOTESAMPLESREQUEST']._serialized_end=2155
-  _globals['_NOTESAMPLESRESPONSE']._serialized_start=2157
-  _globals['_NOTESAMPLESRESPONSE']._serialized_end=2178
-  _globals['_SAMPLESERVICE']._serialized_start=2330
-  _globals['_SAMPLESERVICE']._serialized_end=2585
+  _globals['_SAMPLESUMMARY']._serialized_end=623
+  _globals['_ROLLOUTNOTE']._serialized_start=625
+  _globals['_ROLLOUTNOTE']._serialized_end=745
+  _globals['_SAMPLENOTE']._serialized_start=747
+  _globals['_SAMPLENOTE']._serialized_end=872
+  _globals['_EVALUATEDROLLOUT']._serialized_start=875
+  _globals['_EVALUATEDROLLOUT']._serialized_end=1063
+  _globals['_EVALUATIONSAMPLE']._serialized_start=1066
+  _globals['_EVALUATIONSAMPLE']._serialized_end=1236
+  _globals['_LISTSAMPLESREQUEST']._serialized_start=1239
+  _globals['_LISTSAMPLESREQUEST']._serialized_end=1619
+  _globals['_LISTSAMPLESRESPONSE']._serialized_start=1622
+  _globals['_LISTSAMPLESRESPONSE']._serialized_end=1791
+  _globals['_GETSAMPLEREQUEST']._serialized_start=1793
+  _globals['_GETSAMPLEREQUEST']._serialized_end=1823
+  _globals['_GETSAMPLERESPONSE']._serialized_start=1826
+  _globals['_GETSAMPLERESPONSE']._serialized_end=2044
+  _globals['_NOTESAMPLESREQUEST']._serialized_start=2046
+  _globals['_NOTESAMPLESREQUEST']._serialized_end=2173
+  _globals['_NOTESAMPLESRESPONSE']._serialized_start=2175
+  _globals['_NOTESAMPLESRESPONSE']._serialized_end=2196
+  _globals['_SAMPLESERVICE']._serialized_start=2348
+  _globals['_SAMPLESERVICE']._serialized_end=2603
 # @@protoc_insertion_point(module_scope)

@@ -78,6 +78,7 @@ class SampleSummary(google.protobuf.message.Message):
     HAS_TEXTS_FIELD_NUMBER: builtins.int
     PROMPT_PREVIEW_FIELD_NUMBER: builtins.int
     COMPLETION_PREVIEW_FIELD_NUMBER: builtins.int
+    NUM_LOST_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Number of the sample; ascending in the order of keeping."""
     kind: Global___SampleKind.ValueType
@@ -101,7 +102,7 @@ class SampleSummary(google.protobuf.message.Message):
     num_truncated: builtins.int
     """Completions that reached the length limit."""
     num_tokens: builtins.int
-    """Tokens of all completions."""
+    """Tokens of all completions; those that a policy drew."""
     reward_min: builtins.float
     """Smallest reward; unset where one is not finite."""
     reward_mean: builtins.float
@@ -114,6 +115,8 @@ class SampleSummary(google.protobuf.message.Message):
     """Beginning of the prompt."""
     completion_preview: builtins.str
     """Beginning of the first completion."""
+    num_lost: builtins.int
+    """Completions that are lost members of the group; their rewards are in no number above."""
     @property
     def group(self) -> heterorl.v1.common_pb2.GroupId:
         """Identity of the group; unset of an evaluation."""
@@ -140,9 +143,10 @@ class SampleSummary(google.protobuf.message.Message):
         has_texts: builtins.bool = ...,
         prompt_preview: builtins.str = ...,
         completion_preview: builtins.str = ...,
+        num_lost: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_group", b"_group", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "group", b"group", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_group", b"_group", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "completion_preview", b"completion_preview", "detail", b"detail", "group", b"group", "has_texts", b"has_texts", "id", b"id", "kept_because", b"kept_because", "kept_time", b"kept_time", "kind", b"kind", "num_rollouts", b"num_rollouts", "num_tokens", b"num_tokens", "num_truncated", b"num_truncated", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_preview", b"prompt_preview", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "site", b"site", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_group", b"_group", "_reward_max", b"_reward_max", "_reward_mean", b"_reward_mean", "_reward_min", b"_reward_min", "completion_preview", b"completion_preview", "detail", b"detail", "group", b"group", "has_texts", b"has_texts", "id", b"id", "kept_because", b"kept_because", "kept_time", b"kept_time", "kind", b"kind", "num_lost", b"num_lost", "num_rollouts", b"num_rollouts", "num_tokens", b"num_tokens", "num_truncated", b"num_truncated", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_preview", b"prompt_preview", "reward_max", b"reward_max", "reward_mean", b"reward_mean", "reward_min", b"reward_min", "site", b"site", "version", b"version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group", b"_group"]) -> typing.Literal["group"] | None: ...
     @typing.overload
@@ -165,18 +169,18 @@ class RolloutNote(google.protobuf.message.Message):
     LOG_RATIOS_FIELD_NUMBER: builtins.int
     TOKEN_ENDS_FIELD_NUMBER: builtins.int
     completion: builtins.str
-    """Text."""
+    """Text of all tokens behind the prompt, drawn and given; of given ones with the marks of the template."""
     @property
     def reward_parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.rollout_pb2.RewardPart]:
         """Components of the reward as the learner computed them; none: those of the group hold."""
 
     @property
     def log_ratios(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Learner's log-prob minus the sampler's of each token, nats."""
+        """Learner's log-prob minus the sampler's of each drawn token, nats."""
 
     @property
     def token_ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Character of the text behind each token."""
+        """Character of the text behind each token, drawn or given."""
 
     def __init__(
         self,

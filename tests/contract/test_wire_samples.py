@@ -35,6 +35,7 @@ from heterorl.common.wire.sample_notes import (
 from heterorl.common.wire.seal import seal
 from heterorl.v1 import sample_pb2
 from tests.support.run import Run, rollout
+from tests.support.samples import group_of_turns, make_turns
 
 name = st.text(alphabet="abc-0", min_size=1, max_size=8)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -86,6 +87,7 @@ summaries = st.builds(
     prompt_index=number,
     num_rollouts=st.integers(0, 2**20),
     num_truncated=st.integers(0, 2**20),
+    num_lost=st.integers(0, 2**20),
     num_tokens=number,
     reward_min=st.none() | real,
     reward_mean=st.none() | real,
@@ -180,7 +182,8 @@ def stored(group, note=b""):
     summary = SampleSummary(
         id=3, kind=SampleKind.REJECTED, kept_because="invalid", site=group.id.site, group=group.id, version=4,
         oldest_version=group.oldest_version, kept_time=1.5, prompt_index=group.prompt_index,
-        num_rollouts=found.num_rollouts, num_truncated=found.num_truncated, num_tokens=found.num_tokens,
+        num_rollouts=found.num_rollouts, num_truncated=found.num_truncated, num_lost=found.num_lost,
+        num_tokens=found.num_tokens,
         reward_min=found.reward_min, reward_mean=found.reward_mean, reward_max=found.reward_max, has_texts=bool(note),
     )  # fmt: skip
     return StoredSample(summary=summary, content=seal(group).data, note=note)
@@ -242,3 +245,68 @@ def test_outline_counts_and_averages_huge_rewards(tmp_path):
 
     assert (found.num_rollouts, found.num_truncated, found.num_tokens) == (2, 1, 6)
     assert found.reward_mean == huge
+
+
+def test_outline_counts_drawn_tokens_and_no_reward_of_a_lost_member():
+    found = outline(seal(group_of_turns()).data)
+
+    want = make_turns(1).summary
+    assert (found.num_rollouts, found.num_truncated, found.num_lost) == (5, 1, 2)
+    assert found.num_tokens == want.num_tokens == sum(len(one.sampler_logprobs) for one in make_turns(1).rollouts)
+    assert (found.reward_min, found.reward_mean, found.reward_max) == (0.0, 0.5, 1.0)
+
+
+def test_turns_survive_the_wire_with_what_was_said_of_their_tokens():
+    want, group = make_turns(1).rollouts, group_of_turns()
+    said = SampleNote(
+        group=group.id,
+        prompt="1+1=",
+        rollouts=tuple(
+            RolloutNote(
+                completion=one.completion, reward_parts=(), log_ratios=one.log_ratios, token_ends=one.token_ends
+            )
+            for one in want
+        ),
+    )
+
+    found = sample_of(stored(group, note_to_bytes(said))).rollouts
+
+    for got, one in zip(found, want, strict=True):
+        for at in ("completion", "token_ids", "sampler_logprobs", "log_ratios", "token_ends", "spans", "finish_reason"):
+            assert same(getattr(got, at), getattr(one, at)), at
+    assert [got.is_lost for got in found] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("count", ["num_drawn", "num_tokens"])
+def test_ratios_are_of_drawn_tokens_and_ends_of_all(count):
+    """One number a token is no number for each drawn token, and the other way round."""
+    group, want = group_of_turns(), make_turns(1).rollouts
+    sizes = [len(one.sampler_logprobs) if count == "num_drawn" else len(one.token_ids) for one in want]
+    notes = tuple(
+        RolloutNote(
+            completion="", reward_parts=(), log_ratios=np.zeros(size, np.float32), token_ends=np.zeros(size, np.int32)
+        )
+        for size in sizes
+    )
+    note = note_to_bytes(SampleNote(group=group.id, prompt="", rollouts=notes))
+
+    found = sample_of(stored(group, note)).rollouts[1]
+
+    assert (len(found.log_ratios), len(found.token_ends)) == ((sizes[1], 0) if count == "num_drawn" else (0, sizes[1]))
+
+
+def test_json_says_who_wrote_which_tokens():
+    sample = make_turns(1)
+    first, _, third, fourth, fifth = (rollout_json(sample, index) for index in range(5))
+
+    assert first["spans"] == [{"start": 0, "end": first["num_tokens"], "version": 40, "keeps": None}]
+    assert [(span["version"], span["keeps"]) for span in third["spans"]] == [
+        (40, None), (None, None), (40, None), (None, 3), (41, None)
+    ]  # fmt: skip
+    assert third["versions"] == [40, 41]
+    assert third["num_tokens"] == len(sample.rollouts[2].sampler_logprobs)
+    assert [(one["finish_reason"], one["reward"], one["num_tokens"]) for one in (third, fourth)] == [
+        ("length", 0.0, third["num_tokens"]), ("engine_failed", None, 0)
+    ]  # fmt: skip
+    # A mean over all rows is that of the group: what was lost has no reward.
+    assert (fifth["finish_reason"], fifth["reward"]) == ("tool_lost", None)

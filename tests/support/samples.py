@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
 import numpy as np
 
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, Span
+from heterorl.common.types.rollout import GIVEN, DropReason, FinishReason, Group, GroupId, RewardPart, Rollout, Span
 from heterorl.common.types.sample import (
     CONSUMED,
     EVALUATED,
@@ -132,3 +133,73 @@ def make_sample(
         prompt_token_ids=np.arange(20, dtype=np.int32),
         rollouts=tuple(made),
     )
+
+
+ASKED, ANSWERED = "<|user|>12 + 30 is 42<|assistant|>", "<|user|>the page is short<|assistant|>"
+TURNS = (
+    (FinishReason.EOS, 1.0, ((40, "The sum is 42."),)),
+    (
+        FinishReason.TURNS, 0.5,
+        ((40, "Let me add.\n"), (GIVEN, ASKED), (40, "So it"), (41, " is 42."), (GIVEN, ANSWERED), (41, "Done.")),
+    ),
+    (
+        FinishReason.LENGTH, 0.0,
+        ((40, "I look."), (GIVEN, ASKED), (40, "Next."), (GIVEN, ANSWERED, 3), (41, "It is 42.")),
+    ),
+    (FinishReason.ENGINE_FAILED, 9.0, ()),
+    (FinishReason.TOOL_LOST, 9.0, ((40, "Call it."), (GIVEN, "<|user|>half"))),
+)  # fmt: skip
+"""How each ended, its reward, and what it says: who drew it, the text, and what another sequence keeps.
+
+An ordinary completion, three turns, two sequences, a member lost without a token and one lost with some.
+"""
+
+
+def make_turns(number: int) -> Sample:
+    """A sample of TURNS."""
+    sample = make_sample(1, completions=tuple("x" for _ in TURNS))
+    rollouts = []
+    for (ending, reward, said), base in zip(TURNS, sample.rollouts, strict=True):
+        pieces = [pieces_of(text) for _, text, *_ in said]
+        ends = np.cumsum([0, *map(len, pieces)]).tolist()
+        spans = tuple(
+            Span(version=version, start=start, end=end, keeps=keeps[0] if keeps else None)
+            for (version, _, *keeps), start, end in zip(said, ends, ends[1:], strict=False)
+        )
+        drawn = sum(span.end - span.start for span in spans if span.version != GIVEN)
+        rollouts.append(
+            dataclasses.replace(
+                base,
+                completion="".join(text for _, text, *_ in said),
+                token_ids=np.arange(100, 100 + ends[-1], dtype=np.int32),
+                token_ends=np.cumsum([len(piece) for some in pieces for piece in some], dtype=np.int32),
+                sampler_logprobs=-np.arange(1, drawn + 1, dtype=np.float32) / 16,
+                log_ratios=np.arange(1, (ending.is_trainable and drawn) + 1, dtype=np.float32) / 8,
+                spans=spans, reward=reward, reward_parts=(), finish_reason=ending,
+            )
+        )  # fmt: skip
+    kept = [rollout for rollout in rollouts if not rollout.is_lost]
+    summary = dataclasses.replace(
+        sample.summary,
+        id=number, version=43, oldest_version=40, num_rollouts=5, num_truncated=1, num_lost=2,
+        num_tokens=sum(len(rollout.sampler_logprobs) for rollout in rollouts),
+        reward_min=0.0, reward_mean=sum(rollout.reward for rollout in kept) / 3, reward_max=1.0,
+        completion_preview=rollouts[0].completion,
+    )  # fmt: skip
+    return dataclasses.replace(sample, summary=summary, rollouts=tuple(rollouts))
+
+
+def group_of_turns() -> Group:
+    """The group that `make_turns` is a sample of."""
+    sample = make_turns(1)
+    return Group(
+        id=sample.summary.group, assignment=1, prompt_index=3, prompt_token_ids=sample.prompt_token_ids,
+        rollouts=tuple(
+            Rollout(
+                token_ids=one.token_ids, sampler_logprobs=one.sampler_logprobs, spans=one.spans, reward=one.reward,
+                reward_parts=(), finish_reason=one.finish_reason,
+            )
+            for one in sample.rollouts
+        ),
+        oldest_version=40, state_root="0" * 64, generation_s=1.0,
+    )  # fmt: skip

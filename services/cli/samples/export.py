@@ -140,14 +140,15 @@ class _ParquetWithTokens(_Parquet):
 
 
 def _schema(pa: Any, *, with_tokens: bool) -> Any:
+    span = [("start", pa.int32()), ("end", pa.int32()), ("version", pa.int64()), ("keeps", pa.int32())]
     fields = [
         ("id", pa.int64()), ("index", pa.int32()), ("group", pa.string()), ("version", pa.int64()),
         ("oldest_version", pa.int64()), ("versions", pa.list_(pa.int64())), ("site", pa.string()),
         ("prompt_index", pa.int64()), ("prompt", pa.string()), ("answer", pa.string()), ("completion", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())), ("finish_reason", pa.string()),
-        ("num_tokens", pa.int32()), ("log_ratio_mean", pa.float64()), ("kept_because", pa.string()),
-        ("detail", pa.string()), ("kept_time", pa.float64()),
+        ("num_tokens", pa.int32()), ("spans", pa.list_(pa.struct(span))), ("log_ratio_mean", pa.float64()),
+        ("kept_because", pa.string()), ("detail", pa.string()), ("kept_time", pa.float64()),
     ]  # fmt: skip
     if with_tokens:
         fields += [

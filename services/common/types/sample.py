@@ -17,6 +17,7 @@ import numpy as np
 from heterorl.common.types.common import Float32Array, Int32Array, SiteId
 from heterorl.common.types.evaluation import PromptResult
 from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, Span
+from heterorl.common.types.trajectory import BoolArray, Part, is_drawn, parts_of
 
 CONSUMED, EVALUATED = "consumed", "evaluation"
 """Values of `kept_because` beside those of DropReason."""
@@ -90,8 +91,10 @@ class SampleSummary:
     num_rollouts: int
     num_truncated: int
     """Completions that reached the length limit."""
+    num_lost: int = 0
+    """Completions that are lost members of the group: not trained on, and in no number of rewards."""
     num_tokens: int
-    """Of all completions."""
+    """Of all completions; those that a policy drew."""
     reward_min: float | None
     """None where a reward is not finite; so are the other two."""
     reward_mean: float | None
@@ -105,21 +108,23 @@ class SampleSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleRollout:
-    """One completion. Arrays have one entry a token, or none where nobody stated them.
+    """One completion, or the turns of a rollout. Arrays are empty where nobody stated them.
 
-    `log_ratios` are the learner's log-probs minus the sampler's, nats, at the step that trained on it. `token_ends[i]`
-    is the character of `completion` behind token i, so that text can be shown token by token.
+    `token_ids` and `token_ends` have one entry a token, drawn or given; `sampler_logprobs` and `log_ratios` one a drawn
+    token. `log_ratios` are the learner's log-probs minus the sampler's, nats, at the step that trained on it.
+    `token_ends[i]` is the character of `completion` behind token i, so that text can be shown token by token.
     """
 
     completion: str = ""
-    """Empty without texts."""
+    """Of all tokens behind the prompt; empty without texts."""
     token_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
     sampler_logprobs: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
     token_ends: Int32Array = field(default_factory=lambda: _NO_IDS)
     spans: tuple[Span, ...] = ()
+    """Who wrote which tokens; none where nobody stated it: then a policy drew all."""
     reward: float
-    """The total."""
+    """The total; means nothing of a lost member."""
     reward_parts: tuple[RewardPart, ...]
     finish_reason: FinishReason
 
@@ -130,8 +135,39 @@ class SampleRollout:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Policies of its tokens, each once, ascending."""
-        return tuple(sorted({span.version for span in self.spans}))
+        """Policies of its drawn tokens, each once, ascending."""
+        return tuple(sorted({span.version for span in self.spans if span.is_drawn}))
+
+    @property
+    def is_drawn(self) -> BoolArray:
+        """Which of its tokens a policy drew, bool [T]."""
+        count = len(self.token_ids)
+        return is_drawn(self.spans, count) if self.spans else np.ones(count, np.bool_)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that a policy drew."""
+        return int(np.count_nonzero(self.is_drawn))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is a lost member of its group, which is not trained on."""
+        return not self.finish_reason.is_trainable
+
+    @property
+    def turns(self) -> tuple[Part, ...]:
+        """Who wrote which tokens, in order; none of a single completion, or where spans are not of these tokens."""
+        parts = parts_of(self.spans)
+        is_whole = len(parts) > 1 and (parts[0].start, parts[-1].end) == (0, len(self.token_ids))
+        return parts if is_whole else ()
+
+    @property
+    def turn_texts(self) -> tuple[tuple[Part, str], ...]:
+        """The turns with their part of the text; none where it is not stated where each token ends."""
+        if len(self.token_ends) != len(self.token_ids):
+            return ()
+        places = [0, *self.token_ends.tolist()]
+        return tuple((part, self.completion[places[part.start] : places[part.end]]) for part in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -279,10 +315,11 @@ def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> di
         "prompt": sample.prompt if summary.has_texts else None,
         "answer": sample.answer or None,
         "completion": rollout.completion if summary.has_texts else None,
-        "reward": _number(rollout.reward),
+        "reward": None if rollout.is_lost else _number(rollout.reward),
         "reward_parts": {part.name: _number(part.value) for part in rollout.reward_parts},
         "finish_reason": rollout.finish_reason.value,
-        "num_tokens": len(rollout.token_ids),
+        "num_tokens": rollout.num_drawn,
+        "spans": [_span_json(span) for span in rollout.spans],
         "log_ratio_mean": _number(rollout.log_ratio_mean),
         "kept_because": summary.kept_because,
         "detail": summary.detail,
@@ -295,6 +332,11 @@ def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> di
         found["log_ratios"] = [_number(value) for value in rollout.log_ratios.tolist()]
         found["token_ends"] = rollout.token_ends.tolist()
     return found
+
+
+def _span_json(span: Span) -> dict[str, int | None]:
+    version = span.version if span.is_drawn else None
+    return {"start": span.start, "end": span.end, "version": version, "keeps": span.keeps}
 
 
 def _number(value: float | None) -> float | None:

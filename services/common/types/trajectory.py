@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterorl.common.types.common import Int32Array
+from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Rollout, Span
 
 BoolArray = NDArray[np.bool_]
@@ -54,17 +54,62 @@ def strips_of(prompt: Int32Array, rollout: Rollout) -> tuple[Strip, ...]:
     return tuple(strips)
 
 
-def turns_of(rollout: Rollout) -> tuple[tuple[int, int], ...]:
-    """Where each turn of the policy begins and ends among the rollout's tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Tokens [start, end) of a rollout with one writer: a turn of the policy, or what was given to it.
 
-    A turn may be of several versions; what is given ends it.
+    `versions` are those that drew the turn, each once, in order; none of given tokens. `keeps` is that of its Span.
     """
-    turns: list[tuple[int, int]] = []
-    goes_on = False
-    for span in rollout.spans:
-        if span.is_drawn and goes_on and span.keeps is None:
-            turns[-1] = (turns[-1][0], span.end)
-        elif span.is_drawn:
-            turns.append((span.start, span.end))
-        goes_on = span.is_drawn
-    return tuple(turns)
+
+    start: int
+    end: int
+    versions: tuple[int, ...]
+    keeps: int | None = None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a policy drew the tokens."""
+        return bool(self.versions)
+
+    @property
+    def writer(self) -> str:
+        """Who wrote it, for people.
+
+        Example: "version 7", "versions 7, 8", "environment"
+        """
+        name = f"version{'s'[: len(self.versions) > 1]} {', '.join(map(str, self.versions))}"
+        if not self.is_drawn:
+            name = "environment"
+        return name if self.keeps is None else f"{name}, in a new sequence that keeps {self.keeps} tokens"
+
+
+def parts_of(spans: Sequence[Span]) -> tuple[Part, ...]:
+    """The turns of the policy and what was given between them, in their order; one drawn part of a single completion.
+
+    A turn may be of several versions; what is given, or another sequence, ends it.
+    """
+    parts: list[Part] = []
+    for span in spans:
+        versions = (span.version,) if span.is_drawn else ()
+        if parts and span.keeps is None and parts[-1].is_drawn == span.is_drawn:
+            known = tuple(dict.fromkeys((*parts[-1].versions, *versions)))
+            parts[-1] = replace(parts[-1], end=span.end, versions=known)
+        else:
+            parts.append(Part(start=span.start, end=span.end, versions=versions, keeps=span.keeps))
+    return tuple(parts)
+
+
+def turns_of(rollout: Rollout) -> tuple[tuple[int, int], ...]:
+    """Where each turn of the policy begins and ends among the rollout's tokens."""
+    return tuple((part.start, part.end) for part in parts_of(rollout.spans) if part.is_drawn)
+
+
+def spread(values: Float32Array, drawn: BoolArray) -> Float32Array:
+    """Numbers of the drawn tokens, at the places of all tokens: NaN at given ones.
+
+    NaN at all of them where there is not one number for each drawn token.
+    """
+    found = np.full(drawn.size, np.nan, np.float32)
+    if values.size == np.count_nonzero(drawn):
+        found[drawn] = values
+    return found

@@ -24,7 +24,7 @@ from heterorl.common.types.sample import (
     SampleRollout,
     SampleSummary,
 )
-from heterorl.common.wire.columns import columns_of
+from heterorl.common.wire.columns import FIRST_LOST, columns_of
 from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
 from heterorl.common.wire.sample_notes import evaluation_from_pb, floats, ids, note_from_pb
 from heterorl.common.wire.seal import group_message, open_group, read_sealed
@@ -41,10 +41,11 @@ _KIND_OF = {pb: value for value, pb in _KIND.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What a list says of completions; rewards are None where one is not finite."""
+    """What a list says of completions; rewards are those of no lost member, and None where one is not finite."""
 
     num_rollouts: int
     num_truncated: int
+    num_lost: int
     num_tokens: int
     reward_min: float | None
     reward_mean: float | None
@@ -63,27 +64,31 @@ class StoredSample:
 def outline(data: bytes) -> Outline:
     """The outline of a group's canonical bytes."""
     columns = columns_of(group_message(data))
+    is_lost = columns.endings >= FIRST_LOST
     return _outline(
-        columns.rewards.tolist(),
+        columns.rewards[~is_lost].tolist(),
         num_truncated=int((columns.endings == rollout_pb2.FINISH_REASON_LENGTH).sum()),
-        num_tokens=columns.token_ids.size,
+        num_lost=int(is_lost.sum()),
+        num_tokens=columns.logprobs.size,
     )
 
 
 def outline_of_evaluation(sample: EvaluationSample) -> Outline:
     """The same of an evaluation."""
     return _outline(
-        [rollout.reward for rollout in sample.rollouts],
+        [rollout.reward for rollout in sample.rollouts if not rollout.is_lost],
         num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in sample.rollouts),
-        num_tokens=sum(len(rollout.token_ids) for rollout in sample.rollouts),
+        num_lost=sum(rollout.is_lost for rollout in sample.rollouts),
+        num_tokens=sum(rollout.num_drawn for rollout in sample.rollouts),
     )
 
 
-def _outline(rewards: list[float], *, num_truncated: int, num_tokens: int) -> Outline:
+def _outline(rewards: list[float], *, num_truncated: int, num_lost: int, num_tokens: int) -> Outline:
     is_finite = bool(rewards) and all(math.isfinite(reward) for reward in rewards)
     return Outline(
-        num_rollouts=len(rewards),
+        num_rollouts=len(rewards) + num_lost,
         num_truncated=num_truncated,
+        num_lost=num_lost,
         num_tokens=num_tokens,
         reward_min=min(rewards) if is_finite else None,
         # By fractions: a sum of huge rewards is not finite although each is.
@@ -177,15 +182,16 @@ def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> 
         notes = list(note.rollouts)
     rollouts = []
     for rollout, said in zip(group.rollouts, notes, strict=True):
-        length = rollout.token_ids.size
+        has_ratios = said is not None and len(said.log_ratios) == rollout.num_drawn
+        has_ends = said is not None and len(said.token_ends) == rollout.token_ids.size
         rollouts.append(
             SampleRollout(
                 completion="" if said is None else said.completion,
                 token_ids=rollout.token_ids,
                 sampler_logprobs=rollout.sampler_logprobs,
                 # One entry a token or none: whatever else was said is no use to anybody.
-                log_ratios=said.log_ratios if said is not None and len(said.log_ratios) == length else floats(()),
-                token_ends=said.token_ends if said is not None and len(said.token_ends) == length else ids(()),
+                log_ratios=said.log_ratios if said is not None and has_ratios else floats(()),
+                token_ends=said.token_ends if said is not None and has_ends else ids(()),
                 spans=rollout.spans,
                 reward=rollout.reward,
                 reward_parts=said.reward_parts if said is not None and said.reward_parts else rollout.reward_parts,

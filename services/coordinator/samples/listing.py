@@ -20,8 +20,8 @@ ROWS_AT_ONCE = 1000
 _MAX_ID = 2**62
 _COLUMNS = (
     "id, kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept, prompt_index,"
-    " num_rollouts, num_truncated, num_tokens, reward_min, reward_mean, reward_max, has_texts, prompt_preview,"
-    " completion_preview"
+    " num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, has_texts,"
+    " prompt_preview, completion_preview"
 )
 
 

@@ -46,8 +46,9 @@ _PAGE_BYTES, _ROW_BYTES = 4096, 2048
 """What SQLite takes for a payload beside its bytes, at most, and for a row with its indexes."""
 _INSERT = (
     "INSERT INTO samples (kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept,"
-    " prompt_index, num_rollouts, num_truncated, num_tokens, reward_min, reward_mean, reward_max, num_bytes, has_texts,"
-    " prompt_preview, completion_preview) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " prompt_index, num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, num_bytes,"
+    " has_texts, prompt_preview, completion_preview)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     " RETURNING id"
 )
 
@@ -165,7 +166,7 @@ class Ring:
         if num_bytes > self.limit_bytes or len(content) > self.max_sample_bytes or not self.may_write():
             return
         numbers = (
-            found.num_rollouts, found.num_truncated, found.num_tokens,
+            found.num_rollouts, found.num_truncated, found.num_lost, found.num_tokens,
             found.reward_min, found.reward_mean, found.reward_max,
         )  # fmt: skip
         texts = (previews is not None, *(previews or ("", "")))

@@ -60,9 +60,9 @@ CREATE TABLE samples (
     id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, kept_because TEXT NOT NULL, detail TEXT NOT NULL,
     site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL, version INTEGER NOT NULL,
     oldest_version INTEGER NOT NULL, kept REAL NOT NULL, prompt_index INTEGER NOT NULL, num_rollouts INTEGER NOT NULL,
-    num_truncated INTEGER NOT NULL, num_tokens INTEGER NOT NULL, reward_min REAL, reward_mean REAL, reward_max REAL,
-    num_bytes INTEGER NOT NULL, has_texts INTEGER NOT NULL, prompt_preview TEXT NOT NULL,
-    completion_preview TEXT NOT NULL);
+    num_truncated INTEGER NOT NULL, num_lost INTEGER NOT NULL DEFAULT 0, num_tokens INTEGER NOT NULL,
+    reward_min REAL, reward_mean REAL, reward_max REAL, num_bytes INTEGER NOT NULL, has_texts INTEGER NOT NULL,
+    prompt_preview TEXT NOT NULL, completion_preview TEXT NOT NULL);
 CREATE INDEX samples_by_kind ON samples (kind, id);
 CREATE INDEX samples_by_reason ON samples (kept_because, id);
 CREATE INDEX samples_by_site ON samples (site, id);

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.types.rollout import GIVEN, FinishReason, Rollout, Span
-from heterorl.common.types.trajectory import strips_of, turns_of
+from heterorl.common.types.trajectory import parts_of, spread, strips_of, turns_of
 
 PROMPT = np.array([1, 2, 3], np.int32)
 
@@ -73,3 +73,33 @@ def test_each_drawn_token_is_in_one_strip_in_its_order(spans):
 
     assert [token for strip in strips for token in strip.token_ids[strip.is_drawn].tolist()] == drawn.tolist()
     assert all(strip.is_drawn[-1] for strip in strips)
+
+
+def test_parts_say_who_wrote_them():
+    rollout = _rollout((7, 2), (8, 1), (7, 1), (GIVEN, 3), (8, 1), (GIVEN, 1), (GIVEN, 2, 4), (9, 1))
+
+    found = parts_of(rollout.spans)
+
+    assert [(part.start, part.end, part.writer) for part in found] == [
+        (0, 4, "versions 7, 8"), (4, 7, "environment"), (7, 8, "version 8"), (8, 9, "environment"),
+        (9, 11, "environment, in a new sequence that keeps 4 tokens"), (11, 12, "version 9"),
+    ]  # fmt: skip
+    assert parts_of(()) == ()
+
+
+@given(_SPANS)
+def test_parts_cover_all_tokens_once(spans):
+    rollout = _rollout(*spans)
+
+    places = [place for part in parts_of(rollout.spans) for place in range(part.start, part.end)]
+
+    assert places == list(range(rollout.token_ids.size))
+
+
+def test_numbers_of_drawn_tokens_stand_at_their_places():
+    drawn = np.array([True, False, True])
+
+    np.testing.assert_array_equal(spread(np.array([-1, -2], np.float32), drawn), np.array([-1, np.nan, -2], np.float32))
+    # One number a token says not which are of drawn ones.
+    assert np.isnan(spread(np.zeros(3, np.float32), drawn)).all()
+    assert spread(np.zeros(0, np.float32), drawn[:0]).size == 0

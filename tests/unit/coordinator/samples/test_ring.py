@@ -19,12 +19,14 @@ from heterorl.common.types.sample import (
     SampleRollout,
     rollout_json,
 )
+from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.samples import ring
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run, credits_of, rollout
+from tests.support.samples import group_of_turns, make_turns
 
 ALL = SampleFilter()
 
@@ -184,6 +186,20 @@ async def test_group_that_was_dropped_for_no_fault_is_kept_by_the_rule_of_traine
     (summary,) = await kept(core)
     assert (summary.kind, summary.group) == (SampleKind.DROPPED, group.id)
     assert second
+
+
+async def test_lost_members_are_counted_in_the_list(core):
+    kept_here = ring.Ring(limit_bytes=1 << 20, every=1, max_sample_bytes=1 << 20, wall=lambda: 1.0)
+    sealed, want = seal(group_of_turns()), make_turns(1).summary
+    await core.database.run(lambda connection: kept_here.keep_dropped(connection, sealed, DropReason.LOST_MEMBERS))
+
+    (summary,) = await kept(core)
+
+    assert (summary.num_rollouts, summary.num_lost, summary.num_truncated) == (5, 2, 1)
+    assert summary.num_tokens == want.num_tokens
+    assert (summary.reward_min, summary.reward_mean, summary.reward_max) == (0.0, 0.5, 1.0)
+    sample = await core.get_sample(sample_id=summary.id)
+    assert [one.spans for one in sample.rollouts] == [one.spans for one in make_turns(1).rollouts]
 
 
 async def test_nothing_is_kept_where_nothing_may_be(tmp_path):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.types.sample import Sample
+from heterorl.common.text.texts import Texts
+from heterorl.common.types.common import Int32Array
+from heterorl.common.types.sample import Sample, SampleRollout
 
 Decode = Callable[[Sample], Sample]
 
@@ -33,20 +36,29 @@ def decoder(tokenizer: str) -> Decode:
     except (OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError("--tokenizer", f"cannot load one from {tokenizer}: {first}") from error
-    return lambda sample: _decoded(sample, loaded)
+
+    def text(token_ids: Int32Array, *, with_special: bool) -> str:
+        found: str = loaded.decode(
+            token_ids.tolist(), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False
+        )
+        return found
+
+    decode_given = partial(text, with_special=True)
+    texts = Texts(decode=partial(text, with_special=False), decode_given=decode_given)
+    return lambda sample: _decoded(sample, texts, decode_given)
 
 
-def _decoded(sample: Sample, tokenizer: Any) -> Sample:
+def _decoded(sample: Sample, texts: Texts, decode_raw: Callable[[Int32Array], str]) -> Sample:
     if sample.summary.has_texts or not sample.prompt_token_ids.size:
         return sample
     return dataclasses.replace(
         sample,
         summary=dataclasses.replace(sample.summary, has_texts=True),
-        prompt=tokenizer.decode(sample.prompt_token_ids.tolist(), skip_special_tokens=False),
-        rollouts=tuple(
-            dataclasses.replace(
-                rollout, completion=tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=True)
-            )
-            for rollout in sample.rollouts
-        ),
+        prompt=decode_raw(sample.prompt_token_ids),
+        rollouts=tuple(_read(rollout, texts) for rollout in sample.rollouts),
     )
+
+
+def _read(rollout: SampleRollout, texts: Texts) -> SampleRollout:
+    completion, token_ends = texts.read(rollout.token_ids, rollout.spans)
+    return dataclasses.replace(rollout, completion=completion, token_ends=token_ends)

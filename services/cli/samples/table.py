@@ -1,7 +1,7 @@
 """Samples on a terminal. Texts come from a model: no character of them may steer the terminal.
 
 Tokens of a completion are coloured where the learner said how far it is from who sampled them: red where it finds a
-token less likely by more than COLOURED nats, green where more likely.
+token less likely by more than COLOURED nats, green where more likely. Given tokens are dim.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from heterorl.common.types.sample import Sample, SampleList, SampleRollout, SampleSummary
+from heterorl.common.types.trajectory import spread
 
 COLOURED = 0.1
 """nats."""
 _HEAD = ("id", "version", "behind", "site", "reward", "tokens", "cut", "kept because")
-_LESS, _MORE = "red", "green"
+_LOST = 7
+"""Place of a column that is there where a member was lost."""
+_LESS, _MORE, _GIVEN = "red", "green", "dim"
 _SHOWN_IDS = 64
 """Token ids of a completion without text."""
 
@@ -33,6 +36,9 @@ def visible(text: str) -> str:
 def samples_table(summaries: Sequence[SampleSummary]) -> Group:
     """A line of facts a sample, and under it a line for its prompt and one for its first completion."""
     rows = [_HEAD, *map(_facts, summaries)]
+    if any(each.num_lost for each in summaries):
+        lost = ["lost", *(f"{each.num_lost}/{each.num_rollouts}" for each in summaries)]
+        rows = [(*row[:_LOST], cell, *row[_LOST:]) for row, cell in zip(rows, lost, strict=True)]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     head, *lines = (
         _line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))) for row in rows
@@ -109,13 +115,20 @@ def sample_page(sample: Sample, *, only: int | None = None) -> list[Table | Pane
 
 
 def coloured(rollout: SampleRollout) -> Text:
-    """A completion with its tokens coloured by log-ratio."""
-    ends, ratios = rollout.token_ends.tolist(), rollout.log_ratios.tolist()
-    if len(ends) != len(ratios) or not ends:
+    """A completion with its tokens coloured by log-ratio; turns one under the other, each below who wrote it."""
+    ends = rollout.token_ends.tolist()
+    if len(ends) != len(rollout.token_ids) or not ends:
         return Text(visible(rollout.completion))
+    ratios = spread(rollout.log_ratios, rollout.is_drawn)
+    heads = {part.start: part.writer for part in rollout.turns}
     text, start = Text(), 0
-    for end, ratio in zip(ends, ratios, strict=True):
-        style = "" if abs(ratio) <= COLOURED else _LESS if ratio < 0 else _MORE
+    rows = zip(ends, ratios.tolist(), rollout.is_drawn.tolist(), strict=True)
+    for place, (end, ratio, is_drawn) in enumerate(rows):
+        if place in heads:
+            text.append("" if not place or rollout.completion[start - 1 : start] == "\n" else "\n")
+            text.append(f"[{heads[place]}]", style="bold")
+            text.append("\n")
+        style = (_LESS if ratio < -COLOURED else _MORE if ratio > COLOURED else "") if is_drawn else _GIVEN
         text.append(visible(rollout.completion[start:end]), style=style)
         start = max(start, end)
     text.append(visible(rollout.completion[start:]))
@@ -124,10 +137,14 @@ def coloured(rollout: SampleRollout) -> Text:
 
 def _title(number: int, rollout: SampleRollout) -> str:
     parts = ", ".join(f"{visible(part.name)} {part.value:g}" for part in rollout.reward_parts)
-    said = [f"completion {number}", f"reward {rollout.reward:g}" + (f" ({parts})" if parts else "")]
+    said = [f"completion {number}"]
+    if not rollout.is_lost:
+        said.append(f"reward {rollout.reward:g}" + (f" ({parts})" if parts else ""))
     if len(rollout.token_ids):
-        said.append(f"{len(rollout.token_ids)} tokens")
-    said.append(rollout.finish_reason.value)
+        said.append(f"{rollout.num_drawn} tokens")
+    if num_given := len(rollout.token_ids) - rollout.num_drawn:
+        said.append(f"{num_given} given")
+    said.append(f"lost: {rollout.finish_reason.value}" if rollout.is_lost else rollout.finish_reason.value)
     if rollout.log_ratio_mean is not None:
         said.append(f"log-ratio {rollout.log_ratio_mean:+.3g}")
     return ", ".join(said)

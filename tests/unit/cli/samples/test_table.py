@@ -1,13 +1,16 @@
 """The list of samples on a narrow terminal: texts are read, and no reward is said three times."""
 
+import dataclasses
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from heterorl.cli.samples.table import samples_table
+from heterorl.cli.samples.table import coloured, sample_page, samples_table
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import SampleKind, SampleSummary
+from tests.support.samples import ANSWERED, ASKED, make_turns
 
 PROMPT = "Describe a dragon in three words."
 
@@ -62,3 +65,57 @@ def test_a_text_cannot_steer_the_terminal():
 
     assert lines[2] == "    prompt      \\x1b[2J\\u202e"
     assert lines[1].endswith("consumed (a b)")
+
+
+def page(sample, *, only=None):
+    out = io.StringIO()
+    Console(file=out, width=100).print(*sample_page(sample, only=only))
+    return out.getvalue()
+
+
+def test_turns_stand_under_one_another_below_who_wrote_them():
+    lines = [line.strip("| \u2502") for line in page(make_turns(5), only=1).splitlines()]
+
+    first = lines.index("[version 40]")
+    assert lines[first : first + 10] == [
+        "[version 40]", "Let me add.", "[environment]", ASKED, "[versions 40, 41]", "So it is 42.", "[environment]",
+        ANSWERED, "[version 41]", "Done.",
+    ]  # fmt: skip
+    assert "[environment, in a new sequence that keeps 3 tokens]" in page(make_turns(5), only=2)
+    # A single completion has no head.
+    assert "[version" not in page(make_turns(5), only=0)
+
+
+def test_given_tokens_are_dim_and_drawn_ones_have_the_colour_of_their_own_ratio():
+    rollout = make_turns(5).rollouts[1]
+    moved = np.full(len(rollout.log_ratios), -1.0, np.float32)
+    moved[rollout.turns[0].end] = 1.0
+
+    text = coloured(dataclasses.replace(rollout, log_ratios=moved))
+
+    styles = {
+        name: "".join(text.plain[span.start : span.end] for span in text.spans if span.style == name)
+        for name in ("dim", "green")
+    }
+    assert styles == {"dim": ASKED + ANSWERED, "green": "So"}
+    assert "red" in {span.style for span in text.spans}
+
+
+def test_titles_count_drawn_tokens_and_say_what_was_lost():
+    sample = make_turns(5)
+    titles = [line for line in page(sample).splitlines() if "completion " in line]
+
+    want = [len(one.sampler_logprobs) for one in sample.rollouts]
+    given = len(sample.rollouts[1].token_ids) - want[1]
+    assert f"completion 1, reward 0.5, {want[1]} tokens, {given} given, turns" in titles[1]
+    assert "completion 3, lost: engine_failed" in titles[3]
+    assert f"completion 4, {want[4]} tokens" in titles[4]
+    assert "lost: tool_lost" in titles[4]
+    assert "reward" not in titles[3] + titles[4]
+
+
+def test_a_list_with_lost_members_has_a_column_of_them():
+    lines = shown(summary(), summary(num_lost=2))
+
+    assert lines[0].split()[-4:] == ["cut", "lost", "kept", "because"]
+    assert [lines[1].split()[-2], lines[4].split()[-2]] == ["0/8", "2/8"]

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.tasks.messages import Message
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.text.texts import Texts
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span
 from heterorl.learner.notes.reading import Reader
 
 CORPUS = ["what is 12 + 34? the answer is 46.", "let us think step by step, then say it", "naive cafe 123 \u00e9\u4e2d"]
@@ -67,9 +68,15 @@ def metaspace():
 BYTES, WORDS = byte_level(), metaspace()
 
 
-def pieces(reader, prompts, ids):
+def texts_of(prompts):
+    return Texts(
+        decode=lambda ids: prompts.decode(ids), decode_given=lambda ids: prompts.tokenizer.decode(ids.tolist())
+    )
+
+
+def pieces(texts, prompts, ids):
     text = prompts.decode(ids)
-    ends = reader.ends(ids, text).tolist()
+    ends = texts.ends(ids, text).tolist()
     return text, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -78,7 +85,7 @@ def test_every_token_ends_where_its_text_ends(text):
     prompts = Prompts(BYTES)
     ids = np.array([*BYTES.encode(text), BYTES.eos_token_id], np.int32)
 
-    decoded, found = pieces(Reader(prompts, TASK), prompts, ids)
+    decoded, found = pieces(texts_of(prompts), prompts, ids)
 
     assert decoded == text
     assert len(found) == len(ids)
@@ -91,7 +98,7 @@ def test_character_of_several_tokens_is_the_text_of_its_last_one():
     prompts = Prompts(BYTES)
     ids = np.array(BYTES.encode("a\U0001f600b"), np.int32)
 
-    _, found = pieces(Reader(prompts, TASK), prompts, ids)
+    _, found = pieces(texts_of(prompts), prompts, ids)
 
     assert found[0] == "a"
     assert found[-1] == "b"
@@ -102,7 +109,7 @@ def test_text_that_breaks_off_in_a_character_ends_with_its_last_token():
     prompts = Prompts(BYTES)
     ids = np.array(BYTES.encode("a\U0001f600"), np.int32)[:-1]
 
-    text, found = pieces(Reader(prompts, TASK), prompts, ids)
+    text, found = pieces(texts_of(prompts), prompts, ids)
 
     assert text.startswith("a")
     assert "".join(found) == text
@@ -113,19 +120,19 @@ def test_space_before_a_word_belongs_to_the_word():
     prompts = Prompts(WORDS)
     ids = np.array(WORDS.encode("the answer is 46"), np.int32)
 
-    text, found = pieces(Reader(prompts, TASK), prompts, ids)
+    text, found = pieces(texts_of(prompts), prompts, ids)
 
     assert "".join(found) == text
     assert len(found) == len(ids)
 
 
 def test_what_does_not_come_out_even_has_no_ends():
-    reader = Reader(Prompts(BYTES), TASK)
+    texts = texts_of(Prompts(BYTES))
     ids = np.array(BYTES.encode("the answer"), np.int32)
 
-    assert reader.ends(ids, "another text").size == 0
-    assert reader.ends(ids, "the answer and more").size == 0
-    assert reader.ends(ids, "the").size == 0
+    assert texts.ends(ids, "another text").size == 0
+    assert texts.ends(ids, "the answer and more").size == 0
+    assert texts.ends(ids, "the").size == 0
 
 
 def group_of(texts):
@@ -198,13 +205,68 @@ def test_note_that_would_be_too_large_keeps_its_text_alone():
 @pytest.mark.parametrize("count", [1, 3])
 def test_token_is_decoded_once_however_often_it_comes(count, monkeypatch):
     prompts = Prompts(BYTES)
-    reader = Reader(prompts, TASK)
+    texts = texts_of(prompts)
     ids = np.array(BYTES.encode("the answer is the answer") * count, np.int32)
     text = prompts.decode(ids)
-    reader.ends(ids, text)
+    texts.ends(ids, text)
     decoded = []
     monkeypatch.setattr(prompts, "decode", lambda ids: decoded.append(ids) or BYTES.decode(ids.tolist()))
 
-    reader.ends(ids, text)
+    texts.ends(ids, text)
 
     assert decoded == []
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, WORDS])
+def test_each_turn_is_text_of_its_own_and_given_tokens_keep_their_marks(tokenizer):
+    said = [(0, "let us think"), (GIVEN, "what is 12"), (GIVEN, "say it", 3), (0, "the"), (1, " answer is 46")]
+    ids, spans = [], []
+    for version, text, *keeps in said:
+        own = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        spans.append(Span(version=version, start=len(ids), end=len(ids) + len(own), keeps=keeps[0] if keeps else None))
+        ids += own
+    lost = {"reward": 0.0, "reward_parts": (), "finish_reason": FinishReason.TOOL_LOST}
+    turns = Rollout(
+        token_ids=np.array(ids, np.int32), sampler_logprobs=np.zeros(3, np.float32), spans=tuple(spans), **lost
+    )
+    none = Rollout(token_ids=np.zeros(0, np.int32), sampler_logprobs=np.zeros(0, np.float32), spans=(), **lost)
+    group = dataclasses.replace(group_of([]), rollouts=(turns, none))
+
+    first, second = Reader(Prompts(tokenizer), TASK).note(group, {}, limit_bytes=1 << 20).rollouts
+
+    # The end of a turn that was drawn is no text, as at the end of a completion; what was given is as the model read it.
+    texts = ["let us think", "what is 12<eos>", "say it<eos>", "the answer is 46"]
+    assert first.completion == "".join(texts)
+    places = [0, *first.token_ends.tolist()]
+    assert len(places) == len(ids) + 1
+    cuts = [spans[0].end, spans[1].end, spans[2].end, spans[4].end]
+    assert [places[cut] for cut in cuts] == np.cumsum([len(text) for text in texts]).tolist()
+    assert (second.completion, second.token_ends.size) == ("", 0)
+
+
+def test_turns_of_which_one_does_not_come_out_even_have_no_ends():
+    prompts = Prompts(BYTES)
+    ids = np.array([*BYTES.encode("the answer"), *BYTES.encode("is 46"), *BYTES.encode("say it")], np.int32)
+    cuts = np.cumsum([0, *(len(BYTES.encode(text)) for text in ("the answer", "is 46", "say it"))]).tolist()
+    versions = (0, GIVEN, 0)
+    spans = tuple(
+        Span(version=version, start=start, end=end)
+        for version, start, end in zip(versions, cuts, cuts[1:], strict=False)
+    )
+    # All at once it is other words than each token alone.
+    uneven = Texts(decode=prompts.decode, decode_given=lambda ids: "?" * (1 + len(ids)))
+
+    assert texts_of(prompts).read(ids, spans)[1].size == ids.size
+    text, ends = uneven.read(ids, spans)
+    assert (text[: len("the answer")], text[-len("say it") :]) == ("the answer", "say it")
+    assert ends.size == 0
+
+
+@pytest.mark.parametrize("spans", [(), (Span(version=GIVEN, start=0, end=2),), (Span(version=0, start=3, end=9),)])
+def test_spans_that_are_of_other_tokens_make_it_one_completion(spans):
+    prompts = Prompts(BYTES)
+    ids = np.array(BYTES.encode("the answer is 46"), np.int32)
+
+    text, ends = texts_of(prompts).read(ids, spans)
+
+    assert (text, ends.size) == ("the answer is 46", ids.size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from heterorl.common.api import SamplesApi
 from heterorl.common.errors import UnknownSample
-from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleKind, SamplePage
+from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleKind, SamplePage, SampleRollout
 
 MAX_TEXT = 4000
 """Characters of a prompt or a completion; the rest is cut."""
@@ -47,22 +47,29 @@ async def read_table(api: SamplesApi, *, version: int, most: int) -> TextTable |
 
 
 def sample_rows(sample: Sample) -> list[tuple[Cell, ...]]:
-    """The best completion of a sample and the worst; one row where there is no difference."""
-    ordered = sorted(sample.rollouts, key=lambda rollout: -rollout.reward)
+    """The best completion of a sample and the worst, lost members apart; one row where there is no difference."""
+    ordered = sorted(sample.rollouts, key=lambda rollout: (rollout.is_lost, -rollout.reward))
+    ordered = [rollout for rollout in ordered if not rollout.is_lost] or ordered[:1]
     chosen = [ordered[0], ordered[-1]] if ordered[-1].reward < ordered[0].reward else ordered[:1]
     return [
         (
             sample.summary.version,
             str(sample.summary.site),
             cut(sample.prompt),
-            cut(rollout.completion),
+            cut(written(rollout)),
             rollout.reward,
             ", ".join(f"{part.name} {part.value:g}" for part in rollout.reward_parts),
-            len(rollout.token_ids),
+            rollout.num_drawn,
             rollout.finish_reason.value,
         )
         for rollout in chosen
     ]
+
+
+def written(rollout: SampleRollout) -> str:
+    """A completion's text; of several turns each below who wrote it."""
+    turns = [f"[{part.writer}]\n{text}" for part, text in rollout.turn_texts]
+    return "\n".join(turns) or rollout.completion
 
 
 def cut(text: str) -> str:

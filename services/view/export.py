@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, Span
+from heterorl.common.types.rollout import GIVEN, DropReason, FinishReason, GroupId, RewardPart, Span
 from heterorl.common.types.sample import (
     CONSUMED,
     EVALUATED,
@@ -49,6 +49,15 @@ _EMPTY = BeforeValidator(lambda value: [] if value is None else value)
 _PAIRS = BeforeValidator(lambda value: dict(value or ()) if not isinstance(value, dict) else value)
 
 
+class _Span(BaseModel):
+    """Tokens [start, end); `version` is None of given ones."""
+
+    start: Index
+    end: Index
+    version: Version | None
+    keeps: Index | None = None
+
+
 class _Row(BaseModel):
     """One completion; see heterorl.common.types.sample.rollout_json."""
 
@@ -69,6 +78,7 @@ class _Row(BaseModel):
     reward_parts: Annotated[dict[str, float | None], _PAIRS] = {}
     finish_reason: FinishReason
     num_tokens: Count = 0
+    spans: Annotated[list[_Span], _EMPTY] = []
     log_ratio_mean: float | None = None
     kept_because: str
     detail: str = ""
@@ -197,8 +207,8 @@ def _sample(rows: Sequence[_Row]) -> Sample:
         raise ValueError(f"completion {rows[0].index} of sample {rows[0].id} twice")
     first = rows[0]
     rollouts = tuple(map(_rollout, rows))
-    rewards = [rollout.reward for rollout in rollouts]
-    is_known = all(map(math.isfinite, rewards))
+    rewards = [rollout.reward for rollout in rollouts if not rollout.is_lost]
+    is_known = bool(rewards) and all(map(math.isfinite, rewards))
     has_texts = first.prompt is not None or any(row.completion is not None for row in rows)
     prompt = clean(first.prompt or "")
     summary = SampleSummary(
@@ -214,7 +224,8 @@ def _sample(rows: Sequence[_Row]) -> Sample:
         prompt_index=first.prompt_index,
         num_rollouts=len(rows),
         num_truncated=sum(row.finish_reason is FinishReason.LENGTH for row in rows),
-        num_tokens=sum(row.num_tokens or len(row.token_ids) for row in rows),
+        num_lost=sum(rollout.is_lost for rollout in rollouts),
+        num_tokens=sum(row.num_tokens or rollout.num_drawn for row, rollout in zip(rows, rollouts, strict=True)),
         reward_min=min(rewards) if is_known else None,
         reward_mean=statistics.mean(rewards) if is_known else None,
         reward_max=max(rewards) if is_known else None,
@@ -232,7 +243,6 @@ def _sample(rows: Sequence[_Row]) -> Sample:
 
 
 def _rollout(row: _Row) -> SampleRollout:
-    spans = (Span(version=row.versions[0], start=0, end=len(row.token_ids)),) if len(row.versions) == 1 else ()
     return SampleRollout(
         completion=clean(row.completion or ""),
         token_ids=np.array(row.token_ids, np.int32),
@@ -240,13 +250,28 @@ def _rollout(row: _Row) -> SampleRollout:
         # Without --tokens the mean is all that the file says; it is no token's, and none is coloured by it.
         log_ratios=_numbers(row.log_ratios if row.token_ids or row.log_ratio_mean is None else [row.log_ratio_mean]),
         token_ends=np.array(row.token_ends, np.int32),
-        spans=spans,
+        spans=_spans(row),
         reward=math.nan if row.reward is None else row.reward,
         reward_parts=tuple(
             RewardPart(name=clean(name), value=math.nan if value is None else value)
             for name, value in row.reward_parts.items()
         ),
         finish_reason=row.finish_reason,
+    )
+
+
+def _spans(row: _Row) -> tuple[Span, ...]:
+    if not row.spans:
+        # An export of an earlier release says of which versions the tokens are, not which.
+        one = Span(version=row.versions[0], start=0, end=len(row.token_ids)) if len(row.versions) == 1 else None
+        return () if one is None else (one,)
+    ends = [0, *(span.end for span in row.spans)]
+    is_even = all(span.start == end <= span.end for span, end in zip(row.spans, ends, strict=False))
+    if not is_even or (row.token_ids and ends[-1] != len(row.token_ids)):
+        raise ValueError(f"spans: those of completion {row.index} do not cover its tokens")
+    return tuple(
+        Span(version=GIVEN if one.version is None else one.version, start=one.start, end=one.end, keeps=one.keeps)
+        for one in row.spans
     )
 
 

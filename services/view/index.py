@@ -24,8 +24,8 @@ _SEPARATOR = "\x1e"
 _SCHEMA = """
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, site TEXT NOT NULL, kind TEXT NOT NULL, fate TEXT NOT NULL,
-    reward_min REAL, reward_max REAL, num_truncated INTEGER NOT NULL, has_texts INTEGER NOT NULL,
-    is_read INTEGER NOT NULL);
+    reward_min REAL, reward_max REAL, num_truncated INTEGER NOT NULL, num_lost INTEGER NOT NULL,
+    has_texts INTEGER NOT NULL, is_read INTEGER NOT NULL);
 CREATE INDEX unread ON samples (id) WHERE is_read = 0;
 CREATE TABLE lines (id INTEGER PRIMARY KEY, line TEXT NOT NULL);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, folded TEXT NOT NULL, data BLOB NOT NULL);
@@ -212,7 +212,7 @@ class SampleIndex:
         before = connection.execute("SELECT is_read FROM samples WHERE id = ?", (summary.id,)).fetchone()
         row = (
             summary.id, summary.version, str(summary.site), summary.kind.value, summary.kept_because,
-            summary.reward_min, summary.reward_max, summary.num_truncated, summary.has_texts, is_read,
+            summary.reward_min, summary.reward_max, summary.num_truncated, summary.num_lost, summary.has_texts, is_read,
         )  # fmt: skip
         connection.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
         connection.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (summary.id, pack_summary(summary)))

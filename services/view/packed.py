@@ -57,7 +57,7 @@ def pack_texts(sample: Sample) -> bytes:
                 "reward": rollout.reward,
                 "parts": [(part.name, part.value) for part in rollout.reward_parts],
                 "finish": rollout.finish_reason.value,
-                "spans": [(span.version, span.start, span.end) for span in rollout.spans],
+                "spans": [dataclasses.asdict(span) for span in rollout.spans],
                 "arrays": [len(getattr(rollout, name)) for name, _ in _ARRAYS],
             }
             for rollout in sample.rollouts
@@ -89,7 +89,7 @@ def read_texts(summary: SampleSummary, data: bytes) -> Sample:
             reward=row["reward"],
             reward_parts=tuple(RewardPart(name=name, value=value) for name, value in row["parts"]),
             finish_reason=FinishReason(row["finish"]),
-            spans=tuple(Span(version=version, start=start, end=stop) for version, start, stop in row["spans"]),
+            spans=tuple(Span(**span) for span in row["spans"]),
             **{name: take(count, kind) for (name, kind), count in zip(_ARRAYS, row["arrays"], strict=True)},
         )
         for row in head["rollouts"]

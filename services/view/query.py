@@ -59,6 +59,8 @@ class Query:
     reward_to: float | None = None
     truncated: bool | None = None
     """Whether a completion reached the length limit."""
+    lost: bool | None = None
+    """Whether a member of the group was lost."""
     before: int = 0
     """Samples with smaller ids only, the largest first; 0: all."""
     after: int = 0
@@ -99,9 +101,6 @@ def parse_query(text: str) -> Query:
     fate = fields.get("fate", "")
     if fate and fate not in FATES:
         raise BadQuery("fate", "unknown", action=f"one of {', '.join(FATES)}")
-    truncated = fields.get("truncated", "")
-    if truncated not in ("", "yes", "no"):
-        raise BadQuery("truncated", "unknown", action="yes, no or empty")
     return Query(
         text=fields.get("text", "").encode("utf-8", "replace").decode("utf-8"),
         site=fields.get("site", "").encode("utf-8", "replace").decode("utf-8"),
@@ -110,10 +109,18 @@ def parse_query(text: str) -> Query:
         version_to=_whole(fields, "version_to"),
         reward_from=_number(fields, "reward_from"),
         reward_to=_number(fields, "reward_to"),
-        truncated={"yes": True, "no": False}.get(truncated),
+        truncated=_choice(fields, "truncated"),
+        lost=_choice(fields, "lost"),
         before=_whole(fields, "before") or 0,
         after=_whole(fields, "after") or 0,
     )
+
+
+def _choice(fields: dict[str, str], name: str) -> bool | None:
+    text = fields.get(name, "")
+    if text not in ("", "yes", "no"):
+        raise BadQuery(name, "unknown", action="yes, no or empty")
+    return {"yes": True, "no": False}.get(text)
 
 
 def _whole(fields: dict[str, str], name: str) -> int | None:

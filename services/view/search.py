@@ -117,6 +117,8 @@ def _conditions(query: Query) -> tuple[str, list[object]]:
         terms.append(("s.reward_min <= ?", [query.reward_to]))
     if query.truncated is not None:
         terms.append(("s.num_truncated > 0" if query.truncated else "s.num_truncated = 0", []))
+    if query.lost is not None:
+        terms.append(("s.num_lost > 0" if query.lost else "s.num_lost = 0", []))
     return " AND ".join(term for term, _ in terms) or "1", [value for _, values in terms for value in values]
 
 

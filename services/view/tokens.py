@@ -5,24 +5,28 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
-from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import Span
 from heterorl.common.types.sample import SampleRollout
+from heterorl.common.types.trajectory import spread
 from heterorl.view.scale import UNKNOWN, probability_classes, ratio_classes
+
+GIVEN_WORD = "given"
+"""In place of a version: the environment wrote the token."""
 
 
 class Token(NamedTuple):
     """One token. `numbers` are id, sampler's log-prob, log-ratio and policy version, parted by blanks, "-" if unknown.
 
-    `switch` is the version that writes from here on where it is another one than before; empty elsewhere.
+    `switch` is the version that writes from here on where it is another one than before; empty elsewhere. `head` says
+    who wrote the turn that begins here; empty elsewhere, and in a single completion.
     """
 
     text: str
     classes: str
     numbers: str
     switch: str
+    head: str
 
 
 def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
@@ -38,30 +42,39 @@ def tokens_of(rollout: SampleRollout, *, limit: int) -> tuple[list[Token], str]:
         texts, rest = pieces[:count], "".join(pieces[count:])
     else:
         texts, rest = [f"{number} " for number in rollout.token_ids[:count].tolist()], ""
-    logprobs = _at_most(rollout.sampler_logprobs, len(rollout.token_ids), count)
-    ratios = _at_most(rollout.log_ratios, len(rollout.token_ids), count)
+    drawn = rollout.is_drawn
+    logprobs = spread(rollout.sampler_logprobs, drawn)[:count]
+    ratios = spread(rollout.log_ratios, drawn)[:count]
     versions = _versions(rollout.spans, count)
+    heads = {part.start: part.writer for part in rollout.turns}
     tokens = []
     last = versions[0] if versions else ""
-    for text, number, logprob, ratio, by_ratio, by_probability, version in zip(
-        texts,
-        rollout.token_ids[:count].tolist(),
-        logprobs.tolist(),
-        ratios.tolist(),
-        ratio_classes(ratios),
-        probability_classes(logprobs),
-        versions,
-        strict=True,
+    for place, (text, number, logprob, ratio, by_ratio, by_probability, version, is_drawn) in enumerate(
+        zip(
+            texts,
+            rollout.token_ids[:count].tolist(),
+            logprobs.tolist(),
+            ratios.tolist(),
+            ratio_classes(ratios),
+            probability_classes(logprobs),
+            versions,
+            drawn[:count].tolist(),
+            strict=True,
+        )
     ):
         said = "-" if by_probability == UNKNOWN else f"{logprob:.4g}"
         moved = "-" if by_ratio == UNKNOWN else f"{ratio:.4g}"
-        kind = "" if text else " none"
+        kind = "" if is_drawn else " given"
         if "\n" in text and text.isspace():
-            kind = " line"
-        switch = "" if version == last else version
+            kind += " line"
+        elif not text:
+            kind += " none"
+        # A head says who writes; within a turn another version is marked.
+        head = heads.get(place, "")
+        switch = "" if version == last or head else version
         last = version
-        token = Token(text, f"{by_ratio} {by_probability}{kind}", f"{number} {said} {moved} {version or '-'}", switch)
-        tokens.append(token)
+        numbers = f"{number} {said} {moved} {version or '-'}"
+        tokens.append(Token(text, f"{by_ratio} {by_probability}{kind}", numbers, switch, head))
     return tokens, rest
 
 
@@ -76,14 +89,9 @@ def _pieces(text: str, ends: Int32Array, num_tokens: int) -> list[str] | None:
     return [*pieces, text[places[-1] :]]
 
 
-def _at_most(values: Float32Array, num_tokens: int, count: int) -> Float32Array:
-    """The first values, or as many that are none where there is not one a token."""
-    return values[:count] if len(values) == num_tokens else np.full(count, np.nan, np.float32)
-
-
 def _versions(spans: tuple[Span, ...], count: int) -> list[str]:
     versions = [""] * count
     for span in spans:
         begin, end = max(span.start, 0), min(span.end, count)
-        versions[begin:end] = [str(span.version)] * max(end - begin, 0)
+        versions[begin:end] = [str(span.version) if span.is_drawn else GIVEN_WORD] * max(end - begin, 0)
     return versions

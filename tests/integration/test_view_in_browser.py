@@ -13,7 +13,7 @@ import pytest
 
 from heterorl.common.types.sample import rollout_json
 from tests.support.browser import DESKTOP, PHONE, browser
-from tests.support.samples import make_sample
+from tests.support.samples import ASKED, make_sample, make_turns
 
 ROOT = Path(__file__).parents[2]
 EVIL = "<script>document.title = 'pwned'</script><img src=x onerror=\"document.title='pwned'\"></pre><b>bold"
@@ -42,6 +42,7 @@ def url(tmp_path_factory):
     directory = tmp_path_factory.mktemp("export")
     samples = [make_sample(n, rollouts=8, steps=6) for n in range(1, COUNT + 1)]
     samples[-3] = make_sample(COUNT - 2, prompt=EVIL, completions=(EVIL, f"It is {NAME}, across tokens."))
+    samples[-7] = make_turns(COUNT - 6)
     with (directory / "run.jsonl").open("w") as file:
         for sample in samples:
             file.writelines(
@@ -196,13 +197,36 @@ def test_a_token_says_its_numbers_and_the_colours_change(chromium, url):
 
 
 @pytest.mark.slow
+def test_given_tokens_are_shaded_and_say_who_gave_them(chromium, url):
+    with opened(chromium, url, path="/?lost=yes") as page:
+        assert ids(page) == [COUNT - 6]
+        page.locator(".row").click()
+        page.wait_for_selector("article")
+        assert "Let me add." in (said := page.locator("#completion-2 pre").text_content())
+        # Heads are not of the text, and stand above it.
+        assert ASKED in said
+        assert "environment" not in said
+        head = page.locator("#completion-2 [data-writer=environment]").first
+        assert head.evaluate("head => getComputedStyle(head, '::before').content") == '"environment"'
+
+        given = page.locator("#completion-2 .given").first
+        shade = given.evaluate("token => getComputedStyle(token).backgroundColor")
+        given.hover()
+        assert "by the environment" in page.locator("#tip").inner_text()
+        assert "log-prob" not in page.locator("#tip").inner_text()
+        page.keyboard.press("c")
+        assert given.evaluate("token => getComputedStyle(token).backgroundColor") == shade != "rgba(0, 0, 0, 0)"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_pages_fit_their_width_and_can_be_read(chromium, url, size, scheme):
     touch = {"has_touch": True, "is_mobile": True} if size == PHONE else {}
     # A refusal is an error in the console of a browser, whatever its page looks like.
     for path, refused in (
-        ("/", 0), ("/?text=carry&truncated=yes", 0), (f"/sample/{COUNT - 4}", 0), ("/sample/99999", 1), ("/?reward_from=x", 1)
+        ("/", 0), ("/?text=carry&truncated=yes", 0), (f"/sample/{COUNT - 4}", 0), (f"/sample/{COUNT - 6}", 0),
+        ("/sample/99999", 1), ("/?reward_from=x", 1),
     ):  # fmt: skip
         with opened(chromium, url, size=size, scheme=scheme, path=path, num_refused=refused, **touch) as page:
             assert page.evaluate("document.documentElement.scrollWidth") <= size[0], path

@@ -1,4 +1,4 @@
-"""Log-ratios of single tokens, of the rollouts whose text people will read."""
+"""Log-ratios of single drawn tokens, of the rollouts whose text people will read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.report import MicroBatchSample
 
 LogRatios = Mapping[tuple[int, int], Float32Array]
-"""By the position of a group in the step and of a rollout in the group: log p - log q of each token, nats."""
+"""By the position of a group in the step and of a rollout in the group: log p - log q of each drawn token, nats."""
 
 
 def wanted_log_ratios(samples: Iterable[MicroBatchSample], groups: Sequence[QueuedGroup]) -> LogRatios:

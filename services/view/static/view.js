@@ -117,7 +117,8 @@ function show(token) {
     entry(list, "learner", `${(100 * Math.exp(learner)).toPrecision(3)} %, log-prob ${learner.toFixed(3)}`);
   }
   if (ratio !== "-") entry(list, "log-ratio", `${ratio > 0 ? "+" : ""}${Number(ratio).toFixed(3)} (${Math.exp(ratio).toPrecision(3)} times)`);
-  if (version !== "-") entry(list, "policy", `version ${version}`);
+  if (version === "given") entry(list, "given", "by the environment");
+  else if (version !== "-") entry(list, "policy", `version ${version}`);
   entry(list, "token id", id);
   tip.replaceChildren(title, list);
   const place = token.getClientRects()[0];

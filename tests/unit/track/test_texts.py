@@ -5,7 +5,7 @@ import dataclasses
 from heterorl.common.errors import UnknownSample
 from heterorl.common.types.sample import SampleKind, SampleList
 from heterorl.track.texts import COLUMNS, MAX_TEXT, read_table, sample_rows
-from tests.support.samples import make_rollout, make_sample
+from tests.support.samples import ANSWERED, ASKED, make_rollout, make_sample, make_turns
 
 
 def sample(number, **changes):
@@ -54,3 +54,25 @@ async def test_newest_prompts_with_texts_over_pages():
 
 async def test_there_is_no_table_without_texts():
     assert await read_table(Kept(sample(1, has_texts=False)), version=9, most=2) is None
+
+
+def test_turns_are_below_who_wrote_them_and_no_lost_member_is_best():
+    found = make_turns(1)
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in sample_rows(found)]
+
+    # The rewards that a lost member states, 9, are none.
+    assert [(row["reward"], row["finish_reason"]) for row in rows] == [(1.0, "eos"), (0.0, "length")]
+    assert rows[0]["completion"] == "The sum is 42."
+    assert rows[1]["completion"].splitlines() == [
+        "[version 40]", "I look.", "[environment]", ASKED, "[version 40]", "Next.",
+        "[environment, in a new sequence that keeps 3 tokens]", ANSWERED, "[version 41]", "It is 42.",
+    ]  # fmt: skip
+    assert [row["tokens"] for row in rows] == [len(found.rollouts[n].sampler_logprobs) for n in (0, 2)]
+
+
+def test_a_sample_whose_members_are_all_lost_has_one_row():
+    found = make_turns(1)
+
+    (row,) = sample_rows(dataclasses.replace(found, rollouts=found.rollouts[3:]))
+
+    assert row[-1] == "engine_failed"

@@ -12,7 +12,7 @@ from heterorl.common.types.sample import rollout_json
 from heterorl.view import export
 from heterorl.view.export import ExportedSamples, read_export
 from heterorl.view.index import SampleIndex
-from tests.support.samples import make_sample
+from tests.support.samples import make_sample, make_turns
 
 ROW = rollout_json(make_sample(1), 0, with_tokens=True)
 
@@ -54,6 +54,34 @@ def test_what_the_export_wrote_is_read(tmp_path, suffix, with_tokens):
                 assert read.sampler_logprobs.tolist() == pytest.approx(rollout.sampler_logprobs.tolist())
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("with_tokens", [True, False])
+def test_turns_and_lost_members_are_read_as_they_were_written(tmp_path, suffix, with_tokens):
+    want = make_turns(3)
+
+    (found,) = read_export(written(tmp_path / f"run{suffix}", [want], with_tokens=with_tokens))
+
+    for name in ("num_rollouts", "num_truncated", "num_lost", "num_tokens", "reward_min", "reward_mean", "reward_max"):
+        assert getattr(found.summary, name) == getattr(want.summary, name), name
+    for got, one in zip(found.rollouts, want.rollouts, strict=True):
+        assert (got.spans, got.finish_reason, got.completion) == (one.spans, one.finish_reason, one.completion)
+        assert got.versions == one.versions
+        if with_tokens:
+            assert got.turn_texts == one.turn_texts
+            assert got.log_ratios.tolist() == one.log_ratios.tolist()
+
+
+def test_an_export_without_spans_is_of_its_versions(tmp_path):
+    row = {key: value for key, value in ROW.items() if key != "spans"}
+
+    (found,) = read_export(lines(tmp_path / "x.jsonl", row))
+    (mixed,) = read_export(lines(tmp_path / "y.jsonl", row | {"versions": [3, 4]}))
+
+    assert found.rollouts[0].versions == tuple(ROW["versions"])
+    assert mixed.rollouts[0].versions == ()
+    assert mixed.rollouts[0].num_drawn == len(ROW["token_ids"])
+
+
 def test_numbers_and_texts_that_are_none_are_read(tmp_path):
     row = ROW | {"prompt": None, "completion": None, "reward": None, "reward_parts": {"a": None}, "group": None,
                  "log_ratios": [None] * len(ROW["token_ids"])}  # fmt: skip
@@ -90,6 +118,9 @@ def test_halves_of_pairs_become_question_marks_of_the_same_length(tmp_path):
         (ROW | {"kept_because": "love"}, "love"),
         (ROW | {"token_ids": [1 << 40]}, "token_ids.0: "),
         (ROW | {"group": "eu-1"}, "row 1"),
+        (ROW | {"spans": [{"start": 0, "end": -1, "version": 3}]}, "spans.0.end: "),
+        (ROW | {"spans": [{"start": 0, "end": 1, "version": 3}]}, "spans: those of completion 0"),
+        (ROW | {"spans": [{"start": 1, "end": len(ROW["token_ids"]), "version": 3}]}, "spans: those of completion 0"),
         ({key: ROW[key] for key in ROW if key != "kept_because"}, "kept_because: "),
     ],
     ids=str,

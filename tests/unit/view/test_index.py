@@ -9,7 +9,7 @@ from heterorl.common.types.sample import Sample
 from heterorl.view import search
 from heterorl.view.index import SampleIndex
 from heterorl.view.query import Query
-from tests.support.samples import make_sample
+from tests.support.samples import make_sample, make_turns
 
 COUNT = 60
 
@@ -23,7 +23,7 @@ def index(tmp_path):
 
 @pytest.fixture
 def samples(index):
-    made = [make_sample(n) for n in range(1, COUNT + 1)]
+    made = [make_turns(n) if n % 20 == 10 else make_sample(n) for n in range(1, COUNT + 1)]
     index.add_samples(made)
     return made
 
@@ -38,15 +38,17 @@ def by_hand(samples, query):
     def fits(sample):
         line = sample.summary
         texts = [sample.prompt, *(rollout.completion for rollout in sample.rollouts)]
+        kept = [rollout for rollout in sample.rollouts if not rollout.is_lost]
         dropped = line.kept_because not in ("consumed", "evaluation")
         return (
             (not query.site or line.site == query.site)
             and (not query.fate or (dropped if query.fate == "dropped" else line.kept_because == query.fate))
             and (query.version_from is None or line.version >= query.version_from)
             and (query.version_to is None or line.version <= query.version_to)
-            and (query.reward_from is None or any(r.reward >= query.reward_from for r in sample.rollouts))
-            and (query.reward_to is None or any(r.reward <= query.reward_to for r in sample.rollouts))
+            and (query.reward_from is None or any(r.reward >= query.reward_from for r in kept))
+            and (query.reward_to is None or any(r.reward <= query.reward_to for r in kept))
             and (query.truncated is None or (line.num_truncated > 0) is query.truncated)
+            and (query.lost is None or any(r.is_lost for r in sample.rollouts) is query.lost)
             and (not query.text or any(query.text.casefold() in text.casefold() for text in texts))
         )
 
@@ -76,6 +78,9 @@ def test_what_stands_behind_a_nul_is_found(index, text):
         Query(reward_to=0.02),
         Query(truncated=True),
         Query(truncated=False),
+        Query(lost=True),
+        Query(lost=False, truncated=True),
+        Query(reward_from=5.0),
         Query(text="the carry"),
         Query(text="THE CARRY"),
         Query(text="\\boxed{1"),
@@ -118,12 +123,13 @@ def test_pages_meet_in_both_directions(index, samples, query):
     assert up == whole
 
 
-def test_a_sample_comes_back_as_it_was(index, samples):
-    found = index.get(5)
+@pytest.mark.parametrize("number", [5, 10])
+def test_a_sample_comes_back_as_it_was(index, samples, number):
+    found, kept = index.get(number), samples[number - 1]
 
-    assert found.summary == samples[4].summary
-    assert found.prompt == samples[4].prompt
-    for got, want in zip(found.rollouts, samples[4].rollouts, strict=True):
+    assert found.summary == kept.summary
+    assert found.prompt == kept.prompt
+    for got, want in zip(found.rollouts, kept.rollouts, strict=True):
         for name in ("completion", "reward", "reward_parts", "finish_reason", "spans"):
             assert getattr(got, name) == getattr(want, name)
         for name in ("token_ids", "sampler_logprobs", "log_ratios", "token_ends"):

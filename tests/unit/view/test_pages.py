@@ -13,7 +13,7 @@ from heterorl.common.types.sample import Sample
 from heterorl.view.index import SampleIndex
 from heterorl.view.pages import PAGE, Pages, number
 from heterorl.view.source import Reading
-from tests.support.samples import make_sample
+from tests.support.samples import TURNS, make_sample, make_turns
 
 EVIL = "</pre></span><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;"
 
@@ -134,6 +134,42 @@ def test_tokens_hold_all_of_a_completion(pages, index):
     for rollout in sample.rollouts:
         assert page.count('data-n="') == sum(len(one.token_ids) for one in sample.rollouts)
         assert f'data-n="{rollout.token_ids[0]} {rollout.sampler_logprobs[0]:.4g}' in page
+
+
+def test_turns_have_heads_and_given_tokens_no_colour(pages, index):
+    index.add_samples([make_turns(3)])
+
+    found = Elements(text(pages, "/sample/3"))
+
+    heads = [attrs["data-writer"] for _, attrs in found.tags if "data-writer" in attrs]
+    assert heads == [
+        "version 40", "environment", "versions 40, 41", "environment", "version 41",
+        "version 40", "environment", "version 40", "environment, in a new sequence that keeps 3 tokens", "version 41",
+        "version 40", "environment",
+    ]  # fmt: skip
+    given = [attrs for _, attrs in found.tags if "given" in attrs.get("class", "").split()]
+    want = sum(len(one.token_ids) - one.num_drawn for one in make_turns(3).rollouts)
+    assert len(given) == want
+    assert {(attrs["class"].split()[:2] == ["x", "x"], attrs["data-n"].split()[1]) for attrs in given} == {(True, "-")}
+    # What heads say is in no text: a search and a copy have the model's words alone.
+    said = "".join(found.words)
+    assert all(words in said for _, _, turns in TURNS for _, words, *_ in turns)
+    assert "environment" not in said
+
+
+def test_lost_members_are_marked_and_have_no_reward(pages, index):
+    index.add_samples([make_turns(3), make_sample(4)])
+
+    page, found = text(pages, "/sample/3"), text(pages, "/", "lost=yes")
+
+    assert re.findall(r'title="reward">([^<]*)<', page) == ["1", "0.5", "0", "-", "-"]
+    assert re.findall(r">(lost: [^<]*)<", page) == ["lost: engine failed", "lost: tool lost"]
+    assert "2 of 5 lost" in page
+    given = [len(one.token_ids) - one.num_drawn for one in make_turns(3).rollouts]
+    assert re.findall(r"(\d+) given", page) == [str(count) for count in given if count]
+    assert re.findall(r'data-id="(\d+)"', found) == ["3"]
+    assert "2 of 5 lost" in found
+    assert " lost<" not in text(pages, "/", "lost=no")
 
 
 @pytest.mark.parametrize(

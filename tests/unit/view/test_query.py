@@ -8,11 +8,13 @@ from heterorl.view.query import MAX_TEXT, BadQuery, Query, parse_query
 
 WHOLE = Query(
     text="x < 3 & y%", site="eu-1", fate="reward_mismatch", version_from=0, version_to=9, reward_from=-0.5, reward_to=1.0,
-    truncated=False, before=7,
+    truncated=False, lost=True, before=7,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("query", [Query(), WHOLE, Query(truncated=True, after=3), Query(text="\u4f60\u597d")])
+@pytest.mark.parametrize(
+    "query", [Query(), WHOLE, Query(truncated=True, lost=False, after=3), Query(text="\u4f60\u597d")]
+)
 def test_a_query_survives_its_url(query):
     assert parse_query(urlsplit(query.url("/sample/3")).query) == query
 
@@ -38,6 +40,7 @@ def test_fields_that_are_empty_or_unknown_say_nothing():
         ("reward_to=1e999", "reward_to"),
         ("fate=lost", "fate"),
         ("truncated=maybe", "truncated"),
+        ("lost=maybe", "lost"),
         ("text=" + "a" * (MAX_TEXT + 1), "text"),
         ("site=" + "a" * 501, "site"),
         ("&".join(f"f{i}=1" for i in range(30)), "URL"),

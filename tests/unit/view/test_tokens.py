@@ -9,7 +9,7 @@ import pytest
 from heterorl.common.types.rollout import Span
 from heterorl.view.scale import probability_classes, ratio_classes
 from heterorl.view.tokens import tokens_of
-from tests.support.samples import make_rollout, pieces_of
+from tests.support.samples import ANSWERED, ASKED, TURNS, make_rollout, make_turns, pieces_of
 
 TEXT = "Wait, 12 + 30\nis 42."
 NONE = np.zeros(0, np.float32)
@@ -96,3 +96,58 @@ def test_a_token_without_characters_is_there_to_be_pointed_at():
 
     assert [token.text for token in tokens] == ["ab", ""]
     assert tokens[1].classes.endswith(" none")
+
+
+@pytest.mark.parametrize("number", range(len(TURNS)))
+def test_turns_are_whole_and_given_tokens_have_no_number(number):
+    rollout = make_turns(1).rollouts[number]
+
+    tokens, rest = tokens_of(rollout, limit=1000)
+
+    assert "".join(token.text for token in tokens) + rest == rollout.completion
+    given = "".join(token.text for token in tokens if "given" in token.classes.split())
+    assert given == "".join(text for version, text, *_ in TURNS[number][2] if version < 0)
+    for token in tokens:
+        if "given" in token.classes.split():
+            assert token.numbers.split()[1:] == ["-", "-", "given"]
+            assert token.classes.startswith("x x")
+
+
+def test_numbers_of_turns_are_those_of_the_drawn_tokens_in_their_order():
+    rollout = make_turns(1).rollouts[1]
+
+    tokens, _ = tokens_of(rollout, limit=1000)
+
+    drawn = [token.numbers.split() for token in tokens if "given" not in token.classes]
+    assert [float(said) for _, said, _, _ in drawn] == rollout.sampler_logprobs.tolist()
+    assert [float(moved) for _, _, moved, _ in drawn] == rollout.log_ratios.tolist()
+    # The first tokens alone, in the middle of what was given.
+    cut = rollout.turns[1].start + 3
+    assert tokens_of(rollout, limit=cut)[0] == tokens[:cut]
+
+
+def test_heads_say_who_writes_and_a_switch_within_a_turn_is_marked():
+    tokens, _ = tokens_of(make_turns(1).rollouts[1], limit=1000)
+
+    heads = [(token.head, token.text) for token in tokens if token.head]
+    assert heads == [
+        ("version 40", "Let"), ("environment", "<"), ("versions 40, 41", "So"), ("environment", "<"),
+        ("version 41", "Done"),
+    ]  # fmt: skip
+    assert [(token.switch, token.text) for token in tokens if token.switch] == [("41", " is")]
+    # A single completion has no head, and another sequence says what it keeps.
+    assert not any(token.head for token in tokens_of(make_turns(1).rollouts[0], limit=1000)[0])
+    kept = [token.head for token in tokens_of(make_turns(1).rollouts[2], limit=1000)[0] if token.head]
+    assert kept[3] == "environment, in a new sequence that keeps 3 tokens"
+
+
+def test_spans_of_other_tokens_say_nothing():
+    spans = (Span(version=40, start=0, end=3), Span(version=-1, start=3, end=99_999))
+    rollout = dataclasses.replace(make_turns(1).rollouts[1], spans=spans)
+
+    tokens, rest = tokens_of(rollout, limit=1000)
+
+    assert "".join(token.text for token in tokens) + rest == rollout.completion
+    assert ASKED + "So it is 42." + ANSWERED in rollout.completion
+    assert not any(token.head for token in tokens)
+    assert rollout.turn_texts == ()

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.types.rollout import GIVEN, FinishReason, Rollout, Span
+from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Rollout, Span
 from heterorl.learner.loss.config import GepoConfig, TisConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.ratios import wanted_log_ratios
 from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
 from tests.support.losses import CATALOGUE
 from tests.support.training import VOCAB_SIZE, group, tiny_model
@@ -168,6 +169,35 @@ def test_lost_members_and_trailing_given_tokens_change_nothing(name):
     _assert_same(_gradients(groups, CATALOGUE[name]), _gradients(more, CATALOGUE[name]))
     batch = build_batch(more, loss=CATALOGUE[name], head_version=7)
     assert {sequence.number for sequence in batch.sequences} <= {1, 2, 3}
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+@pytest.mark.parametrize("sequences", ["one", "new"])
+def test_ratios_for_people_are_those_of_each_drawn_token_in_its_order(sequences, batching):
+    lost = Rollout(
+        token_ids=np.zeros(0, np.int32), sampler_logprobs=np.zeros(0, np.float32), spans=(), reward=0.0,
+        reward_parts=(), finish_reason=FinishReason.TOOL_LOST,
+    )  # fmt: skip
+    groups = [dataclasses.replace(value, rollouts=(lost, *value.rollouts)) for value in _groups(7, sequences=sequences)]
+    loss = GepoConfig()
+    samples = accumulate_gradients(
+        MODEL, build_batch(groups, loss=loss, head_version=7), loss=loss, temperature=TEMPERATURE, max_new_tokens=16,
+        micro_batch_tokens=45, batching=batching,
+    )  # fmt: skip
+    queued = [
+        QueuedGroup(group=value, policy_age_s=0.0, queue_age_s=0.0, wants_note=bool(number))
+        for number, value in enumerate(groups)
+    ]
+
+    found = wanted_log_ratios(samples, queued)
+
+    # Of the second group, and of no lost member.
+    assert set(found) == {(1, 1), (1, 2), (1, 3)}
+    for (_, place), ratios in found.items():
+        member = groups[1].rollouts[place]
+        with torch.no_grad():
+            want = _logprobs(groups[1], member).numpy() - member.sampler_logprobs
+        np.testing.assert_allclose(ratios, want, atol=1e-5)
 
 
 class _World:

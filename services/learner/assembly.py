@@ -108,6 +108,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         sampling=sampling,
         end_token_ids=end_token_ids,
         max_turns=config.task.max_turns_of_all,
+        trajectory_s=config.task.trajectory_s_of_all,
         max_trajectory_tokens=config.sampling.max_trajectory_tokens,
         lora=backend.lora,
         routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,

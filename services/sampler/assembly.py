@@ -97,6 +97,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         vocab_size=engines.vocab_size,
         group_size=config.group_size,
         max_turns=config.task.max_turns_of_all,
+        trajectory_s=config.task.trajectory_s_of_all,
         max_trajectory_tokens=config.sampling.max_trajectory_tokens,
         min_members=config.sampling.members(config.group_size),
         sampling=sampling,

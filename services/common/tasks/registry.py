@@ -152,6 +152,11 @@ class TaskConfig(SourceConfig):
         """Most turns of a rollout; 1 where no prompt has an environment."""
         return max((source.max_turns for source in self.inherited() or (self,) if source.environment), default=1)
 
+    @property
+    def trajectory_s_of_all(self) -> float:
+        """Longest time of a rollout, seconds; 0 where no prompt has an environment."""
+        return max((source.trajectory_s for source in self.inherited() or (self,) if source.environment), default=0.0)
+
     def inherited(self) -> tuple[WeightedSource, ...]:
         """The sources with what they take from here."""
         return tuple(each.model_copy(update=self._left_to(each)) for each in self.sources)

@@ -289,7 +289,11 @@ class Generation:
         rows, size = self._engine.max_running, self._maker.group_size
         if self._drafts.num_unscored >= MAX_UNSCORED * rows:
             return 0
-        return max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.guests.num_running) // size
+        wanted = max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.guests.num_running) // size
+        if self._maker.max_live:
+            # While tools run rows are free, and what begins then waits for a place among the live episodes.
+            wanted = min(wanted, max(1, self._maker.max_live // size) - sum(draft.has_turns for draft in self._drafts))
+        return max(0, wanted)
 
     def _ask_wait_s(self) -> float | None:
         """Seconds until work may be asked for by this loop; None where another one asks, or nothing can be begun."""

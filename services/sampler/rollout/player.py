@@ -30,6 +30,8 @@ from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart, Span,
 from heterorl.sampler.rollout.drafts import Draft
 
 _LOG = logging.getLogger(__name__)
+MAX_LINES = 100
+"""Lost members that are named in the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,6 +117,7 @@ class Player:
         self._threads = ThreadPoolExecutor(max_live, thread_name_prefix="episode")
         self._members: dict[tuple[int, int], _Member] = {}
         self._is_closed = False
+        self._num_lost = 0
 
     async def play(self, draft: Draft, number: int, completion: Completion) -> Turn | End:
         """What comes of a turn that ended."""
@@ -206,7 +209,9 @@ class Player:
             reason = FinishReason.TOOL_LOST
         elif isinstance(error, RewardError):
             reason = FinishReason.REWARD_FAILED
-        _LOG.warning("assignment %d, member %d is lost, %s: %s", draft.assignment.id, number, reason.value, error)
+        self._num_lost += 1
+        if self._num_lost <= MAX_LINES:
+            _LOG.warning("assignment %d, member %d is lost, %s: %s", draft.assignment.id, number, reason.value, error)
         member = self._members.get((draft.key, number)) or _Member(draft)
         self._forget(draft.key, number)
         return End(draft=draft, member=number, completion=member.ended(reason))

@@ -239,6 +239,19 @@ async def test_no_more_episodes_live_than_there_is_room_for(play, monkeypatch):
     assert max(most) <= 2
 
 
+async def test_no_more_groups_begin_than_can_play(play):
+    games = Games(length=2)
+    games.go.clear()
+    world = await play(games, max_live=2 * SIZE, work_ahead_s=10.0)
+    world.engine.max_running = 64 * SIZE
+    await world.until(lambda: len(games.opened) == 2 * SIZE)
+    await world.passed(5.0)
+
+    assert world.sampler.generation.num_under_way == 2
+    games.go.set()
+    await world.until_acknowledged(6)
+
+
 async def test_swap_waits_for_turns_and_not_for_environments(play, monkeypatch):
     games = Games(length=2)
     games.go.clear()

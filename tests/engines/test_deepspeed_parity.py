@@ -17,7 +17,7 @@ from tests.support.rank_processes import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.timeout(600)
-STEPS = [["train", seed] for seed in range(4)]
+STEPS = [["train", 0], ["train", 1], ["train_turns", 2], ["train", 3]]
 STAGES = [0, 1, 2, 3]
 
 

@@ -20,13 +20,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from heterorl.common.errors import HeterorlError
+from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.weights import read_snapshot
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.cursor import Cursor
 from heterorl.learner.publish.encode import Position, encode_version
-from tests.support.training import random_groups
+from tests.support.training import random_groups, random_trajectories
 
 
 def run_job(backend: Any, operations: list[list[Any]]) -> list[Any]:
@@ -46,6 +47,17 @@ def _train(backend: Any, seed: int, num_groups: int = 5) -> dict[str, Any]:
     numbers = {f"extra_{key}": value for key, value in backend.last_extras.items()}
     numbers |= {f"metric_{key}": value for key, value in backend.last_metrics.items()}
     return {**dataclasses.asdict(report), **numbers}
+
+
+def _train_turns(backend: Any, seed: int) -> dict[str, Any]:
+    """A step of rollouts of several turns, some of several sequences, one of them lost."""
+    groups = random_trajectories(5, group_size=4, seed=seed)
+    first = groups[0].group
+    lost = dataclasses.replace(first.rollouts[1], finish_reason=FinishReason.TOOL_LOST, reward=7.0)
+    rollouts = (first.rollouts[0], lost, *first.rollouts[2:])
+    groups[0] = dataclasses.replace(groups[0], group=dataclasses.replace(first, rollouts=rollouts))
+    report = backend.train_step(groups, head_version=2, step=seed)
+    return {**dataclasses.asdict(report), **{f"extra_{key}": value for key, value in backend.last_extras.items()}}
 
 
 def _train_rewarded(backend: Any, seed: int, reward: float) -> dict[str, Any]:
@@ -196,6 +208,7 @@ _OPERATIONS = {
     "publish": _publish,
     "divide": _divide,
     "train": _train,
+    "train_turns": _train_turns,
     "train_bad": _train_bad,
     "train_rewarded": _train_rewarded,
     "train_routed": _train_routed,

@@ -13,7 +13,7 @@ from torch import nn
 
 from heterorl.common.model.building import BUILDING
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, Span
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, QueuedGroup, Rollout, Span
 from heterorl.learner.train.model import prepare
 
 VOCAB_SIZE = 50
@@ -113,6 +113,45 @@ def random_groups(
         prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 7))).tolist()
         result.append(queued(group(members, prompt=prompt, sequence=number + 1, version=version)))
     return result
+
+
+def random_trajectories(
+    num_groups: int = 4, *, group_size: int = 3, seed: int = 0, sequences: str = "mixed", version: int = 1
+) -> list[QueuedGroup]:
+    """Groups of three turns; the history goes on (one), is cut where it is (cut), or is written anew (new, mixed)."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for number in range(num_groups):
+        prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 5))).tolist()
+        members = [_trajectory(rng, len(prompt), sequences, version) for _ in range(group_size)]
+        result.append(queued(group(members, prompt=prompt, sequence=number + 1, version=version)))
+    return result
+
+
+def _trajectory(rng: np.random.Generator, known: int, sequences: str, version: int) -> Rollout:
+    ids: list[int] = []
+    spans: list[Span] = []
+    for turn in range(3):
+        if turn:
+            count = int(rng.integers(1, 4))
+            is_new = sequences == "new" or (sequences == "mixed" and rng.random() < 0.5)
+            keeps = known if sequences == "cut" else int(rng.integers(0, known + 1)) if is_new else None
+            spans.append(Span(version=GIVEN, start=len(ids), end=len(ids) + count, keeps=keeps))
+            ids += rng.integers(0, VOCAB_SIZE, count).tolist()
+            known = count + (known if keeps is None else keeps)
+        count = int(rng.integers(1, 5))
+        spans.append(Span(version=version, start=len(ids), end=len(ids) + count))
+        ids += rng.integers(0, VOCAB_SIZE, count).tolist()
+        known += count
+    num_drawn = sum(span.end - span.start for span in spans if span.is_drawn)
+    return Rollout(
+        token_ids=np.array(ids, np.int32),
+        sampler_logprobs=(-1.0 - 4.0 * rng.random(num_drawn)).astype(np.float32),
+        spans=tuple(spans),
+        reward=float(rng.integers(0, 3)) / 2,
+        reward_parts=(),
+        finish_reason=FinishReason.LENGTH,
+    )
 
 
 def queued(value: Group, *, policy_age_s: float = 5.0) -> QueuedGroup:

@@ -15,7 +15,7 @@ from heterorl.learner.train.micro_batch import collate
 from heterorl.learner.train.ratios import wanted_log_ratios
 from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
 from tests.support.losses import CATALOGUE
-from tests.support.training import VOCAB_SIZE, group, tiny_model
+from tests.support.training import group, random_trajectories, tiny_model
 
 TEMPERATURE = 0.9
 
@@ -34,29 +34,8 @@ def _rollout(pieces, reward, *, versions=(1, 2)):
     )  # fmt: skip
 
 
-def _groups(seed=0, *, num_groups=2, group_size=3, sequences="one"):
-    """Groups of three turns; the history goes on, is cut where it is, or is written anew."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for number in range(num_groups):
-        prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 5))).tolist()
-        members = []
-        for _ in range(group_size):
-            pieces, length = [], len(prompt)
-            for turn in range(3):
-                if turn:
-                    given = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 4))).tolist()
-                    keeps = {"one": None, "cut": length, "new": int(rng.integers(0, length + 1))}[sequences]
-                    pieces.append((given, None, keeps))
-                    length += len(given)
-                drawn = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 5))).tolist()
-                pieces.append((drawn, (-1.0 - 4.0 * rng.random(len(drawn))).tolist(), None))
-                length += len(drawn)
-                if sequences == "new" and turn:
-                    length = len(given) + keeps + len(drawn)
-            members.append(_rollout(pieces, float(rng.integers(0, 3)) / 2))
-        made.append(group(members, prompt=prompt, sequence=number + 1))
-    return [_near_policy(one) for one in made]
+def _groups(seed=0, *, sequences="one"):
+    return [_near_policy(each.group) for each in random_trajectories(2, seed=seed, sequences=sequences)]
 
 
 MODEL = tiny_model(dtype=torch.float64)

@@ -22,7 +22,7 @@ NEAR_REFERENCE = {
     "function": "tests.support.custom_losses:near_the_reference",
     "reads_reference": True,
 }
-STEPS = [["train", seed] for seed in range(4)]
+STEPS = [["train", 0], ["train", 1], ["train_turns", 2], ["train", 3]]
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
 NUM_RANKS = [2, pytest.param(1, marks=pytest.mark.nodes), pytest.param(4, marks=pytest.mark.nodes)]
 

@@ -1,0 +1,114 @@
+"""A policy and a file of tools: calls are read of drawn ids, results become given ids, the same ones at every node."""
+
+import json
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.text.conversation import Conversations
+from tests.support.conversations import CHATML, QWEN3, prompter_of, words_of
+
+pytestmark = pytest.mark.process
+TOOLS = """
+def multiply(a: int, b: int) -> int:
+    \"\"\"Multiply two numbers.
+
+    Args:
+        a: the first one.
+        b: the second one.
+    \"\"\"
+    return a * b
+
+
+def score(messages, answer):
+    return float(messages[-1]["content"].strip() == answer)
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    place = tmp_path_factory.mktemp("tools")
+    (place / "calc.py").write_text(TOOLS)
+    (place / "rows.jsonl").write_text("".join(
+        json.dumps({"prompt": f"What is {n} times 7?", "answer": str(7 * n)}) + "\n" for n in range(20)
+    ))  # fmt: skip
+    made = build_task(TaskConfig(
+        name=f"jsonl:{place / 'rows.jsonl'}", evaluation_size=2, environment="calc.py", environment_path=str(place),
+        environment_workers=2,
+    ))  # fmt: skip
+    yield made
+    close_task(made)
+
+
+@pytest.fixture(scope="module")
+def prompter(tmp_path_factory):
+    return prompter_of(tmp_path_factory.mktemp("qwen"), QWEN3, words_of(eos="<|im_end|>"))
+
+
+def conversations(task, prompter):
+    return Conversations(task, prompter, end_token_ids=prompter.end_token_ids)
+
+
+def turn(prompter, text, *, is_cut=False):
+    """Ids that a policy might have drawn."""
+    return np.array([*prompter.tokens(text), *([] if is_cut else prompter.end_token_ids[-1:])], np.int32)
+
+
+def test_tool_is_called_and_its_result_is_given(task, prompter):
+    prompt = task.prompt(3)
+    of_sampler, of_learner = (conversations(task, prompter).of(prompt) for _ in range(2))
+    number = int(prompt.answer) // 7
+    call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {number}, "b": 7}}}}</tool_call>'
+    assert "multiply" in prompter.tokenizer.decode(of_sampler.encode(prompt))
+
+    given = []
+    for conversation in (of_sampler, of_learner):
+        with conversation.spec.open() as episode:
+            given.append(conversation.step(episode, turn(prompter, call)))
+            assert conversation.step(episode, turn(prompter, prompt.answer)) is None
+            assert episode.score()[0].value == 1.0
+
+    assert given[0].tolist() == given[1].tolist()
+    text = prompter.tokenizer.decode(given[0])
+    assert f"<tool_response>\n{prompt.answer}\n</tool_response>" in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ("<tool_call>{no json</tool_call>", "No tool was called"),
+        ('<tool_call>{"name": "divide", "arguments": {}}</tool_call>', "divide"),
+        ('<tool_call>{"name": "multiply", "arguments": {"a": "x", "b": 7}}</tool_call>', "a"),
+    ],
+)
+def test_call_that_cannot_be_made_is_something_that_the_policy_reads(task, prompter, said, heard):
+    conversation = conversations(task, prompter).of(task.prompt(0))
+
+    with conversation.spec.open() as episode:
+        given = conversation.step(episode, turn(prompter, said))
+        assert heard in prompter.tokenizer.decode(given)
+        assert conversation.step(episode, turn(prompter, "I give up")) is None
+        assert episode.score()[0].value == 0.0
+
+
+def test_turn_that_was_cut_gets_its_end_token_first(task, prompter):
+    conversation = conversations(task, prompter).of(task.prompt(0))
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 1, "b": 7}}</tool_call>'
+
+    with conversation.spec.open() as episode:
+        whole = conversation.step(episode, turn(prompter, call))
+    with conversation.spec.open() as episode:
+        cut = conversation.step(episode, turn(prompter, call, is_cut=True))
+
+    (end,) = prompter.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    assert cut.tolist() == [end, *whole.tolist()]
+
+
+def test_template_that_shows_no_tools_is_refused(task, tmp_path):
+    prompter = prompter_of(tmp_path / "chatml", CHATML, words_of(eos="<|im_end|>"))
+
+    with pytest.raises(ConfigError, match=r"task.environment: the model.s template leaves out the tools multiply"):
+        conversations(task, prompter)

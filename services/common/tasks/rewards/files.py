@@ -33,8 +33,11 @@ def reward_files(top: str) -> RewardFiles:
     found = _home(top)
     assert found is not None, "it was imported"
     root = found.parent
+    paths = {key: os.path.realpath(place) for key, place in sysconfig.get_paths().items()}
     # Beside an installed package lie other people's.
-    own_only = str(root) in {os.path.realpath(place) for place in sysconfig.get_paths().values()}
+    own_only = str(root) in paths.values()
+    # An environment of Python may lie below the author's directory.
+    installed = [paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")]
     files: dict[str, Path] = {}
     # A node's own release is none of the author's files, wherever it lies.
     waiting, seen = [top], {top, OURS}
@@ -49,9 +52,9 @@ def reward_files(top: str) -> RewardFiles:
             seen |= names
     for name, module in () if own_only else list(sys.modules.items()):
         # What was imported by a name that no text shows.
-        if name.partition(".")[0] == OURS:
-            continue
         path = Path(os.path.realpath(getattr(module, "__file__", None) or ""))
+        if name.partition(".")[0] == OURS or any(path.is_relative_to(place) for place in installed):
+            continue
         if path.is_file() and path.is_relative_to(root) and path.suffix == ".py" and not path.samefile(__file__):
             files[path.relative_to(root).as_posix()] = path
     total = hashlib.blake2b(digest_size=32)

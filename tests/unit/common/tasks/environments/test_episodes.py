@@ -408,18 +408,23 @@ def test_a_class_shows_its_tools_and_digests_are_of_its_files(opened, tmp_path):
     assert opened().files_digest != first.files_digest
 
 
-def test_digest_is_of_the_authors_files_alone_where_heterorl_lies_beside_them(tmp_path):
-    """A node from a checkout and one with a wheel agree."""
-    for name, text in {
-        "play.py": "import heterorl.words\n",
-        "heterorl/__init__.py": "",
-        "heterorl/words.py": "",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+@pytest.mark.parametrize("beside", ["heterorl/words.py", ".venv/lib/packages/words.py"])
+def test_digest_is_of_the_authors_files_alone(tmp_path, beside):
+    """A node from a checkout, one with a wheel, and one whose Python lies below the author's directory agree."""
+    module = "heterorl.words" if beside.startswith("heterorl") else "words"
+    for name, text in {"play.py": f"import {module}\n", "heterorl/__init__.py": "", beside: ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     # As a worker does, which is no part of the package.
-    script = "import runpy, sys; sys.path.insert(0, sys.argv[1]); import play\n"
-    script += "found = runpy.run_path(sys.argv[2], run_name='files')['reward_files']('play')\nprint(found.count)"
-    command = [sys.executable, "-c", script, str(tmp_path), files.__file__]
+    script = """
+import runpy, sys, sysconfig
+place, files, packages = sys.argv[1:]
+paths = {**sysconfig.get_paths(), "purelib": packages}
+sysconfig.get_paths = lambda: paths
+sys.path[:0] = [place, packages]
+import play
+print(runpy.run_path(files, run_name="files")["reward_files"]("play").count)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path), files.__file__, str(tmp_path / ".venv/lib/packages")]
 
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1\n"

@@ -235,7 +235,8 @@ class Episode:
         except WorkerLost as error:
             self._error = ToolLost(f"{name}: {error}")
             raise self._error from error
-        except RewardError as error:
+        except (RewardError, RecursionError, TypeError) as error:
+            # What is no JSON, such as arguments of a tool in too many brackets, is told in the same way.
             self._error = EnvironmentFailed(f"{name}: {error}")
             raise self._error from error
 

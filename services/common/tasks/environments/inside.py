@@ -6,6 +6,7 @@ goes through here untouched: the worker answers it with the line that raised.
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import sys
@@ -152,7 +153,9 @@ def _parts(value: Any) -> dict[str, float]:
     return {str(name): float(part) for name, part in parts.items()}
 
 
-def _action(fields: Mapping[str, Any]) -> Action:
+def _action(written: Mapping[str, Any]) -> Action:
+    # Halves of surrogate pairs, which a policy can write in JSON, would make of what the author echoes no text.
+    fields = json.loads(json.dumps(written, ensure_ascii=False).encode(errors="replace"))
     calls = tuple(ToolCall(name, arguments) for name, arguments in fields["tool_calls"])
     return Action(fields["text"], calls, fields["is_cut"])
 

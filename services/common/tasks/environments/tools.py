@@ -39,6 +39,8 @@ Tool = Callable[..., Any]
 SCORE = "score"
 MAX_WORDS = 500
 """Characters of what the policy reads of an error."""
+MAX_NAME = 128
+"""Characters of a tool's name as a policy may state it."""
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):")
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
@@ -131,11 +133,11 @@ def answer_calls(tools: Sequence[Tool], calls: Sequence[ToolCall], *, most: int)
     named = {tool.__name__: tool for tool in tools}
     messages = []
     for call in calls:
-        text = _result(named, call)
+        text = _result(named, call).encode(errors="replace").decode()
         if len(text) > most:
             text = f"error: the result has {len(text)} characters, which are too many"[:most]
         most -= len(text)
-        messages.append(Message(role="tool", content=text, name=call.name))
+        messages.append(Message(role="tool", content=text, name=call.name[:MAX_NAME]))
     return tuple(messages)
 
 
@@ -150,8 +152,7 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
         return f"error: wrong arguments of {call.name}: {'; '.join(lines)}"[:MAX_WORDS]
     except Exception as error:  # noqa: BLE001 - the policy reads it, and may do better
         return f"error: {type(error).__name__}: {error}"[:MAX_WORDS]
-    text = value if isinstance(value, str) else to_json(value, fallback=str).decode()
-    return text.encode(errors="replace").decode()
+    return value if isinstance(value, str) else to_json(value, fallback=str).decode()
 
 
 def column_names(score: Callable[..., Any]) -> list[str]:

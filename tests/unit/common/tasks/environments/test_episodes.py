@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from heterorl.common.errors import ConfigError, EnvironmentFailed, ToolLost
-from heterorl.common.tasks.environments.environment import Action
+from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS, Episodes
 from heterorl.common.tasks.rewards import files
 from heterorl.common.tasks.task import Message
@@ -142,6 +142,25 @@ def test_an_action_arrives_whole_and_roles_and_names_come_back(opened):
         assert (first.role, first.name, second.role, second.content) == ("tool", "pid", "user", "True ()")
         assert not observation.done
         assert episode.step(Action("end")).done
+
+
+def test_what_a_policy_writes_is_text_and_json_where_it_arrives(opened):
+    episodes = opened()
+    half = ToolCall("look" + chr(0xD800), {"at": [chr(0xDFFF)]})
+    with episodes.open({}, seed=1) as episode:
+        assert said(episode.step(Action("x" + chr(0xD800), (half,))))[1] == (
+            "False (ToolCall(name='look?', arguments={'at': ['?']}),)"
+        )
+        deep = []
+        for _ in range(100_000):
+            deep = [deep]
+        with pytest.raises(EnvironmentFailed, match="recursion"):
+            episode.step(Action("x", (ToolCall("look", {"at": deep}),)))
+        # Its end would overflow the stack of C.
+        while deep:
+            deep = deep.pop()
+    with episodes.open({}, seed=1) as episode:
+        assert episode.step(Action("x"))
 
 
 def test_score_has_named_parts_also_before_any_turn(opened):

@@ -15,7 +15,6 @@ from heterorl.common.tasks.environments.tools import answer_calls, functions_of,
 TOOLS = '''
 from __future__ import annotations
 import json
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,9 +49,9 @@ def say(count: int) -> str:
     """Say much."""
     return "x" * count
 
-def hang() -> None:
-    """Hang."""
-    time.sleep(1000)
+def halve() -> str:
+    """Raise no text."""
+    raise ValueError(chr(0xD800))
 
 def _hidden(a: int) -> int:
     return a
@@ -77,7 +76,7 @@ def called(*calls, most=1000):
 
 
 def test_public_functions_but_for_the_score_are_tools():
-    assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "hang"]
+    assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "halve"]
     with pytest.raises(ValueError, match="no public function beside score"):
         functions_of(module("from json import dumps\ndef score(messages):\n    return 1\n"))
 
@@ -135,10 +134,11 @@ def test_calls_are_answered_in_order_as_text():
         ("add", {"a": 1, "c": 2}, "error: wrong arguments of add: c: Unexpected keyword argument"),
         ("look", {"at": {"x": []}}, "error: wrong arguments of look: at.x: Input should be a valid integer"),
         ("fail", {"text": "lamp"}, "error: KeyError: 'lamp'"),
-        ("sub", {"a": 1}, "error: there is no tool sub; there are add, look, fail, say, hang"),
+        ("sub", {"a": 1}, "error: there is no tool sub; there are add, look, fail, say, halve"),
         ("_hidden", {"a": 1}, "error: there is no tool _hidden"),
         ("score", {"messages": []}, "error: there is no tool score"),
         ("fail", {"text": "x" * 10_000}, "error: KeyError: 'xx"),
+        ("halve", {}, "error: ValueError: ?"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_read_by_the_policy(name, arguments, words):
@@ -147,6 +147,12 @@ def test_what_is_wrong_with_a_call_is_read_by_the_policy(name, arguments, words)
     assert text.startswith(words)
     assert len(text) <= 500
     assert "http" not in text
+
+
+def test_a_name_that_no_tool_has_is_not_repeated_whole():
+    (message,) = answer_calls(functions_of(module()), [ToolCall("x" * 10_000, {})], most=1000)
+
+    assert len(message.name) + len(message.content) < 700
 
 
 def test_results_of_a_turn_have_one_bound_together():
@@ -179,7 +185,7 @@ def turn(text, *calls):
 @pytest.mark.process
 def test_an_episode_goes_on_while_turns_call_tools_and_is_scored_at_its_end(opened):
     episodes = opened()
-    assert [tool["function"]["name"] for tool in episodes.tools] == ["add", "look", "fail", "say", "hang"]
+    assert [tool["function"]["name"] for tool in episodes.tools] == ["add", "look", "fail", "say", "halve"]
     assert (episodes.needs, episodes.keeps_prompts, episodes.is_deterministic) == ((), True, True)
 
     with episodes.open({"prompt": "1 + 2?", "answer": "3", "level": 2, "other": 1}, seed=1) as episode:

@@ -106,7 +106,7 @@ class Contract:
     max_turns: int = 1
     """Of a rollout; 1: each is one completion, and no token is given behind the prompt."""
     max_trajectory_tokens: int = 0
-    """Of a rollout of several turns: drawn and given, behind the prompt."""
+    """Of a rollout of several turns: drawn and given, behind the prompt; of all its sequences, each as the longest."""
     trajectory_s: float = 0.0
     """Longest time that a rollout of several turns may take, seconds; 0: single completions."""
     routed_token_bytes: int = 0

@@ -154,24 +154,39 @@ def _spans_problem(group: Columns, contract: Contract) -> str:
         is_new_first[firsts] = True
         if (wrong := _first(is_new & (~is_given | is_new_first))) is not None:
             return f"span_keeps: rollout {rollouts[wrong]} begins a sequence with what was not given"
-        if (wrong := _wrong_keep(group, rollouts)) is not None:
-            return f"span_keeps: rollout {wrong} keeps more tokens than the sequence before has"
+        if problem := _sequences_problem(group, rollouts, contract):
+            return problem
     turns = np.bincount(rollouts[_turn_starts(group)], minlength=counts.size)
     if turns.max() > contract.max_turns:
         return f"span_versions: rollout {turns.argmax()} has {turns.max()} turns, max_turns is {contract.max_turns}"
     return ""
 
 
-def _wrong_keep(group: Columns, rollouts: NDArray[np.intp]) -> int | None:
-    """The first rollout that keeps more than there is; a sequence is as long as what it keeps and what follows."""
-    lengths: dict[int, int] = {}
+def _sequences_problem(group: Columns, rollouts: NDArray[np.intp], contract: Contract) -> str:
+    """What is wrong with the sequences of rollouts; one is as long as what it keeps and what follows.
+
+    A few bytes can keep many tokens once more, and the learner reads all sequences of a rollout in one pass, where each
+    may cost as much as the longest: together they cost no more than one sequence that is as long as it may be.
+    """
+    most = group.prompt.size + contract.max_rollout_tokens
+    found: dict[int, tuple[int, int, int]] = {}
     rows = zip(rollouts.tolist(), group.span_keeps.tolist(), group.span_lengths.tolist(), strict=True)
     for rollout, keeps, length in rows:
-        known = lengths.get(rollout, group.prompt.size)
+        count, longest, known = found.get(rollout, (1, 0, group.prompt.size))
         if keeps > known:
-            return int(rollout)
-        lengths[rollout] = length + (keeps if keeps >= 0 else known)
-    return None
+            return f"span_keeps: rollout {rollout} keeps more tokens than the sequence before has"
+        count, known = count + (keeps >= 0), length + (keeps if keeps >= 0 else known)
+        found[rollout] = count, max(longest, known), known
+    for rollout, (count, longest, _) in found.items():
+        if count > 1 and count * longest > most:
+            return (
+                f"span_keeps: rollout {rollout} has {count} sequences of up to {longest} tokens; together they may have"
+                f" {most}, its prompt and max_trajectory_tokens"
+            )
+    several = np.array([found.get(number, (1,))[0] > 1 for number in range(group.lengths.size)])
+    if (wrong := _first(several & (group.record_lengths > 0))) is not None:
+        return f"record_lengths: rollout {wrong} has several sequences, of which no experts are recorded"
+    return ""
 
 
 def _turn_starts(group: Columns) -> NDArray[np.bool_]:

@@ -32,11 +32,18 @@ MAX_PROMPT = 12
 VOCABULARIES = (40, 128, 256, 257, 17_001, 65_537, 150_000, 2**24 + 1, 2**31)
 
 
-def _contract(vocab_size: int, *ends: int, routed_token_bytes: int = 0, max_turns: int = 1, min_members: int = 0):
+def _contract(
+    vocab_size: int,
+    *ends: int,
+    routed_token_bytes: int = 0,
+    max_turns: int = 1,
+    min_members: int = 0,
+    longest: int = 60,
+):
     sampling = dataclasses.replace(CONTRACT.sampling, max_new_tokens=LONGEST)
     return dataclasses.replace(
         CONTRACT, vocab_size=vocab_size, group_size=2, end_token_ids=ends, sampling=sampling,
-        routed_token_bytes=routed_token_bytes, max_turns=max_turns, max_trajectory_tokens=30, min_members=min_members,
+        routed_token_bytes=routed_token_bytes, max_turns=max_turns, max_trajectory_tokens=longest, min_members=min_members,
     )  # fmt: skip
 
 
@@ -138,11 +145,17 @@ def _expected(group: Group, contract) -> str:
         if has_bad_version or not spans[0].is_drawn or (rollout.is_trainable and not spans[-1].is_drawn):
             wrong.add("span_versions")
             continue
-        known = len(prompt)
+        sequences = [len(prompt)]
         for number, span in enumerate(spans):
-            if span.keeps is not None and (span.is_drawn or not number or span.keeps > known):
+            if span.keeps is not None and (span.is_drawn or not number or span.keeps > sequences[-1]):
                 wrong.add("span_keeps")
-            known = span.end - span.start + (known if span.keeps is None else span.keeps)
+            if span.keeps is not None:
+                sequences.append(span.keeps)
+            sequences[-1] += span.end - span.start
+        if len(sequences) > 1 and len(sequences) * max(sequences) > len(prompt) + longest:
+            wrong.add("span_keeps")
+        if len(sequences) > 1 and rollout.routed_experts:
+            wrong.add("several_records")
         turns = _turns(rollout)
         if len(turns) > contract.max_turns:
             wrong.add("num_turns")
@@ -163,7 +176,7 @@ def _expected(group: Group, contract) -> str:
     order = {
         "lengths": "lengths", "record_lengths": "record_lengths", "span_counts": "span_counts",
         "span_lengths": "span_lengths", "span_versions": "span_versions", "span_keeps": "span_keeps",
-        "num_turns": "span_versions", "token_ids": "token_ids", "long_turn": "lengths", "early_end": "token_ids",
+        "several_records": "record_lengths", "num_turns": "span_versions", "token_ids": "token_ids", "long_turn": "lengths", "early_end": "token_ids",
         "unended": "token_ids", "endings": "endings", "logprobs": "logprobs", "rewards": "rewards",
         "part_weights": "part_weights",
     }  # fmt: skip
@@ -293,3 +306,54 @@ def test_record_of_experts_has_the_size_that_the_contract_states(token_bytes, ch
     problem = _problem(dataclasses.replace(group, rollouts=(first, *group.rollouts[1:])), contract)
 
     assert problem == "" if is_right else problem.startswith("record_lengths: rollout 0 has")
+
+
+def _of_sequences(pieces: list[tuple[int, int | None, int]], record: bytes = b"") -> Group:
+    """A group of one trainable rollout: pieces are given tokens, how many tokens are kept before them, drawn tokens."""
+    spans: list[Span] = []
+    for given, keeps, drawn in pieces:
+        start = spans[-1].end if spans else 0
+        if given:
+            spans.append(Span(version=GIVEN, start=start, end=start + given, keeps=keeps))
+        spans.append(Span(version=3, start=start + given, end=start + given + drawn))
+    count = sum(drawn for _, _, drawn in pieces)
+    rollout = Rollout(
+        token_ids=np.full(spans[-1].end, 5, np.int32), sampler_logprobs=np.full(count, -1.0, np.float32),
+        spans=tuple(spans), reward=1.0, reward_parts=(), finish_reason=FinishReason.LENGTH, routed_experts=record,
+    )  # fmt: skip
+    lost = dataclasses.replace(
+        rollout, token_ids=rollout.token_ids[:0], sampler_logprobs=rollout.sampler_logprobs[:0], spans=(),
+        finish_reason=FinishReason.TOOL_LOST, routed_experts=b"",
+    )  # fmt: skip
+    group = _group(random.Random(1), _contract(300))
+    return dataclasses.replace(group, prompt_token_ids=np.full(5, 5, np.int32), rollouts=(lost, rollout))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "problem"),
+    [
+        # Of a prompt of 5 and 35 more tokens: 2 of 20 fit and 2 of 21 do not, and so do not 3 of which two are short.
+        ([(0, None, 9), (4, 7, 9)], ""),
+        ([(0, None, 9), (4, 8, 9)], "span_keeps: rollout 1 has 2 sequences of up to 21 tokens; together they may have"),
+        ([(0, None, 9), (1, 0, 1), (1, 0, 1)], "span_keeps: rollout 1 has 3 sequences of up to 14 tokens"),
+        ([(0, None, 9), (8, None, 9), (8, None, 1)], ""),
+    ],
+)
+def test_sequences_of_a_rollout_cost_no_more_than_the_longest_one_may(pieces, problem):
+    contract = _contract(300, max_turns=4, min_members=1, longest=35)
+
+    found = _problem(_of_sequences(pieces), contract)
+
+    assert found.startswith(problem)
+    assert bool(found) == bool(problem)
+
+
+@pytest.mark.parametrize(("keeps", "problem"), [(None, ""), (5, "record_lengths: rollout 1 has several sequences")])
+def test_rollout_of_several_sequences_has_no_record_of_experts(keeps, problem):
+    contract = _contract(300, max_turns=2, min_members=1, routed_token_bytes=2)
+    group = _of_sequences([(0, None, 9), (2, keeps, 9)], record=bytes(2 * (5 + 20 - 1)))
+
+    found = _problem(group, contract)
+
+    assert found.startswith(problem)
+    assert bool(found) == bool(problem)

@@ -21,6 +21,7 @@ from heterorl.cli.backup import backup, restore
 from heterorl.cli.certs import app as certs
 from heterorl.cli.check_config import check_config, check_link
 from heterorl.cli.doctor import doctor
+from heterorl.cli.env.command import env
 from heterorl.cli.lab import add_lab
 from heterorl.cli.launch.command import launch
 from heterorl.cli.live.top import top
@@ -278,6 +279,7 @@ def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key."
 app.add_typer(samples, name="samples", rich_help_panel=WATCH)
 app.add_typer(sites, name="sites", rich_help_panel=STEER)
 app.add_typer(audit, name="audit", rich_help_panel=CHECK)
+app.add_typer(env, name="env", rich_help_panel=TRY)
 add_lab(app, panel=TRY)
 app.add_typer(certs, name="certs", rich_help_panel=NAMES)
 

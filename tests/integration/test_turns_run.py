@@ -3,14 +3,12 @@
 import sqlite3
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from heterorl.common.types.rollout import GIVEN
 from heterorl.common.types.trajectory import turns_of
 from heterorl.common.wire.seal import open_group, read_sealed
 from tests.support.cluster import Cluster
-from tests.support.conversations import CHATML, words_of
+from tests.support.conversations import save_chat_model
 
 STEPS = 4
 ENVIRONMENT = '''
@@ -37,17 +35,7 @@ class Talk:
 def cluster(tmp_path):
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
     made = Cluster(tmp_path)
-    tokenizer = words_of(eos="<|im_end|>")
-    tokenizer.chat_template = CHATML
-    made.model_dir = tmp_path / "chat"
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(made.model_dir)
-    tokenizer.save_pretrained(made.model_dir)
+    made.model_dir = save_chat_model(tmp_path / "chat")
     shared = {
         "task": {
             "name": "seeds", "size": 500, "environment": "talk:Talk", "environment_path": str(tmp_path), "max_turns": 4,

@@ -117,3 +117,21 @@ def prompter_of(directory, template, tokenizer, **arguments):
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text("{}")
     return Prompter(str(directory), use_chat_template=True, template_arguments=arguments)
+
+
+def save_chat_model(directory, template=CHATML):
+    """Write a small random model that speaks a template, with 512 positions; about 100 kB."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = words_of(eos="<|im_end|>")
+    tokenizer.chat_template = template
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory

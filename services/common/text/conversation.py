@@ -49,17 +49,48 @@ class Conversation:
             EpisodeError: the episode has ended without a reward.
             PromptRefused: the template does not write what the environment says.
         """
-        is_cut = int(turn[-1]) not in self.end_token_ids
-        said = self._said(episode, self.prompter.decode(turn), is_cut=is_cut)
-        return None if said.done else self.prompter.given(said.messages, is_cut=is_cut)
+        said = self.answer(episode, turn)
+        return None if said.done else self.given(said, turn)
 
-    def _said(self, episode: Episode, text: str, *, is_cut: bool) -> Observation:
-        if self.parser is None:
-            return episode.step(Action(text, (), is_cut))
-        read = parse_action(text, parser=self.parser)
-        if read.problem:
-            return Observation((Message(role="user", content=read.problem),))
-        return episode.step(Action(read.text, tuple(ToolCall(*call) for call in read.calls), is_cut))
+    def answer(self, episode: Episode, turn: Int32Array) -> Observation:
+        """What is said to drawn ids; see `step`.
+
+        Raises:
+            EpisodeError: the episode has ended without a reward.
+        """
+        is_cut = self._is_cut(turn)
+        return answer_to(self.prompter.decode(turn), episode=episode, parser=self.parser, is_cut=is_cut)
+
+    def given(self, said: Observation, turn: Int32Array) -> Int32Array:
+        """The ids of what is said to drawn ids.
+
+        Raises:
+            PromptRefused: the template does not write it.
+        """
+        return self.prompter.given(said.messages, is_cut=self._is_cut(turn))
+
+    def _is_cut(self, turn: Int32Array) -> bool:
+        return int(turn[-1]) not in self.end_token_ids
+
+
+def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: bool) -> Observation:
+    """What is said to the text of a turn.
+
+    Args:
+        text: of the turn.
+        episode: of the environment.
+        parser: reads calls of tools; None where the environment has none.
+        is_cut: whether the turn ended at its longest length.
+
+    Raises:
+        EpisodeError: the episode has ended without a reward.
+    """
+    if parser is None:
+        return episode.step(Action(text, (), is_cut))
+    read = parse_action(text, parser=parser)
+    if read.problem:
+        return Observation((Message(role="user", content=read.problem),))
+    return episode.step(Action(read.text, tuple(ToolCall(*call) for call in read.calls), is_cut))
 
 
 class Conversations:

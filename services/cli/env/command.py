@@ -1,0 +1,144 @@
+"""The command `heterorl env try`: one episode of a configuration's environment, by a model or by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heterorl.cli.live.watch import console_of
+from heterorl.cli.service_config import load_service
+from heterorl.common.errors import ConfigError, PromptRefused
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from heterorl.cli.env.play import Played
+    from heterorl.cli.env.show import Screen
+    from heterorl.common.tasks.environments.task import EnvironmentSpec
+    from heterorl.common.tasks.task import Prompt, Task
+    from heterorl.common.text.prompts import Prompter
+    from heterorl.common.types.common import Int32Array
+
+env = typer.Typer(help="Environments, before a run plays them.", no_args_is_help=True)
+
+
+@env.command("try")
+def env_try(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the learner.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set task.max_turns=3`.")] = None,
+    prompt: Annotated[int, typer.Option(help="Number of the prompt.", min=0)] = 0,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Of the held-out prompts.")] = False,
+    model: Annotated[
+        str, typer.Option(metavar="DIR", help="Let this model draw the turns; by default model_dir of the file.")
+    ] = "",
+    by_hand: Annotated[
+        bool, typer.Option("--by-hand", help="Type the turns; the default on a terminal without --model.")
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the trajectory as JSON.")] = False,
+) -> None:
+    """Play one episode of task.environment: by hand, or by a model as a sampler would.
+
+    By hand each line is a turn, a call of a tool is a line of JSON, {"name": "add", "arguments": {"a": 1}}, and Ctrl-D
+    ends the episode. It needs no model. A model draws with the file's [sampling] and proves its chat template too.
+
+    Exit code 0: the episode ended with a reward. 2: it did not, and a line says why.
+    """
+    if model and by_hand:
+        raise ConfigError("--model", "--by-hand is named too", action="name one of them")
+    chosen = [f"model_dir={json.dumps(model)}"] if model else []
+    loaded = load_service("learner", config, [*(set_ or ()), *chosen])
+    if not loaded.task.has_environment:
+        raise ConfigError("task.environment", "is not set", action="docs/environments.md says how to write one")
+    is_typed = by_hand or (not model and sys.stdin.isatty())
+    from heterorl.cli.env.show import Screen, as_json
+    from heterorl.common.tasks.registry import build_task, close_task
+
+    prompter = cache(lambda: _prompter(loaded))
+    if not is_typed:
+        prompter()
+    task = build_task(loaded.task, measure=lambda prompts: prompter().num_tokens(prompts))
+    # What is written for people leaves the other stream to JSON.
+    console = console_of(stderr=json_)
+    try:
+        asked, spec = _asked(task, prompt, is_held_out=held_out)
+        if is_typed:
+            ids, played = None, _type(asked, spec, console)
+        else:
+            ids, played = _draw(loaded, task, asked, prompter(), Screen(console))
+    finally:
+        close_task(task)
+    if json_:
+        typer.echo(json.dumps(as_json(asked, spec, played, ids=ids), indent=2))
+
+
+def _prompter(config: Any) -> Prompter:
+    from heterorl.common.text.prompts import Prompter
+
+    return Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
+
+
+def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, EnvironmentSpec]:
+    from heterorl.common.tasks.environments.task import environment_of
+
+    count = task.num_evaluation_prompts if is_held_out else task.num_prompts
+    if index >= count:
+        raise ConfigError("--prompt", f"{index}, and there are {count}, from 0 to {count - 1}")
+    asked = task.evaluation_prompt(index) if is_held_out else task.prompt(index)
+    if asked.refusal:
+        raise PromptRefused("task.environment", asked.refusal, action="correct the environment, or the row")
+    spec = environment_of(task, asked)
+    if spec is None:
+        problem = f"prompt {index} is of a source without task.environment"
+        raise ConfigError("--prompt", problem, action="name another one")
+    return asked, spec
+
+
+def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
+    from heterorl.cli.env.play import play
+    from heterorl.cli.env.show import Screen
+    from heterorl.cli.env.voices import Person
+
+    def ask() -> str | None:
+        try:
+            return console.input("\nyou> ", markup=False)
+        except EOFError:
+            return None
+
+    screen = Screen(console)
+    screen.begin(asked, spec, num_tokens=None)
+    played = play(spec, Person(ask, has_tools=bool(spec.tools)), on_turn=screen.turn, on_said=screen.said)
+    screen.end(played)
+    return played
+
+
+def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Screen) -> tuple[Int32Array, Played]:
+    from heterorl.cli.env.play import play
+    from heterorl.cli.env.voices import Model
+    from heterorl.common.generation.hf import HfEngine
+    from heterorl.common.model.positions import room_at
+    from heterorl.common.text.conversation import Conversations
+
+    ends = config.sampling.end_token_ids or prompter.end_token_ids
+    conversation = Conversations(task, prompter, end_token_ids=ends, tool_parser=config.task.tool_parser).of(asked)
+    assert conversation is not None, "the prompt has an environment"
+    ids, room = conversation.encode(asked), room_at(config.model_dir)
+    room.check(ids, config.sampling.max_new_tokens)
+    engine = HfEngine(
+        model_dir=config.model_dir, published_dtype=config.backend.published_dtype,
+        compute_dtype=config.backend.compute_dtype, device=config.backend.device,
+        sampling=config.sampling.semantics(), batch_rows=1, end_token_ids=ends,
+    )  # fmt: skip
+    screen.begin(asked, conversation.spec, num_tokens=ids.size)
+    voice = Model(engine, conversation, ids, room=room, config=config)
+    played = play(conversation.spec, voice, on_turn=screen.turn, on_said=screen.said)
+    screen.end(played)
+    return ids, played

@@ -1,0 +1,168 @@
+"""`heterorl env try`: an episode by hand needs no model; one of a model is what a sampler would play."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from heterorl.cli.main import app
+from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.text.conversation import Conversations
+from heterorl.common.text.prompts import Prompter
+from tests.support.conversations import QWEN3, save_chat_model
+
+GUESS = """
+class Guess:
+    def reset(self, row, *, seed):
+        self.number, self.tries = 1 + seed % 9, 0
+        return "Guess a number from 1 to 9."
+
+    def step(self, action):
+        self.tries += 1
+        if action.text == "crash":
+            raise RuntimeError("it crashed")
+        if action.answer.strip() == str(self.number):
+            return None
+        return "\\x1b[31mno" if action.is_cut else "no"
+
+    def score(self):
+        return {"found": 1.0, "speed": 1 / self.tries} if self.tries else 0.0
+"""
+TOOLS = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def score(messages, answer):
+    return float(messages[-1]["content"].strip() == answer)
+'''
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("chat"), QWEN3)
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "games.py").write_text(GUESS)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "2 and 3", "answer": "5"}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1 and 1", "answer": "2"}\n')
+    path = tmp_path / "learner.toml"
+    path.write_text(
+        'use_chat_template = true\n[task]\nname = "seeds"\nsize = 20\nevaluation_size = 4\n'
+        'environment = "games:Guess"\nmax_turns = 3\n[sampling]\nmax_new_tokens = 8\n[tls]\ninsecure = true\n'
+    )
+    return path
+
+
+def _try(config, *arguments, typed=None):
+    return CliRunner().invoke(app, ["env", "try", "--config", str(config), *arguments], input=typed)
+
+
+def _sums(config):
+    path = config.parent
+    pairs = (
+        f"task.name=jsonl:{path}/sums.jsonl",
+        f"task.evaluation_path={path}/held.jsonl",
+        "task.environment=tools.py",
+    )
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+@pytest.mark.process
+def test_a_person_plays_without_a_model(config):
+    result = _try(config, "--by-hand", "--prompt", "1", typed="1\n3\n")
+
+    assert result.exit_code == 0, result.exception
+    assert result.output.startswith("games:Guess, prompt 1, seed 2\n\nuser\n  Guess a number from 1 to 9.\n")
+    assert "user\n  no\n" in result.output
+    assert result.output.endswith(
+        "end after 2 turns: the environment ended it (eos)\nreward 1.5 = found 1 + speed 0.5\n"
+    )
+
+
+@pytest.mark.process
+def test_the_end_of_the_input_and_the_limit_of_turns_are_scored(config):
+    assert (
+        "end after 1 turns: you ended it\nreward 2 = found 1 + speed 1\n"
+        in _try(config, "--by-hand", typed="8\n").output
+    )
+    result = _try(config, "--by-hand", "--held-out", "--json", typed="9\n8\n7\n6\n")
+
+    found = json.loads(result.stdout)
+    assert found["finish_reason"] == "turns"
+    assert [turn["text"] for turn in found["turns"]] == ["9", "8", "7"]
+    assert found["turns"][0]["given"]["messages"] == [{"role": "user", "content": "no"}]
+    assert found["prompt"]["seed"] == 1
+    assert "token_ids" not in found["prompt"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("form", ["{}", "I add. <tool_call>{}</tool_call>"])
+def test_a_line_of_json_calls_a_tool(config, form):
+    call = form.format('{"name": "add", "arguments": {"a": 2, "b": 3}}')
+
+    result = _try(config, "--by-hand", *_sums(config), typed=f"{call}\n5\n")
+
+    assert "tool add(a, b): Add two numbers.\n" in result.output
+    assert "tool add\n  5\n" in result.output
+    assert "reward 1 = " in result.output
+
+
+@pytest.mark.process
+def test_a_model_plays_what_a_learner_would_step_again(config, chat):
+    result = _try(config, "--model", str(chat), "--json")
+
+    assert result.exit_code == 0, result.exception
+    found = json.loads(result.stdout)
+    assert (found["finish_reason"], len(found["turns"])) == ("turns", 3)
+    prompter = Prompter(str(chat), use_chat_template=True)
+    task = build_task(TaskConfig(name="seeds", environment="games:Guess", environment_path=str(config.parent)))
+    try:
+        prompt = task.prompt(0)
+        conversation = Conversations(task, prompter, end_token_ids=prompter.end_token_ids).of(prompt)
+        assert found["prompt"]["token_ids"] == conversation.encode(prompt).tolist()
+        with conversation.spec.open() as episode:
+            for turn in found["turns"]:
+                given = conversation.step(episode, np.array(turn["token_ids"], np.int32))
+                assert turn["given"]["token_ids"] == given.tolist()
+            assert found["reward"] == sum(part.value for part in episode.score())
+    finally:
+        close_task(task)
+
+
+@pytest.mark.process
+def test_a_models_episode_is_shown_with_its_tokens(config, chat):
+    result = _try(config, "--model", str(chat), "--set", "sampling.max_trajectory_tokens=20")
+
+    assert result.exit_code == 0, result.exception
+    assert "policy, turn 1: 8 tokens, cut at sampling.max_new_tokens, " in result.output
+    assert "user\n  \\x1b[31mno\n" in result.output, "no text steers the terminal"
+    assert "end after 1 turns: no room for another turn in sampling.max_trajectory_tokens (context)\n" in result.output
+    assert "tokens: 8 drawn, " in result.output
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        (["--by-hand", "--model", "x"], ConfigError, "--model: --by-hand is named too"),
+        (["--by-hand", "--set", "task.environment="], ConfigError, "task.environment: is not set"),
+        (["--by-hand", "--prompt", "20"], ConfigError, "--prompt: 20, and there are 20, from 0 to 19"),
+        (["--by-hand", "--set", "task.environment=games:Gues"], ConfigError, "task.environment: "),
+        (["--by-hand", "--set", "task.max_observation_chars=5"], PromptRefused, "task.environment: no episode of "),
+        (["--by-hand"], ConfigError, "task.environment: turn 2: games:Guess, step: "),
+        ([], ConfigError, "model_dir: is not set"),
+    ],
+)
+def test_what_cannot_be_played_is_told_by_its_key(config, arguments, kind, words):
+    settings = [] if "task.environment=" not in arguments else ["--set", "task.name=arithmetic"]
+    error = _try(config, *arguments, *settings, typed="8\ncrash\n").exception
+
+    assert type(error) is kind
+    assert str(error).startswith(words)

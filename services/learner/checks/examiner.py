@@ -54,6 +54,7 @@ from heterorl.learner.checks.rewards import judge_rewards
 from heterorl.learner.checks.versions import RecentVersions
 
 _LOG = logging.getLogger(__name__)
+_NONE = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,7 @@ class Examiner:
             self.unseeded.add(group.id.site)
             _LOG.warning("site %s: draws cannot be repeated, log-probs alone are checked", group.id.site)
         replays: list[Replay] = []
-        versions = sorted({span.version for rollout in group.rollouts for span in rollout.spans if span.is_drawn})
+        versions = sorted({span.version for rollout in group.trainable for span in rollout.spans if span.is_drawn})
         if len(versions) > config.max_versions:
             # Each costs a pull and a pass: a site that names hundreds would stop the checks of all others.
             _count(group, "logprob", "skipped")
@@ -191,8 +192,8 @@ class Examiner:
             await in_thread(self.yardstick.replayer.load, arena, version, queued.flavour)
             found = await in_thread(self.yardstick.replayer.replay, group, key=key)
             replays = found if not replays else _spliced(group, version, into=replays, other=found)
-        replays = [replay for rollout, replay in zip(group.rollouts, replays, strict=True) if rollout.num_drawn]
-        stated = [rollout.sampler_logprobs for rollout in group.rollouts if rollout.num_drawn]
+        # Of trainable rollouts alone: tokens that nobody trains on would make the mean over the group better.
+        stated = [rollout.sampler_logprobs if rollout.is_trainable else _NONE for rollout in group.rollouts]
         finding = judge_logprobs(stated, replays, config)
         _count(group, "logprob", "passed" if finding.is_sound else "failed")
         if not finding.is_sound:
@@ -206,6 +207,9 @@ def _spliced(group: Group, version: int, *, into: list[Replay], other: list[Repl
     """Tokens that a version produced take its numbers."""
     result = []
     for rollout, mine, theirs in zip(group.rollouts, into, other, strict=True):
+        if not rollout.is_trainable:
+            result.append(mine)
+            continue
         drawn = [span for span in rollout.spans if span.is_drawn]
         is_theirs = np.repeat([span.version == version for span in drawn], [span.end - span.start for span in drawn])
         margins = None

@@ -101,8 +101,10 @@ def logprob_difference(stated: Float32Array, replayed: Float32Array) -> float:
 
 
 def judge_logprobs(stated: Sequence[Float32Array], replays: Sequence[Replay], config: VerificationConfig) -> Finding:
-    """What is wrong with the stated log-probs of a group."""
+    """What is wrong with the stated log-probs of a group; a lost member has none."""
     for number, (mine, replay) in enumerate(zip(stated, replays, strict=True)):
+        if not mine.size:
+            continue
         difference = logprob_difference(mine, replay.logprobs)
         if difference > config.logprob_tolerance:
             detail = (

@@ -25,7 +25,7 @@ from heterorl.common.types.trajectory import strips_of
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.judge import Replay
 from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.micro_batch import MicroBatch, collate
+from heterorl.learner.train.micro_batch import collate, split
 from heterorl.learner.train.model import hidden_states, learner_logprobs, load_model, output_embedding
 from heterorl.learner.train.stand_in import arena_weights
 
@@ -63,7 +63,7 @@ class Replayer:
 
     @torch.inference_mode()
     def replay(self, group: Group, *, key: int | None) -> list[Replay]:
-        """Compute all rollouts of a group under the loaded weights.
+        """Compute the trainable rollouts of a group under the loaded weights; of a lost member there are no numbers.
 
         Args:
             group: its tokens are read, nothing that it says of them.
@@ -71,15 +71,15 @@ class Replayer:
         """
         result = [Replay(logprobs=np.zeros(0, np.float32), margins=None)] * len(group.rollouts)
         for part in _parts(group):
-            for number, replay in zip(part, self._pass(group, part, key=key), strict=True):
-                result[number] = replay
+            for sequence, replay in zip(part, self._pass(part, key=key), strict=True):
+                result[sequence.number] = replay
         return result
 
-    def _pass(self, group: Group, part: Sequence[int], *, key: int | None) -> list[Replay]:
-        batch = _collated(group, part).to(self._device)
+    def _pass(self, part: Sequence[TrainingSequence], *, key: int | None) -> list[Replay]:
+        batch = collate(part, batching="padded").to(self._device)
         hidden_NH = hidden_states(self._model, batch.input_ids_RS, batch.position_ids_RS, batch.sources_N)
         weight_VH = output_embedding(self._model)
-        places = [(number, position) for number in part for position in range(group.rollouts[number].num_drawn)]
+        places = [(one.number, position) for one in part for position in range(one.num_drawn)]
         logprobs_N, margins_N = [], []
         step = max(1, CHUNK_LOGITS // weight_VH.shape[0])
         for start in range(0, len(places), step):
@@ -97,7 +97,7 @@ class Replayer:
                 margins_N.append((drawn_CV.max(1).values - drawn_CV.gather(1, targets_C[:, None])[:, 0]).cpu())
         logprobs = torch.cat(logprobs_N).numpy()
         margins = torch.cat(margins_N).numpy() if key is not None else None
-        ends = np.cumsum([group.rollouts[number].num_drawn for number in part])[:-1]
+        ends = np.cumsum([sequence.num_drawn for sequence in part])[:-1]
         margin_parts = [None] * len(part) if margins is None else np.split(margins, ends)
         return [
             Replay(logprobs=entry, margins=margin)
@@ -111,7 +111,7 @@ def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, tem
 
     Args:
         model: is trained elsewhere, between its steps; computes p.
-        groups: give q; one list of ratios for each.
+        groups: give q; one list of ratios for each, 0 for lost members.
         weights: of p. Masters would put their own distance from what samplers have onto every honest site.
         temperature: what logits are divided by so that p means what q means.
     """
@@ -121,37 +121,26 @@ def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, tem
 
 
 def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, temperature: float) -> list[float]:
-    ratios: list[float] = []
+    ratios = [0.0] * len(group.rollouts)
     for part in _parts(group):
-        rollouts = [group.rollouts[number] for number in part]
-        logprobs_N, _ = learner_logprobs(model, _collated(group, part).to(device), temperature=temperature)
-        pieces = logprobs_N.double().cpu().split([rollout.num_drawn for rollout in rollouts])
-        ratios += [
-            float(piece.mean()) - float(rollout.sampler_logprobs.mean(dtype=np.float64))
-            for piece, rollout in zip(pieces, rollouts, strict=True)
-        ]
+        logprobs_N, _ = learner_logprobs(model, collate(part, batching="padded").to(device), temperature=temperature)
+        pieces = logprobs_N.double().cpu().split([sequence.num_drawn for sequence in part])
+        for sequence, piece in zip(part, pieces, strict=True):
+            ratios[sequence.number] = float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
     return ratios
 
 
-def _parts(group: Group) -> list[list[int]]:
-    """Numbers of rollouts that share a pass, in order; those without a drawn token are in none."""
-    numbers = [number for number, rollout in enumerate(group.rollouts) if rollout.num_drawn]
-    longest = group.prompt_token_ids.size + max(
-        (group.rollouts[number].token_ids.size for number in numbers), default=1
-    )
-    rows = max(1, MAX_PASS_TOKENS // longest)
-    return [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
-
-
-def _collated(group: Group, part: Sequence[int]) -> MicroBatch:
-    rollouts = [group.rollouts[number] for number in part]
+def _parts(group: Group) -> list[list[TrainingSequence]]:
+    """The trainable rollouts, by those that share a pass."""
     sequences = [
         TrainingSequence(
             strips=strips_of(group.prompt_token_ids, rollout),
             sampler_logprobs=rollout.sampler_logprobs,
             advantage=0.0,
             log_denominator=0.0,
+            number=number,
         )
-        for rollout in rollouts
+        for number, rollout in enumerate(group.rollouts)
+        if rollout.is_trainable
     ]
-    return collate(sequences, batching="padded")
+    return split(sequences, max_tokens=MAX_PASS_TOKENS, batching="padded")

@@ -18,7 +18,16 @@ from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
 from heterorl.common.tiny.model import write_tiny_model
-from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection, RewardPart, Span
+from heterorl.common.types.rollout import (
+    GIVEN,
+    DropReason,
+    FinishReason,
+    GroupId,
+    QueuedGroup,
+    Rejection,
+    RewardPart,
+    Span,
+)
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.learner.checks.admission import Limits
@@ -35,6 +44,7 @@ from heterorl.learner.checks.replay import Replayer, log_ratios
 from heterorl.learner.checks.rewards import judge_rewards
 from heterorl.learner.run.feed import feed
 from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.train.micro_batch import collate
 from tests.support.clock import ManualClock
 
 ALWAYS = {"logprob_floor": 1.0}
@@ -328,6 +338,53 @@ def test_one_token_of_a_hundred_may_differ_and_two_may_not():
 
     assert judge_margins(margins(1), VerificationConfig()).is_sound
     assert judge_margins(margins(2), VerificationConfig()).detail.startswith("rollouts[0]: 2.0% of the tokens")
+
+
+async def test_lost_members_are_not_replayed_and_make_no_other_member_look_better(site, honest):
+    group = honest[0]
+    # Each member within its own bound, all together beyond that of the group; two lost ones would halve the mean.
+    off = [rollout.sampler_logprobs - np.float32(0.06) for rollout in group.rollouts]
+    for number in range(2):
+        group = with_rollout(group, number, finish_reason=FinishReason.ENGINE_FAILED)
+        group = with_rollout(group, number + 2, sampler_logprobs=off[number + 2])
+
+    replays = site.replayer.replay(group, key=None)
+    finding = await examine(site, group, recompute_rewards=False)
+
+    assert [replay.logprobs.size > 0 for replay in replays] == [False, False, True, True]
+    assert finding.detail.startswith("rollouts: log-probs are 0.06 nats off")
+    worse = with_rollout(group, 3, sampler_logprobs=off[3] - np.float32(1.0))
+    assert (await examine(site, worse, recompute_rewards=False)).detail.startswith("rollouts[3]: log-probs")
+
+
+def test_no_pass_of_a_replay_has_more_tokens_than_it_may(site, honest, monkeypatch):
+    group = honest[0]
+    first = group.rollouts[0]
+    # Two sequences, each of one drawn token, beside a rollout that is one long sequence.
+    short = dataclasses.replace(
+        first, token_ids=first.token_ids[[0, 0, 0]], sampler_logprobs=first.sampler_logprobs[[0, 0]],
+        spans=(Span(version=0, start=0, end=1), Span(version=GIVEN, start=1, end=2, keeps=1),
+               Span(version=0, start=2, end=3)),
+    )  # fmt: skip
+    long = dataclasses.replace(
+        first, token_ids=np.full(40, first.token_ids[0], np.int32), sampler_logprobs=np.full(40, -1.0, np.float32),
+        spans=(Span(version=0, start=0, end=40),),
+    )  # fmt: skip
+    group = dataclasses.replace(group, rollouts=(short, long, short, short))
+    width = group.prompt_token_ids.size + 39
+    passes = []
+    monkeypatch.setattr("heterorl.learner.checks.replay.MAX_PASS_TOKENS", 4 * width)
+    monkeypatch.setattr(
+        "heterorl.learner.checks.replay.collate",
+        lambda *a, **k: passes.append(collate(*a, **k)) or passes[-1],
+    )
+
+    found = site.replayer.replay(group, key=None)
+
+    assert max(batch.input_ids_RS.numel() for batch in passes) <= 4 * width
+    assert [one.logprobs.size for one in found] == [2, 40, 2, 2]
+    for one in found[2:]:
+        np.testing.assert_allclose(one.logprobs, found[0].logprobs, rtol=1e-4, atol=1e-5)
 
 
 def test_log_ratio_is_the_mean_difference_under_the_model(site, honest):

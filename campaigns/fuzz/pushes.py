@@ -11,8 +11,9 @@ import numpy as np
 from campaigns.fuzz.messages import any_message
 from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, Span
+from heterorl.common.types.common import Contract, Digest, SiteId
+from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, RewardPart, Rollout, Span
+from heterorl.common.types.trajectory import strips_of, turns_of
 from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.common.wire.seal import open_group, read_sealed, seal
 from heterorl.coordinator.groups.intake import examined
@@ -33,6 +34,10 @@ _CONTRACT = dataclasses.replace(
     routed_token_bytes=ROUTED,
     sampling=dataclasses.replace(CONTRACT.sampling, max_new_tokens=LONGEST),
 )
+_TURNS = dataclasses.replace(
+    _CONTRACT, routed_token_bytes=0, max_turns=3, max_trajectory_tokens=30, min_members=1
+)  # fmt: skip
+"""The same for rollouts of several turns."""
 _MAX_PROMPT = 64
 _NEWER = b"\xf2\x3f\x03new"
 """A field of a program that is newer."""
@@ -47,7 +52,7 @@ class PushTarget:
         """A push of honest groups, of groups with a changed column, or of any; damaged in a third of the cases."""
         parts = []
         for _ in range(draw.choice((1, 1, 2, 3))):
-            message = rollout_pb2.Group.FromString(seal(_honest(draw)).data)
+            message = rollout_pb2.Group.FromString(seal(_honest(draw, has_turns=draw.random() < 0.5)).data)
             kind = draw.random()
             if kind < 0.4:
                 _change(message, draw)
@@ -66,15 +71,20 @@ class PushTarget:
         problems = []
         for group in pushed_from_pb(message, limit_groups=PUSH_GROUPS):
             check(group)
-            arrived = examined(group, _CONTRACT, max_prompt_tokens=_MAX_PROMPT)
-            if arrived.problem:
-                problems.append(arrived.problem)
-                continue
-            assert arrived.sealed is not None
-            assert read_sealed(arrived.sealed.data) == arrived.sealed, "the store reads other facts than were sealed"
-            _must_hold(open_group(arrived.sealed))
+            found = [self._judge(group, contract) for contract in (_CONTRACT, _TURNS)]
+            if all(found):
+                problems += found
         if problems:
             raise InvalidRequest(problems[0])
+
+    def _judge(self, group: rollout_pb2.Group, contract: Contract) -> str:
+        arrived = examined(group, contract, max_prompt_tokens=_MAX_PROMPT)
+        if not arrived.problem:
+            assert arrived.sealed is not None
+            assert read_sealed(arrived.sealed.data) == arrived.sealed, "the store reads other facts than were sealed"
+            opened = open_group(arrived.sealed)
+            (_must_hold if contract is _CONTRACT else _must_hold_of_turns)(opened)
+        return arrived.problem
 
 
 def _must_hold(group: Group) -> None:
@@ -96,6 +106,27 @@ def _must_hold(group: Group) -> None:
         assert len(rollout.routed_experts) in (0, ROUTED * (group.prompt_token_ids.size + size - 1))
 
 
+def _must_hold_of_turns(group: Group) -> None:
+    assert group.trainable
+    drawn = [span.version for rollout in group.rollouts for span in rollout.spans if span.is_drawn]
+    assert group.oldest_version == min(drawn)
+    for rollout in group.rollouts:
+        assert rollout.token_ids.size <= _TURNS.max_trajectory_tokens
+        turns = turns_of(rollout)
+        assert len(turns) <= _TURNS.max_turns
+        assert all(0 < end - start <= LONGEST for start, end in turns)
+        assert sum(end - start for start, end in turns) == rollout.num_drawn
+        strips = strips_of(group.prompt_token_ids, rollout)
+        ids = [token for strip in strips for token in strip.token_ids[strip.is_drawn].tolist()]
+        assert ids == [token for start, end in turns for token in rollout.token_ids[start:end].tolist()]
+        longest = max((strip.token_ids.size for strip in strips), default=0)
+        assert len(strips) * longest <= group.prompt_token_ids.size + _TURNS.max_trajectory_tokens
+        assert np.isfinite(rollout.sampler_logprobs).all()
+        if rollout.is_trainable:
+            assert turns
+            assert turns[-1][1] == rollout.token_ids.size
+
+
 def _change(message: rollout_pb2.Group, draw: random.Random) -> None:
     """Change one column: a byte of it, its end, or an odd number in it."""
     name = draw.choice(_COLUMNS)
@@ -115,14 +146,17 @@ def _change(message: rollout_pb2.Group, draw: random.Random) -> None:
     message.id_bytes = draw.choice((message.id_bytes, message.id_bytes, 0, 1, 4, 5))
 
 
-def _honest(draw: random.Random) -> Group:
+def _honest(draw: random.Random, *, has_turns: bool) -> Group:
     prompt = np.array([draw.randrange(1000) for _ in range(draw.randint(1, 8))], np.int32)
     return Group(
         id=GroupId(site=SiteId("eu-1"), incarnation="b1946ac9", sequence=draw.randrange(1, 300)),
         assignment=draw.randrange(1000),
         prompt_index=draw.randrange(50),
         prompt_token_ids=prompt,
-        rollouts=tuple(_rollout(draw, num_prompt=prompt.size) for _ in range(_CONTRACT.group_size)),
+        rollouts=tuple(
+            _trajectory(draw, num_prompt=prompt.size) if has_turns else _rollout(draw, num_prompt=prompt.size)
+            for _ in range(_CONTRACT.group_size)
+        ),
         oldest_version=3,
         state_root=Digest("a" * 64),
         generation_s=draw.choice((0.0, 1.5)),
@@ -150,4 +184,27 @@ def _rollout(draw: random.Random, *, num_prompt: int) -> Rollout:
         reward_parts=(RewardPart(name="correct", value=1.0),) * draw.randrange(2),
         finish_reason=FinishReason.EOS if is_end else FinishReason.LENGTH,
         routed_experts=draw.randbytes(ROUTED * read) if draw.random() < 0.3 else b"",
+    )
+
+
+def _trajectory(draw: random.Random, *, num_prompt: int) -> Rollout:
+    """Turns of completions, with given tokens between them, now and then behind fewer tokens than there were."""
+    parts = [_rollout(draw, num_prompt=num_prompt) for _ in range(draw.randint(1, 3))]
+    ids: list[int] = []
+    spans: list[Span] = []
+    for number, part in enumerate(parts):
+        if number:
+            count, keeps = draw.randint(1, 3), draw.choice((None, None, draw.randrange(num_prompt + 4)))
+            spans.append(Span(version=GIVEN, start=len(ids), end=len(ids) + count, keeps=keeps))
+            ids += [draw.choice((2, END, 7)) for _ in range(count)]
+        spans += [dataclasses.replace(s, start=s.start + len(ids), end=s.end + len(ids)) for s in part.spans]
+        ids += part.token_ids.tolist()
+    lost = draw.choice((FinishReason.TOOL_LOST, FinishReason.ENVIRONMENT_FAILED))
+    return dataclasses.replace(
+        parts[-1],
+        token_ids=np.array(ids, np.int32),
+        sampler_logprobs=np.concatenate([part.sampler_logprobs for part in parts]),
+        spans=tuple(spans),
+        finish_reason=draw.choice((parts[-1].finish_reason, FinishReason.TURNS, lost)),
+        routed_experts=b"",
     )

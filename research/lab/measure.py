@@ -58,8 +58,8 @@ class Probe:
         advantages = []
         for queued, members in zip(groups, completions, strict=True):
             prompt = self.task.prompt(queued.group.prompt_index)
-            # Rollouts without tokens are in no batch.
-            kept = [rollout.reward for rollout in queued.group.rollouts if rollout.token_ids.size]
+            # Lost members are in no batch.
+            kept = [rollout.reward for rollout in queued.group.trainable]
             baseline = float(np.mean(kept)) if kept else 0.0
             rewards = [
                 total_reward(self.task.score(prompt, self.prompter.decode(member.token_ids))) for member in members

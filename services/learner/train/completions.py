@@ -83,7 +83,7 @@ def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
     num_groups = Counter(str(group.id.site) for group in groups)
     num_tokens: Counter[str] = Counter()
     for group in groups:
-        num_tokens[group.id.site] += sum(rollout.num_drawn for rollout in group.rollouts)
+        num_tokens[group.id.site] += sum(rollout.num_drawn for rollout in group.trainable)
     kept = sorted(num_tokens, key=lambda site: (-num_tokens[site], site))[:MAX_REPORTED_SITES]
     return tuple(
         SiteTokens(site=site, num_groups=num_groups[site], num_tokens=num_tokens[site]) for site in sorted(kept)

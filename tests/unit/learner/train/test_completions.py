@@ -89,6 +89,14 @@ def test_numbers_of_a_step_by_hand():
     ]
 
 
+def test_lost_members_are_in_no_number_of_a_step():
+    whole = group_of([(2, 1.0, False), (4, 0.0, True), (9, 0.5, False)])
+    lost = dataclasses.replace(whole.rollouts[2], finish_reason=FinishReason.TOOL_LOST)
+    group = dataclasses.replace(whole, rollouts=(*whole.rollouts[:2], lost))
+
+    assert completion_numbers([group]) == completion_numbers([group_of([(2, 1.0, False), (4, 0.0, True)])])
+
+
 def test_equal_rewards_are_none_above_their_mean():
     # 0.1 + 0.1 + 0.1 over 3 is not 0.1 in binary.
     numbers = completion_numbers([group_of([(1, 0.1, False)] * 3)])

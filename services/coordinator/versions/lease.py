@@ -10,6 +10,9 @@ from heterorl.common.types.step import LearnerProgress
 _KEYS = {
     "lora.base_digest": "model_dir (the base model under the adapters)",
     "end_token_ids": "sampling.end_token_ids (of model_dir where it is not set)",
+    "min_members": "sampling.min_members (half of group_size where it is 0)",
+    "max_turns": "task.max_turns (1 without an environment)",
+    "max_trajectory_tokens": "sampling.max_trajectory_tokens",
 }
 """Settings that a node's configuration knows by another name."""
 

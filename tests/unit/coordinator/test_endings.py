@@ -88,6 +88,22 @@ def test_end_tokens_differ_only_where_both_state_some():
     assert contract_difference(STATED, CONTRACT) == contract_difference(CONTRACT, STATED) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("min_members", "sampling.min_members (half of group_size where it is 0)"),
+        ("max_turns", "task.max_turns (1 without an environment)"),
+        ("max_trajectory_tokens", "sampling.max_trajectory_tokens"),
+    ],
+)
+def test_what_differs_of_turns_and_members_is_named_as_the_configuration_does(name, key):
+    offered = dataclasses.replace(CONTRACT, **{name: 3})
+
+    found = contract_difference(CONTRACT, offered)
+
+    assert found == f"{key}: the run has {getattr(CONTRACT, name)}, this node 3"
+
+
 def test_one_end_token_has_the_bytes_of_programs_that_know_no_more():
     message = contract_to_pb(STATED)
 

@@ -18,6 +18,8 @@ from heterorl.common.types.facts import facts_of
 
 NUM_COUNTED = 5_000
 """Prompts whose tokens are counted, evenly spread over the task."""
+NUM_RESET = 64
+"""The same of a task with an environment, where each begins an episode."""
 
 
 def check_config(
@@ -32,8 +34,9 @@ def check_config(
 ) -> None:
     """Check a configuration without starting anything: every key, and what the service would load.
 
-    That is task, data, one reward, a loss of your own, tokenizer, the model's configuration and the engine's
-    package; no weights are read and nobody is asked over the network but the hub, for a model that is not here.
+    That is task, data, one reward, a step of each environment behind the model's template, a loss of your own,
+    tokenizer, the model's configuration and the engine's package; no weights are read and nobody is asked over the
+    network but the hub, for a model that is not here.
 
     Exit code 0: it is valid. 2: it is not; each problem is one line.
     """
@@ -150,9 +153,11 @@ def _build_task(config: Any, prompter: Any) -> Any:
 
 def counted(task: Any, prompter: Any) -> str:
     """How many prompts a task has, and the longest of some that are spread over it."""
+    from heterorl.common.tasks.environments.task import environments_of
     from heterorl.common.tasks.sources.length import lengths_of
 
-    indices = sorted({number * task.num_prompts // NUM_COUNTED for number in range(NUM_COUNTED)})
+    num = NUM_RESET if environments_of(task) else NUM_COUNTED
+    indices = sorted({number * task.num_prompts // num for number in range(num)})
     lengths = lengths_of([task.prompt(index) for index in indices], prompter.num_tokens)
     longest = int(lengths.argmax())
     of = f"the longest of {len(indices)}" if len(indices) < task.num_prompts else "the longest"
@@ -174,6 +179,8 @@ def _load_tokenizer(config: Any) -> Any:
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     from heterorl.common.model.positions import room_at
+    from heterorl.common.tasks.environments.task import environments_of
+    from heterorl.common.text.conversation import Conversations
     from heterorl.common.text.trial import try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 
@@ -184,4 +191,7 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     if prompter is not None:
         try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
+    if prompter is not None and environments_of(task):
+        ends = config.sampling.end_token_ids or prompter.end_token_ids
+        Conversations(task, prompter, end_token_ids=ends, tool_parser=config.task.tool_parser).try_episodes()
     try_reward(task, prompter)

@@ -93,6 +93,8 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
     if config.verification.recompute_rewards or config.evaluation.every_versions:
         # Otherwise every group would be given up, one after another.
         try_answers(task)
+        if conversations:
+            conversations.try_episodes()
         try_reward(tried_here(task, asks_others=bool(config.evaluation.every_versions)), prompter)
     sampling = config.sampling.semantics()
     passes = PassCount()

@@ -79,15 +79,16 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     # Before the model is loaded and before anybody counts on this site.
     try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
+    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
+    conversations = None
+    if environments_of(task):
+        conversations = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
+        conversations.try_episodes()
     try_reward(task, prompter)
     sets = open_sets(config.evaluation, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     for each in sets:
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()
-    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
-    conversations = None
-    if environments_of(task):
-        conversations = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
     engines = build_engines(config, sampling, end_token_ids=end_token_ids)
     engine = engines.engine
     contract = build_contract(

@@ -7,17 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from heterorl.common.errors import ConfigError, EpisodeError, RewardError
+from heterorl.common.errors import EpisodeError, RewardError
 from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.episodes import Episode
-from heterorl.common.tasks.environments.task import EnvironmentSpec
+from heterorl.common.tasks.environments.task import EnvironmentSpec, environment_problem
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart, total_reward
-
-_ACTION = "correct the environment; raise task.step_timeout_s if it only needs longer"
-
-
-_SILENCE = Observation((), done=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +23,7 @@ class Turn:
     policy_s: float
     is_cut: bool = False
     token_ids: Int32Array | None = None
-    said: Observation = _SILENCE
+    said: Observation = field(default_factory=lambda: Observation((), done=True))
     given_ids: Int32Array | None = None
     environment_s: float = 0.0
 
@@ -96,7 +91,7 @@ def play(
             played.reward = total_reward(played.parts)
     except (EpisodeError, RewardError) as error:
         where = f"turn {len(played.turns)}" if played.turns else "the start of the episode"
-        raise ConfigError("task.environment", f"{where}: {error}", action=_ACTION) from error
+        raise environment_problem(where, error) from error
     return played
 
 

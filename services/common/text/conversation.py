@@ -10,14 +10,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from heterorl.common.errors import EpisodeError, RewardError
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
 from heterorl.common.tasks.environments.episodes import Episode
-from heterorl.common.tasks.environments.task import EnvironmentSpec, environment_of, environments_of
+from heterorl.common.tasks.environments.task import (
+    EnvironmentSpec,
+    environment_of,
+    environment_problem,
+    environments_of,
+)
 from heterorl.common.tasks.task import Message, Prompt, Task
 from heterorl.common.text.actions import Parser, parse_action
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.trial import try_turns
+from heterorl.common.text.trial import TRIED_TURN, tried_prompts, try_turns
 from heterorl.common.types.common import Int32Array
+from heterorl.common.types.rollout import total_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +143,27 @@ class Conversations:
             parser=self._parsers[spec.episodes.name],
             end_token_ids=self._end_token_ids,
         )
+
+    def try_episodes(self) -> None:
+        """Step an episode of each environment by one short turn, and score it.
+
+        Raises:
+            ConfigError: the environment or its score fails, or the template does not write what it says.
+        """
+        turn = np.append(self._prompter.tokens(TRIED_TURN), np.int32(min(self._end_token_ids)))
+        untried = dict(self._parsers)
+        for prompt in tried_prompts(self._task):
+            found = None if prompt.refusal else self.of(prompt)
+            if found is None or found.spec.episodes.name not in untried:
+                continue
+            del untried[found.spec.episodes.name]
+            try:
+                with found.spec.open() as episode:
+                    found.step(episode, turn)
+                    total_reward(episode.score())
+            except (EpisodeError, RewardError) as error:
+                where = f"an episode of prompt {prompt.index} in which the policy says {TRIED_TURN}"
+                raise environment_problem(where, error) from error
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Token ids of a prompt of the task, as policies read it."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.positions import Room
+from heterorl.common.tasks.environments.task import environment_of, environment_problem
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, knows_answers
 from heterorl.common.text.actions import Parser, parser_for
 from heterorl.common.text.prompts import Prompter
@@ -22,6 +23,13 @@ MAX_UNREADABLE = 0.5
 """Share of answers that cannot be read beyond which the reward is not the one for this data."""
 NUM_TRIED = 32
 """Prompts that are tried, evenly spread over the task."""
+TRIED_TURN = "Yes"
+"""What the policy says in an episode that is tried."""
+
+
+def tried_prompts(task: Task) -> Iterator[Prompt]:
+    """The prompts that are tried."""
+    return map(task.prompt, sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)}))
 
 
 def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: int) -> None:
@@ -37,16 +45,17 @@ def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: i
         ConfigError: all of them were refused.
     """
     room.check_length(max_new_tokens)
-    tried = sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)})
-    for index in tried:
+    num_tried = 0
+    for prompt in tried_prompts(task):
+        num_tried += 1
         try:
-            room.check(prompter.encode_prompt(task.prompt(index)), max_new_tokens)
+            room.check(prompter.encode_prompt(prompt), max_new_tokens)
         except PromptRefused as error:
             refused = error
         else:
             return
     problem = refused.args[0].removeprefix(f"{refused.key}: ")
-    words = f"all of {len(tried)} prompts that were tried are refused: {problem}"
+    words = f"all of {num_tried} prompts that were tried are refused: {problem}"
     raise ConfigError(refused.key, words, action=refused.action)
 
 
@@ -113,6 +122,8 @@ def try_answers(task: Task) -> None:
 def try_reward(task: Task, prompter: Prompter | None) -> float:
     """Score a prompt's own answer, the first one that can be read; a task without rewards here is not begun.
 
+    An environment is told the answer as the only turn of an episode, or TRIED_TURN where the row has none.
+
     Args:
         task: whose prompt it is.
         prompter: through whose tokens the answer goes; None takes its text as it is.
@@ -122,16 +133,20 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
         DependencyMissing: the package that computes it is not installed.
     """
     prompt = _readable(task)
-    text = prompt.answer
+    is_played = environment_of(task, prompt) is not None
+    text = prompt.answer or (TRIED_TURN if is_played else "")
     if prompter is not None:
-        text = prompter.decode(prompter.tokens(prompt.answer))
+        text = prompter.decode(prompter.tokens(text))
     try:
         reward = total_reward(task.score(prompt, text))
     except RewardError as error:
+        if is_played:
+            raise environment_problem(f"the policy says {text[:40]!r}", error) from error
         problem = f"the reference answer of prompt {prompt.index} gets no reward here: {error}"
         action = "correct task.reward or the data; raise task.reward_timeout_s if it only needs longer"
         raise ConfigError("task", problem, action=action) from error
-    _LOG.info("the reference answer of prompt %d gets a reward of %g", prompt.index, reward)
+    words = "an episode with one turn" if is_played else "the reference answer"
+    _LOG.info("%s of prompt %d gets a reward of %g", words, prompt.index, reward)
     return reward
 
 

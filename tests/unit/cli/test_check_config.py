@@ -11,12 +11,15 @@ from typer.testing import CliRunner
 
 from heterorl.cli.check_config import counted
 from heterorl.cli.main import app
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import InvalidConfig, load
 from heterorl.common.process.config_words import PATTERNS, all_keys
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.text.conversation import Conversations
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
+from tests.support.conversations import FAMILIES, prompter_of, save_chat_model
 
 LEARNER = """
 lr = 1e-5
@@ -176,6 +179,95 @@ def test_the_command_prints_them_and_ends_with_2(tmp_path):
         assert lines[0] == f"error: {path} has 2 problems:"
         assert set(lines[1:3]) == {"engine: must be a table, is 3", "lr: unknown key"}
         assert "Traceback" not in result.stderr
+
+
+EPISODE = """
+class Talk:
+    shares_process = True
+
+    def reset(self, row, *, seed):
+        self.said = ""
+        return "Well?"
+
+    def step(self, action):
+        self.said = action.text
+        return STEP
+
+    def score(self):
+        return SCORE
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("service", "step", "score", "problem"),
+    [
+        (
+            "learner",
+            "1 / (action.text != 'Yes')",
+            "1.0",
+            "task.environment: an episode of prompt 0 in which the policy",
+        ),
+        (
+            "sampler",
+            "'so?'",
+            "1 / (self.said != 'Yes')",
+            "task.environment: an episode of prompt 0 in which the policy",
+        ),
+        (
+            "sampler",
+            "'so?'",
+            "1e9",
+            "task.environment: an episode of prompt 0 in which the policy says Yes: a reward of",
+        ),
+        ("sampler", "'so?'", "1.0", ""),
+    ],
+)
+def test_an_episode_is_stepped_behind_the_template(tmp_path, service, step, score, problem):
+    (tmp_path / "talk.py").write_text(EPISODE.replace("STEP", step).replace("SCORE", score))
+    save_chat_model(tmp_path / "chat")
+    path = tmp_path / "node.toml"
+    path.write_text(
+        f'model_dir = "{tmp_path}/chat"\nuse_chat_template = true\n[task]\nname = "seeds"\nsize = 500\n'
+        'environment = "talk:Talk"\n[sampling]\nmax_new_tokens = 8\n[tls]\ninsecure = true\n'
+    )
+
+    result = invoke("check-config", service, "--config", str(path))
+
+    assert str(result.exception or "").startswith(problem)
+    if not problem:
+        assert result.exit_code == 0, result.exception
+        assert "500 prompts to train on, 512 held out; the longest of 64 has " in result.output
+
+
+@pytest.mark.process
+def test_without_a_model_an_episode_is_stepped_all_the_same(tmp_path):
+    (tmp_path / "talk.py").write_text(EPISODE.replace("STEP", "1 / (action.text != 'Yes')").replace("SCORE", "1.0"))
+    path = tmp_path / "node.toml"
+    path.write_text(
+        'use_chat_template = true\n[task]\nname = "seeds"\nenvironment = "talk:Talk"\n[tls]\ninsecure = true\n'
+    )
+
+    lines = str(invoke("check-config", "learner", "--config", str(path)).exception).splitlines()
+
+    assert lines[0] == "2 problems:"
+    assert lines[1].startswith("model_dir: is not set")
+    assert lines[2].startswith("task.environment: the policy says 'Yes': ")
+
+
+@pytest.mark.process
+def test_a_template_that_cannot_write_what_is_said_is_told(tmp_path):
+    names = "from heterorl.common.tasks.environments.environment import Observation\nfrom heterorl.common.tasks.task import Message\n"
+    said = 'Observation((Message(role="system", content="so?"),))'
+    (tmp_path / "talk.py").write_text(names + EPISODE.replace("STEP", said).replace("SCORE", "1.0"))
+    template, tokenizer = FAMILIES["gemma"]
+    prompter = prompter_of(tmp_path / "chat", template, tokenizer())
+    task = build_task(TaskConfig(name="seeds", environment="talk:Talk", environment_path=str(tmp_path)))
+    try:
+        with pytest.raises(ConfigError, match="system"):
+            Conversations(task, prompter, end_token_ids=prompter.end_token_ids).try_episodes()
+    finally:
+        close_task(task)
 
 
 def test_short_file_of_a_sampler_says_what_will_be_asked(tmp_path):

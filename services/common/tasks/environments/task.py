@@ -72,6 +72,12 @@ def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
     return found
 
 
+def environment_problem(where: str, error: Exception) -> ConfigError:
+    """What ended an episode, for the one who writes the environment."""
+    action = "correct the environment; raise task.step_timeout_s if it only needs longer"
+    return ConfigError(_KEY, f"{where}: {error}", action=action)
+
+
 def environments_of(task: object) -> tuple[Episodes, ...]:
     """The environments of all sources of a task."""
     return tuple(getattr(task, "environments", ()))

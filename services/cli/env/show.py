@@ -64,7 +64,8 @@ class Screen:
     def end(self, played: Played) -> None:
         """Write how it ended."""
         reason = "" if played.finish_reason is None else f" ({played.finish_reason.value})"
-        self._write(f"\nend after {len(played.turns)} turns: {_ENDS[played.finish_reason]}{reason}")
+        turns = "1 turn" if len(played.turns) == 1 else f"{len(played.turns)} turns"
+        self._write(f"\nend after {turns}: {_ENDS[played.finish_reason]}{reason}")
         parts = [f"{p.name} {p.value:g}" + ("" if p.weight == 1 else f" x {p.weight:g}") for p in played.parts]
         self._write(f"reward {played.reward:g} = {' + '.join(parts)}")
         if any(turn.token_ids is not None for turn in played.turns):

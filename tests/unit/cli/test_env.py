@@ -89,7 +89,7 @@ def test_a_person_plays_without_a_model(config):
 @pytest.mark.process
 def test_the_end_of_the_input_and_the_limit_of_turns_are_scored(config):
     assert (
-        "end after 1 turns: you ended it\nreward 2 = found 1 + speed 1\n"
+        "end after 1 turn: you ended it\nreward 2 = found 1 + speed 1\n"
         in _try(config, "--by-hand", typed="8\n").output
     )
     result = _try(config, "--by-hand", "--held-out", "--json", typed="9\n8\n7\n6\n")
@@ -143,7 +143,7 @@ def test_a_models_episode_is_shown_with_its_tokens(config, chat):
     assert result.exit_code == 0, result.exception
     assert "policy, turn 1: 8 tokens, cut at sampling.max_new_tokens, " in result.output
     assert "user\n  \\x1b[31mno\n" in result.output, "no text steers the terminal"
-    assert "end after 1 turns: no room for another turn in sampling.max_trajectory_tokens (context)\n" in result.output
+    assert "end after 1 turn: no room for another turn in sampling.max_trajectory_tokens (context)\n" in result.output
     assert "tokens: 8 drawn, " in result.output
 
 

@@ -84,6 +84,7 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
         layout_id=backend.layout.layout_id,
         vocab_size=int(backend.torch_model.config.vocab_size),
         group_size=group_size,
+        min_members=-(-group_size // 2),
         sampling=sampling,
         end_token_ids=prompter.end_token_ids,
     )

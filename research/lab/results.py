@@ -25,7 +25,24 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
     ),
     "delay": frozenset({"default"}),
     "task": frozenset({"lr", "warm_start_lr"}),
-    "prompts": frozenset({"data", "system_prompt", "rewards", "sources", "sandbox"}),
+    "prompts": frozenset(
+        {
+            "data",
+            "system_prompt",
+            "rewards",
+            "sources",
+            "sandbox",
+            "environment",
+            "environment_path",
+            "environment_workers",
+            "environment_memory_bytes",
+            "max_turns",
+            "trajectory_s",
+            "step_timeout_s",
+            "max_observation_chars",
+            "tool_parser",
+        }
+    ),
     "regime": frozenset(
         {
             "last_evaluations",

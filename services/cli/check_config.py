@@ -35,8 +35,8 @@ def check_config(
     """Check a configuration without starting anything: every key, and what the service would load.
 
     That is task, data, one reward, a step of each environment behind the model's template, a loss of your own,
-    tokenizer, the model's configuration and the engine's package; no weights are read and nobody is asked over the
-    network but the hub, for a model that is not here.
+    tokenizer, the model's configuration and the engine's package; it reads no weights. Over the network it asks the hub
+    alone, for a model that is not here.
 
     Exit code 0: it is valid. 2: it is not; each problem is one line.
     """

@@ -383,7 +383,7 @@ class NotReversible(HeterorlError):
 
 
 class RewardError(HeterorlError):
-    """A verifier crashed or timed out: the group is abandoned and counted, never given a zero reward."""
+    """A verifier crashed or timed out: the completion is a lost member of its group, never one of reward zero."""
 
 
 class EngineError(HeterorlError):

@@ -117,8 +117,8 @@ class CoordinatorConfig(Config):
     quarantine_window_groups: int = Field(default=1000, ge=1)
     """Newest groups of a site among which failures count."""
     max_lost_share: float = Field(default=0.2, ge=0, le=1)
-    """Share of lost members, decayed over about 50 groups of a site, above which those of its groups that lost members
-    are dropped; its whole ones are taken. 1: never."""
+    """Largest share of members that a site may lose, a mean over about its last 50 groups. Above it the coordinator
+    drops the site's groups with lost members and takes its whole ones. 1 drops none."""
     store_bytes: int = Field(default=1 << 40, ge=1 << 20)
     """Bytes that payloads may occupy on disk; what no sampler needs is deleted before anything is refused."""
     keep_versions: int = Field(default=0, ge=0)

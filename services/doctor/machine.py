@@ -183,8 +183,6 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
             max_trajectory_tokens=config.sampling.max_trajectory_tokens,
             sampling=config.sampling.semantics(),
             end_token_ids=end_token_ids,
-            max_turns=config.task.max_turns_of_all,
-            max_trajectory_tokens=config.sampling.max_trajectory_tokens,
             lora=config.lora.settings(Digest("")),
             routed_token_bytes=routed_token_bytes,
         )

@@ -183,8 +183,7 @@ def join(
         task=parts.task, prompter=parts.prompter, site=site, incarnation=outbox.incarnation,
         group_size=config.group_size, clock=clock, is_seeded=config.seeded_sampling,
         min_members=parts.contract.min_members, max_new_tokens=parts.contract.sampling.max_new_tokens,
-        max_trajectory_tokens=parts.contract.max_trajectory_tokens, conversation_of=parts.conversation_of,
-        max_live=parts.max_live,
+        max_trajectory_tokens=parts.contract.max_trajectory_tokens, conversations=parts.conversations,
     )  # fmt: skip
     generation = Generation(
         config=config,

@@ -15,8 +15,8 @@ from heterorl.common.model.positions import room_at
 from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
-from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.text.conversation import Conversation, Conversations
+from heterorl.common.tasks.task import Task
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
@@ -25,10 +25,6 @@ from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines
 from heterorl.sampler.evaluation.sets import SiteSet, open_sets, with_workers
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
-
-
-def _no_conversation(_: Prompt) -> Conversation | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +41,8 @@ class Parts:
     """What the engine is compared with the learner on; none: it is not."""
     sets: tuple[SiteSet, ...] = ()
     """What it can evaluate."""
-    conversation_of: Callable[[Prompt], Conversation | None] = _no_conversation
-    """The environment of a prompt of the task; None where it is answered by one completion."""
-    max_live: int = 0
-    """Episodes that live at once; 0 where no prompt has an environment."""
+    conversations: Conversations | None = None
+    """The environments of the task; None where no prompt has one."""
     close: Callable[[], None] = lambda: None
     """Ends what the engine runs outside this process."""
 
@@ -119,8 +113,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         task=task,
         prompter=prompter,
         contract=contract,
-        conversation_of=conversations.of if conversations else _no_conversation,
-        max_live=conversations.max_live if conversations else 0,
+        conversations=conversations,
         base=flavoured.base_of(engines.base) if flavoured else engines.base,
         canary=canary_texts(task, prompter),
         sets=sets,

@@ -186,8 +186,8 @@ class SamplerConfig(Config):
     """Rollouts of one prompt."""
     swap: Literal["in_flight", "drain"] = "in_flight"
     """When new weights are taken: `in_flight` between two tokens of what is under way, whose rollouts then span
-    versions and keep the keys and values that they have; `drain` when nothing is under way: a swap that is due lets
-    nothing more begin. seeded_sampling takes `drain`."""
+    versions and keep the keys and values that they have; `drain` when no completion and no turn is under way: a swap
+    that is due lets none begin. seeded_sampling takes `drain`."""
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
     """Seconds for which assignments are leased ahead, at this sampler's own speed: an outage so long idles nothing. 0
     leases a fill of the engine when everything before it is spooled, for experiments."""

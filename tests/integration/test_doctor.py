@@ -39,6 +39,7 @@ from heterorl.sampler.config import SamplerConfig
 from heterorl.v1 import run_pb2_grpc
 from tests.support.certificates import Certificates, paths
 from tests.support.cluster import free_port
+from tests.support.conversations import save_chat_model
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT
 from tests.support.secure_run import SecureRun
@@ -351,6 +352,26 @@ def test_contract_without_weights_is_the_one_that_a_sampler_states(model_dir, tm
 
     assert measured == dataclasses.replace(stated, lora=base)
     assert machine.same_base(stated, measured) == stated
+
+
+def test_contract_of_a_node_with_an_environment_is_that_of_its_sampler_or_says_what_is_missing(tmp_path):
+    (tmp_path / "guess.py").write_text(
+        "class Guess:\n    def reset(self, row, *, seed):\n        return 'Well?'\n\n"
+        "    def step(self, action):\n        return 'So?'\n\n    def score(self):\n        return 1.0\n"
+    )
+    chat = save_chat_model(tmp_path / "chat")
+    config = SamplerConfig(
+        model_dir=str(chat), state_dir=tmp_path, use_chat_template=True, sampling={"max_new_tokens": 8},
+        task={"name": "seeds", "environment": "guess:Guess", "environment_path": str(tmp_path), "max_turns": 5},
+    )  # fmt: skip
+    parts = assemble(config)
+    parts.close()
+
+    assert machine.measure_contract(config, published_dtype="bf16") == parts.contract
+    assert parts.contract.max_turns == 5
+
+    (chat / "chat_template.jinja").unlink()
+    assert "has no chat template" in machine.measure_contract(config, published_dtype="bf16").detail
 
 
 def test_memory_is_the_least_of_machine_and_control_group(tmp_path):

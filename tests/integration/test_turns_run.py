@@ -45,6 +45,7 @@ def cluster(tmp_path):
     }  # fmt: skip
     made.learner = {**shared, "max_steps": STEPS, "verification": {"recompute_rewards": True}}
     made.sampler = shared
+    made.coordinator = {"samples_every": 1}
     yield made
     made.stop()
 

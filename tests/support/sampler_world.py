@@ -232,7 +232,7 @@ class World:
         self.settings: dict[str, Any] = {}
         self.canary: tuple[ScoredText, ...] = ()
         self.sets: tuple[SiteSet, ...] = ()
-        self.conversations: dict[str, Any] = {}
+        self.conversations: Any = None
         self.running: asyncio.Task[None] | None = None
         self.threads = CountingThreads()
         asyncio.get_running_loop().set_default_executor(self.threads)
@@ -263,7 +263,7 @@ class World:
         self.outbox = Outbox(config.state_dir)
         parts = Parts(
             engine=self.engine, task=self.task, prompter=self.prompter, contract=self.run.contract,
-            canary=self.canary, sets=self.sets, **self.conversations,
+            canary=self.canary, sets=self.sets, conversations=self.conversations,
         )  # fmt: skip
         api: Any = self.link
         record = VersionRecord(config.state_dir / "versions.jsonl")

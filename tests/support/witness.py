@@ -39,6 +39,7 @@ def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size
         layout_id=layout.layout_id,
         vocab_size=len(prompter.tokenizer),
         group_size=group_size,
+        min_members=SamplingConfig().members(group_size),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens).semantics(),
         end_token_ids=prompter.end_token_ids,
     )

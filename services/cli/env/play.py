@@ -1,4 +1,4 @@
-"""One episode, turn by turn, by whoever gives the turns; it ends as an episode of a sampler ends."""
+"""One episode, played by a voice, turn by turn; it ends as an episode of a sampler ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Turn:
 
 
 class Voice(Protocol):
-    """What gives the turns."""
+    """A model or a person, who takes the turns of the policy."""
 
     def speak(self) -> Turn | None:
         """The next turn; None ends the episode."""
@@ -99,8 +99,6 @@ def _end(spec: EnvironmentSpec, played: Played, voice: Voice, *, seconds: float)
     turn = played.turns[-1]
     if turn.said.done:
         return FinishReason.LENGTH if turn.is_cut else FinishReason.EOS
-    if len(played.turns) >= spec.limits.max_turns:
-        return FinishReason.TURNS
-    if turn.token_ids is not None and seconds >= spec.limits.trajectory_s:
-        return FinishReason.SECONDS
-    return voice.limit()
+    # A person has all the time.
+    seconds = 0.0 if turn.token_ids is None else seconds
+    return spec.limits.reached(num_turns=len(played.turns), seconds=seconds) or voice.limit()

@@ -1,4 +1,4 @@
-"""What gives the turns of an episode: a model, which draws them as a sampler would, or a person at the keyboard."""
+"""Voices of an episode: a model draws turns as a sampler would; a person types them."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ REFUSED_PROMPTS = _counter(
     "Assignments given back for prompts that template or engine refused.",
     "reason",
 )
-REWARD_ERRORS = _counter("sampler_reward_errors_total", "Groups abandoned by a verifier failure.")
+REWARD_ERRORS = _counter("sampler_reward_errors_total", "Verifier failures; each loses the members that were scored.")
 
 
 MAX_MOVES = 50

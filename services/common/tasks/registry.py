@@ -74,8 +74,9 @@ class SourceConfig(Config):
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Processor time for the reward of one completion, seconds; of all threads of the process that computes it, from
     when it is loaded. A process that needs more, or four times as long by the clock, is killed and replaced, and the
-    group is given up. math_verify: a completion that needs more is a wrong answer. reasoning_gym: a completion has half
-    of it, at most 2 s, and is then worth 0. Rewards of kind http and judge: time by the clock."""
+    completion is a lost member of its group. math_verify: a completion that needs more is a wrong answer.
+    reasoning_gym: a completion has half of it, at most 2 s, and is then worth 0. Rewards of kind http and judge: time
+    by the clock."""
     sandbox: bool = True
     """reasoning_gym: whether completions are scored inside bubblewrap. Its verifiers run answers as Python: with false
     a completion may run any code as the user of this service, read its keys and files, and change every later score.
@@ -84,9 +85,10 @@ class SourceConfig(Config):
     """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
     4 unless this is set."""
     environment: str = ""
-    """What answers the policy's turns and gives the reward (docs/environments.md): `package.module:Class`, a file of
-    tools `file.py`, or `textarena:ID` (a game of `heterorl[games]`). It runs in processes of its own; its files must be
-    equal on every node, byte for byte, as those of task.reward. Empty: a prompt has one turn."""
+    """The environment, which answers the policy's turns and gives the reward (docs/environments.md):
+    `package.module:Class`, a file of tools `file.py`, or `textarena:ID` (a game of `heterorl[games]`). It runs in
+    processes of its own; its files must be equal on every node, byte for byte, as those of task.reward. Empty: a prompt
+    has one turn."""
     environment_path: str = ""
     """Directory of the environment's package, module or file, taken from the configuration file's directory on; empty
     is that directory itself. What is installed keeps its names."""

@@ -15,7 +15,6 @@ import numpy as np
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import check_model_dir, first_line
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.text.digests import chat_template_digest, tokenizer_digest
 from heterorl.common.text.given import GivenTokens
 from heterorl.common.text.template import (
     CLOCK,
@@ -27,7 +26,8 @@ from heterorl.common.text.template import (
     source_of,
     tool_name,
 )
-from heterorl.common.types.common import MAX_END_TOKENS, Int32Array
+from heterorl.common.types.common import MAX_END_TOKENS, Digest, Int32Array
+from heterorl.common.wire.common import bytes_digest
 
 _LOG = logging.getLogger(__name__)
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
@@ -300,3 +300,23 @@ def _read(model_dir: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError("model_dir", f"{name} of {model_dir} is not JSON: {error}") from error
     return content if isinstance(content, dict) else {}
+
+
+def tokenizer_digest(tokenizer: Any) -> Digest:
+    """Digest of everything that turns text into ids: the whole fast tokenizer, or vocabulary and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return bytes_digest(f"{text}\n{sorted(tokenizer.special_tokens_map.items())}".encode())
+
+
+def chat_template_digest(
+    tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Digest:
+    """Digest of the template that prompts go through, its arguments and its date; of nothing when none is used."""
+    if not use_chat_template:
+        return bytes_digest(b"")
+    source, arguments = source_of(tokenizer), dict(template_arguments)
+    if has_clock(source):
+        arguments.setdefault(CLOCK, DATE)
+    written = f"\n{json.dumps(arguments, sort_keys=True)}" if arguments else ""
+    return bytes_digest(f"{source}{written}".encode())

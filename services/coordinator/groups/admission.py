@@ -241,18 +241,17 @@ def ending_problem(group: Columns, contract: Contract) -> str:
     if is_end.any():
         at = int(is_end.argmax())
         return f"token_ids: rollout {_rollout_of(group, at)} has end token {group.token_ids[at]} before its end"
+    said = group.endings[owners]
+    is_wrong = ((said == _EOS) & ~is_ended) | ((said == _LENGTH) & is_ended)
+    # Of a rollout's turns the last one ended as it says.
+    is_wrong[:-1] &= owners[1:] != owners[:-1]
+    if (wrong := _first(is_wrong)) is not None:
+        token, owner = group.token_ids[last[wrong]], owners[wrong]
+        return f"endings: rollout {owner} says {FINISH_OF[int(said[wrong])].value}, its last token is {token}"
     if (wrong := _first(~is_ended & (lengths < longest))) is not None:
         tokens = " or ".join(map(str, ends))
         return f"token_ids: rollout {owners[wrong]} has {lengths[wrong]} tokens without the end token {tokens}"
-    is_final = np.diff(owners, append=-1) != 0
-    said = group.endings[owners[is_final]]
-    is_wrong = ((said == _EOS) & ~is_ended[is_final]) | ((said == _LENGTH) & is_ended[is_final])
-    if (wrong := _first(is_wrong)) is not None:
-        token = group.token_ids[last[is_final][wrong]]
-        return (
-            f"endings: rollout {owners[is_final][wrong]} says {FINISH_OF[said[wrong]].value}, its last token is {token}"
-        )
-    others = np.isin(group.endings, (_EOS, _LENGTH), invert=True) & is_trainable(group)
+    others = (group.endings != _EOS) & (group.endings != _LENGTH) & is_trainable(group)
     if contract.max_turns == 1 and (wrong := _first(others)) is not None:
         return f"endings: rollout {wrong} says {FINISH_OF[int(group.endings[wrong])].value}, and has one turn"
     return ""

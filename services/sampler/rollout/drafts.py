@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from heterorl.common.generation.requests import Completion, Finished
 from heterorl.common.tasks.task import Prompt
+from heterorl.common.text.conversation import Conversation
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import RewardPart, WorkAssignment
 
@@ -29,8 +30,8 @@ class Draft:
     version: int
     """Loaded when it was begun: none of its tokens is of an older one."""
     begun_at: float
-    has_turns: bool = False
-    """Whether an environment answers its members' turns."""
+    conversation: Conversation | None = None
+    """The environment that answers its members' turns; None where each is one completion."""
     ended_at: float = 0.0
     """Of its last completion; both by the monotonic clock."""
     completions: dict[int, Completion] = field(default_factory=dict)

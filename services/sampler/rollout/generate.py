@@ -3,8 +3,8 @@
     generate  waits for a verified version, an assignment of the reserve, room in the engine, room in the outbox and on
               the disk; unblocked by sync, the reserve, collect, deliver; time, or a person who makes room
 
-Guarantees: no completion mixes versions where `swap = "drain"`: a swap that is due lets nothing more begin, and waits
-until nothing is under way; where `work_ahead_s` is 0, nothing is leased before everything begun is spooled; no more
+Guarantees: no completion and no turn mixes versions where `swap = "drain"`: a swap that is due lets none begin, and
+waits for those under way; where `work_ahead_s` is 0, nothing is leased before everything begun is spooled; no more
 groups are in memory than the engine holds and a few fills of it.
 """
 
@@ -226,9 +226,8 @@ class Generation:
 
     async def _go_on(self, tasks: asyncio.TaskGroup) -> bool:
         """Give the engine the turns that can be drawn, before anything new; whether anything was done."""
-        if not self.harvest.turns or self._is_swap_first or self._is_ending or self.guests.are_alone:
-            return False
-        if self.swap.version < 0:
+        is_held = self._is_swap_first or self._is_ending or self.guests.are_alone or self.swap.version < 0
+        if not self.harvest.turns or is_held:
             return False
         turns, self.harvest.turns = self.harvest.turns, []
         keys = [next(self._maker.keys) for _ in turns]
@@ -290,9 +289,10 @@ class Generation:
         if self._drafts.num_unscored >= MAX_UNSCORED * rows:
             return 0
         wanted = max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.guests.num_running) // size
-        if self._maker.max_live:
+        if self._maker.conversations is not None:
             # While tools run rows are free, and what begins then waits for a place among the live episodes.
-            wanted = min(wanted, max(1, self._maker.max_live // size) - sum(draft.has_turns for draft in self._drafts))
+            num_playing = sum(draft.conversation is not None for draft in self._drafts)
+            wanted = min(wanted, max(1, self._maker.conversations.max_live // size) - num_playing)
         return max(0, wanted)
 
     def _ask_wait_s(self) -> float | None:

@@ -197,7 +197,7 @@ class Harvest:
 
     def _ended(self, draft: Draft, member: int, completion: Completion, tasks: asyncio.TaskGroup) -> None:
         """A completion ended: the member with it, or a turn of the member."""
-        if self._player is not None and draft.has_turns:
+        if self._player is not None and draft.conversation is not None:
             self._follow(draft, self._play(functools.partial(self._player.play, draft, member, completion)), tasks)
             return
         self.drafts.end(draft, member, completion)

@@ -1,14 +1,14 @@
 """Assignments -> requests -> groups: prompts, seeds, texts, rewards. Blocking; called from threads but for `group`.
 
-Guarantees: every token is stamped with the version that it was drawn from, a group with its oldest; a reward that
-fails gives no group and no zero reward.
+Guarantees: every drawn token is stamped with the version that it was drawn from, a group with its oldest; a reward that
+fails is a lost member and no zero reward.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.errors import PromptRefused
@@ -18,7 +18,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Prompt, Task, check_answer
-from heterorl.common.text.conversation import Conversation
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
@@ -48,10 +48,8 @@ class RolloutMaker:
     max_new_tokens: int = 0
     max_trajectory_tokens: int = 0
     """The contract's, where a prompt has an environment."""
-    conversation_of: Callable[[Prompt], Conversation | None] = lambda _: None
-    """The environment of a prompt; None where it is answered by one completion."""
-    max_live: int = 0
-    """Episodes that live at once; 0 where no prompt has an environment."""
+    conversations: Conversations | None = None
+    """The environments of the task; None where no prompt has one."""
     keys: Iterator[int] = field(default_factory=itertools.count)
     # A tokenizer is changed by who encodes with it, and several threads decode.
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -73,7 +71,7 @@ class RolloutMaker:
             prompt = self.task.prompt(assignment.prompt_index)
             try:
                 check_answer(self.task, prompt)
-                conversation = self.conversation_of(prompt)
+                conversation = self.conversations.of(prompt) if self.conversations else None
                 with self.lock:
                     ids = conversation.encode(prompt) if conversation else self.prompter.encode_prompt(prompt)
             except PromptRefused as error:
@@ -88,7 +86,7 @@ class RolloutMaker:
                     seed=self._seed(assignment, state_root),
                     version=version,
                     begun_at=now,
-                    has_turns=conversation is not None,
+                    conversation=conversation,
                 )
             )
         return drafts, refused
@@ -134,7 +132,7 @@ class RolloutMaker:
             state_root=state_roots[oldest],
             generation_s=draft.generation_s,
             # A turn's draws are named by its context, which no learner repeats yet.
-            is_seeded=self.is_seeded and not draft.has_turns,
+            is_seeded=self.is_seeded and draft.conversation is None,
             trace=TRACER.begin(
                 "generate",
                 lasted_s=draft.generation_s,
@@ -144,16 +142,10 @@ class RolloutMaker:
 
     def player(self) -> Player | None:
         """What leads members through their environments; None where no prompt has one."""
-        if not self.max_live:
+        if self.conversations is None:
             return None
-
-        def conversation_of(draft: Draft) -> Conversation:
-            conversation = self.conversation_of(draft.prompt)
-            assert conversation is not None, "its group has turns"
-            return conversation
-
         return Player(
-            conversation_of=conversation_of, max_live=self.max_live, max_new_tokens=self.max_new_tokens,
+            max_live=self.conversations.max_live, max_new_tokens=self.max_new_tokens,
             max_trajectory_tokens=self.max_trajectory_tokens, clock=self.clock,
         )  # fmt: skip
 

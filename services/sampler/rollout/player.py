@@ -98,19 +98,16 @@ class Player:
     """The live episodes of one engine's members."""
 
     def __init__(
-        self, *, conversation_of: Callable[[Draft], Conversation], max_live: int, max_new_tokens: int,
-        max_trajectory_tokens: int, clock: Clock,
+        self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock
     ) -> None:  # fmt: skip
         """Join it.
 
         Args:
-            conversation_of: the environment of a group, with its limits.
             max_live: episodes that live at once.
             max_new_tokens: of a turn.
             max_trajectory_tokens: of a rollout, drawn and given.
             clock: time.
         """
-        self._conversation_of = conversation_of
         self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens
         self._clock = clock
         self._room = asyncio.Semaphore(max_live)
@@ -170,17 +167,16 @@ class Player:
 
     async def _step(self, member: _Member) -> FinishReason | None:
         """Show the last turn to the environment; why the member has ended, or None where another turn follows."""
-        conversation, completion = self._conversation_of(member.draft), member.turns[-1]
+        conversation, completion = member.draft.conversation, member.turns[-1]
+        assert conversation is not None, "its group has turns"
         episode = member.episode or await self._open(member, conversation)
 
         given = await self._call(lambda: conversation.step(episode, completion.token_ids))
-        limits = conversation.spec.limits
         if given is None:
             return completion.finish_reason
-        if len(member.turns) >= limits.max_turns:
-            return FinishReason.TURNS
-        if self._clock.monotonic() - member.draft.begun_at >= limits.trajectory_s:
-            return FinishReason.SECONDS
+        seconds = self._clock.monotonic() - member.draft.begun_at
+        if (reason := conversation.spec.limits.reached(num_turns=len(member.turns), seconds=seconds)) is not None:
+            return reason
         if member.num_tokens + given.size + self._max_new_tokens > self._max_trajectory_tokens:
             return FinishReason.CONTEXT
         member.given.append(given)

@@ -28,7 +28,7 @@ coordinator = "coord.example"
 [task]
 nam = "jsonl:x"
 digits = 0
-verify_timeout_s = 3
+rewards_timeout_s = 3
 [backend]
 compute_dtype = "bf15"
 [backend.nothing]
@@ -62,7 +62,7 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         "lr: unknown key; did you mean backend.lr?",
         "task.digits: must be at least 1, is 0",
         "task.nam: unknown key; did you mean task.name?",
-        "task.verify_timeout_s: unknown key; did you mean task.reward_timeout_s?",
+        "task.rewards_timeout_s: unknown key; did you mean task.reward_timeout_s?",
         "tls.model_dir: unknown key; did you mean model_dir, above the first [table] of the file?",
     ]
     with pytest.raises(InvalidConfig) as caught:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushStatus
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushStatus, Span
 from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common import contract_from_pb, contract_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
@@ -30,7 +30,7 @@ SEVERAL = dataclasses.replace(CONTRACT, end_token_ids=(END, OTHER_END))
 def ending(ids, finish_reason, contract=STATED):
     """Of a run whose completions have at most 4 tokens."""
     two = rollout(0, token_ids=np.array(ids, np.int32), sampler_logprobs=-np.ones(len(ids), np.float32),
-                  finish_reason=finish_reason)  # fmt: skip
+                  spans=(Span(version=3, start=0, end=len(ids)),), finish_reason=finish_reason)  # fmt: skip
     group = dataclasses.replace(GROUP, rollouts=(two, two))
     return ending_problem(columns_of(group_to_pb(group)), contract)
 

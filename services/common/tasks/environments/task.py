@@ -15,7 +15,7 @@ from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.messages import SYSTEM_ROLES
 from heterorl.common.tasks.task import Message, Prompt, Task
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import RewardPart
+from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.wire.common import bytes_digest
 
 _KEY = "task.environment"
@@ -31,6 +31,12 @@ class Limits:
 
     max_turns: int
     trajectory_s: float
+
+    def reached(self, *, num_turns: int, seconds: float) -> FinishReason | None:
+        """Why no other turn follows; None where one may."""
+        if num_turns >= self.max_turns:
+            return FinishReason.TURNS
+        return FinishReason.SECONDS if seconds >= self.trajectory_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ import pytest
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.text.digests import chat_template_digest
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompts import Prompter, chat_template_digest
 from heterorl.common.tiny.model import write_tiny_model
 
 TEMPLATE = (

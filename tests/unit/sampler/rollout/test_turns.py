@@ -9,6 +9,7 @@ import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
 from heterorl.common.generation.requests import Lost
+from heterorl.common.tasks.environments.task import Limits
 from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
@@ -22,7 +23,7 @@ class Games:
 
     def __init__(self, *, length=2, max_turns=3, trajectory_s=600.0):
         self.length = length
-        self.limits = SimpleNamespace(max_turns=max_turns, trajectory_s=trajectory_s)
+        self.limits = Limits(max_turns=max_turns, trajectory_s=trajectory_s)
         self.failures = {}
         self.opened, self.closed = [], 0
         self.go = threading.Event()
@@ -65,7 +66,8 @@ async def play(tmp_path):
         world = await World.open(tmp_path, contract=contract)
         worlds.append(world)
         if games is not None:
-            world.conversations = {"conversation_of": games.of, "max_live": max_live}
+            games.max_live = max_live
+            world.conversations = games
         world.settings = settings
         await world.run.publish()
         world.start()

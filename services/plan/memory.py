@@ -19,7 +19,7 @@ from heterorl.plan.shape import ModelShape
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes a parameter; all of it fp32."""
-CHUNK_LOGITS = 16 << 20
+CHUNK_LOGITS = 64 << 20
 BACKENDS = ("torch", "fsdp2", "zero-1", "zero-2", "zero-3")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.model.logprobs import CHUNK_LOGITS, token_logprobs
+from heterorl.common.model.logprobs import GPU_CHUNK_LOGITS, token_logprobs
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
@@ -83,7 +83,7 @@ def test_log_probs_hold_the_logits_of_one_chunk(cuda):
     peak = torch.cuda.max_memory_allocated() - before
     print(f"\nlog-probs and gradients: {num_tokens / took:,.0f} tokens/s, {peak / 2**30:.2f} GiB beside the inputs")
     # Gradients of both inputs in fp32 at most, and eight copies of a chunk's logits; all logits would be 16 GiB.
-    assert peak <= 4 * (hidden_NH.numel() + weight_VH.numel()) * 2 + 8 * 4 * CHUNK_LOGITS
+    assert peak <= 4 * (hidden_NH.numel() + weight_VH.numel()) * 2 + 8 * 4 * GPU_CHUNK_LOGITS
 
 
 def test_throughput_of_steps(model_dir, device):

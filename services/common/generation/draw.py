@@ -47,7 +47,7 @@ def truncated(scaled_BV: Tensor, sampling: SamplingSemantics) -> Tensor:
 
 
 def gumbel(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Standard Gumbel noise from a group's own generator."""
+    """Standard Gumbel noise from a group's own generator, on the generator's device."""
     # The smallest positive float keeps log(-log(u)) finite at u = 0.
-    uniform = torch.rand(shape, generator=generator).clamp(min=1e-30)
+    uniform = torch.rand(shape, generator=generator, device=generator.device).clamp(min=1e-30)
     return -torch.log((-torch.log(uniform)).clamp(min=1e-30))

@@ -221,7 +221,8 @@ class HfEngine:
             if num > room and (self._rows or admitted):
                 break
             room -= num
-            admitted.append(Group(self._waiting.popleft(), sampling=self._sampling, is_seeded=self._is_seeded))
+            request = self._waiting.popleft()
+            admitted.append(Group(request, sampling=self._sampling, is_seeded=self._is_seeded, device=self._device))
         return admitted
 
     def _advance(self, rows: Rows | None, joining: Sequence[Group]) -> tuple[Rows | None, list[Finished]]:

@@ -33,6 +33,8 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    # fp32 is fp32: some images of CUDA's preset TF32, which keeps 10 bits of a product's operands.
+    torch.set_float32_matmul_precision("highest")
     # Shapes that differ are among what was found, by name; otherwise the error names none.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:

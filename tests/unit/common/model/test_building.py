@@ -92,3 +92,14 @@ def test_adapters_have_values_while_another_thread_builds_a_model_without(quick_
     assert _at_once(adapt, lambda: empty_model(model_dir)) == []
 
     assert devices == {"cpu"}
+
+
+def test_products_in_fp32_are_fp32_where_an_image_preset_tf32(model_dir):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        load_pretrained(model_dir, dtype=torch.float32)
+
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -41,6 +41,19 @@ def test_chunked_logprobs_equal_plain_ones_in_value_and_gradient(temperature, ch
     torch.testing.assert_close(gradients, expected_gradients, rtol=0, atol=1e-12)
 
 
+def test_products_under_autocast_are_in_its_type():
+    hidden_NH, weight_VH, targets_N = _case(17, 8, 23, dtype=torch.float32)
+    logits_NV = (hidden_NH.bfloat16() @ weight_VH.bfloat16().T).float()
+    expected_N = torch.log_softmax(logits_NV, -1).gather(1, targets_N[:, None])[:, 0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        actual_N, _ = token_logprobs(hidden_NH, weight_VH, targets_N, temperature=1.0)
+    actual_N.sum().backward()
+
+    torch.testing.assert_close(actual_N, expected_N, rtol=0.0, atol=1e-6)
+    assert hidden_NH.grad.dtype == weight_VH.grad.dtype == torch.float32
+
+
 def test_gradient_equals_finite_differences():
     hidden_NH, weight_VH, targets_N = _case(5, 3, 7)
 

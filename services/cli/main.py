@@ -191,6 +191,9 @@ def demo(
     cache: Annotated[Path, typer.Option(help="Directory of the warm-started model, kept for the next run.")] = Path(
         ".cache/heterorl"
     ),
+    device: Annotated[
+        str, typer.Option(help="Where learner and samplers compute: `cpu`, or `cuda`, one card.")
+    ] = "cpu",
 ) -> None:
     """Watch a small model improve by GEPO on this machine while its samplers are 64 versions behind.
 
@@ -203,7 +206,7 @@ def demo(
     """
     from heterorl.demo.options import DemoOptions, check_options
 
-    options = DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed, cache=cache)
+    options = DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed, cache=cache, device=device)
     check_options(options)
     from heterorl.demo.run import run_demo
 

@@ -117,7 +117,7 @@ def learner_tables(regime: Regime, options: DemoOptions, *, address: str, model_
         "task": {"name": "arithmetic", "digits": regime.digits},
         "sampling": {"max_new_tokens": regime.digits + 2},
         "loss": {"kind": options.algorithm},
-        "backend": {"lr": regime.learning_rate, "threads": 1},
+        "backend": {"lr": regime.learning_rate, "threads": 1, "device": options.device},
         "evaluation": {
             "every_versions": regime.evaluate_every,
             "num_prompts": regime.num_evaluation,
@@ -145,6 +145,11 @@ def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: 
         "heartbeat_s": 0.5,
         "task": {"name": "arithmetic", "digits": regime.digits},
         "sampling": {"max_new_tokens": regime.digits + 2},
-        "engine": {"kind": "hf", "threads": 1, "batch_rows": regime.groups_per_step // 2 * regime.group_size},
+        "engine": {
+            "kind": "hf",
+            "threads": 1,
+            "device": options.device,
+            "batch_rows": regime.groups_per_step // 2 * regime.group_size,
+        },
         "delay": {"kind": "fixed", "semantics": "transit", "unit": "versions", "value": regime.lag_versions},
     }

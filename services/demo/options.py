@@ -11,6 +11,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.learner.loss.config import LossConfig
 
 MAX_SEED = 2**31 - 1
+DEVICES = ("cpu", "cuda")
 _PACKAGES = ("jinja2", "matplotlib", "safetensors", "tomli_w", "torch", "transformers")
 
 
@@ -27,6 +28,8 @@ class DemoOptions:
     algorithm: str = "gepo"
     seed: int = 0
     cache: Path = Path(".cache/heterorl")
+    device: str = "cpu"
+    """Where the learner and the samplers compute: cpu or cuda."""
 
 
 def algorithms() -> tuple[str, ...]:
@@ -56,3 +59,10 @@ def check_options(options: DemoOptions) -> None:
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise DependencyMissing(package, "demo")
+    if options.device not in DEVICES:
+        raise ConfigError("--device", f"{options.device!r} is not one of {', '.join(DEVICES)}")
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device", "torch sees no CUDA device", action="leave it out to use the CPU")

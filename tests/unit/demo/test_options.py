@@ -59,7 +59,7 @@ def test_algorithms_are_those_of_the_learner():
 @pytest.mark.parametrize("regime", [FULL, TINY])
 @pytest.mark.parametrize("seed", [0, MAX_SEED])
 def test_every_configuration_of_a_checked_option_is_valid(tmp_path, regime, seed):
-    options = DemoOptions(out=tmp_path, seed=seed)
+    options = DemoOptions(out=tmp_path, seed=seed, device="cuda" if seed else "cpu")
     place = {"address": "127.0.0.1:1", "model_dir": tmp_path}
 
     CoordinatorConfig.model_validate(coordinator_tables(regime, options))
@@ -68,3 +68,12 @@ def test_every_configuration_of_a_checked_option_is_valid(tmp_path, regime, seed
         SamplerConfig.model_validate(sampler_tables(regime, options, site=site, **place))
     with pytest.raises(ConfigError):
         check_options(DemoOptions(seed=MAX_SEED + 1))
+
+
+def test_devices_are_the_cpu_and_a_card_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    with pytest.raises(ConfigError, match=r"--device: 'tpu' is not one of cpu, cuda"):
+        check_options(DemoOptions(cache=tmp_path, device="tpu"))
+    with pytest.raises(ConfigError, match=r"--device: torch sees no CUDA device"):
+        check_options(DemoOptions(cache=tmp_path, device="cuda"))

@@ -98,6 +98,9 @@ test-compose: $(SETUP)  ## Build the images and start deploy/compose.yaml in a D
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
 	$(PYTEST_GPU) -q -s tests/gpu research/tests/gpu
 
+gpu-trial: $(if $(PYTHON_GPU),,$(SETUP))  ## Measure a card in MINUTES beside the plan, part by part: PYTHON_GPU=python3 of an environment with CUDA; a tenth of it on a CPU
+	PYTHONPATH=src:. $(or $(PYTHON_GPU),$(BIN)/python) -m benchmarks.gpu.trial --minutes $(MINUTES)
+
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
 

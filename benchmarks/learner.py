@@ -10,7 +10,7 @@ process; what the process held before the first step is subtracted in `step_memo
 
 With `--device cuda` both compute in bf16 (TRL by autocast), memory is the GPU's, and every rate is by the clock;
 `fsdp2` is backend fsdp2 with one rank, which `--compile` and `--liger` change. Half a billion random weights, a pass of
-8,192 tokens at most:
+16,384 tokens at most:
 
     python -m benchmarks.learner --device cuda --systems heterorl fsdp2 trl --hidden-size 1280 --layers 24 --groups 4 \\
       --max-tokens 1024 --out learner-gpu.json
@@ -132,7 +132,7 @@ def learner_config(kind: str, model_dir: Path, options: dict[str, Any]) -> Any:
                 "compute_dtype": "bf16" if is_gpu else "fp32",
                 "threads": 0 if is_gpu else 1,
                 # On the CPU one pass, as TRL takes.
-                "micro_batch_tokens": 8192 if is_gpu else 1 << 30,
+                "micro_batch_tokens": 16_384 if is_gpu else 1 << 30,
                 "gradient_checkpointing": options["checkpointing"],
                 "compile": options["compile"] and kind == "fsdp2",
                 "liger": options["liger"] and kind == "fsdp2",

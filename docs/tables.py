@@ -13,7 +13,14 @@ from typing import Any
 from docs import plans
 from docs.markdown import SOURCES, table
 
-DOCUMENTS = ("benchmarks/README.md", "docs/plan.md", "docs/machines.md", "docs/launch.md", "docs/operate.md")
+DOCUMENTS = (
+    "benchmarks/README.md",
+    "docs/gpu.md",
+    "docs/plan.md",
+    "docs/machines.md",
+    "docs/launch.md",
+    "docs/operate.md",
+)
 _FAULTS = {
     "machine": "agent and process killed",
     "rank": "process killed",
@@ -332,6 +339,29 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def _gpu() -> str:
+    """Every part of every card beside the plan."""
+    texts = []
+    for path in sorted((SOURCES / "gpu").glob("*.json")):
+        found = json.loads(path.read_bytes())
+        rows = [
+            _gpu_row(part["title"] if number == 0 else "", row)
+            for part in found["parts"]
+            for number, row in enumerate(part["rows"])
+        ]
+        title = f"{found['card']}, {found['memory_gib']:g} GiB, {found['cores']} cores, torch {found['torch']}"
+        texts.append(f"**{title}**\n\n{table(['part', 'what', 'measured', 'plan', 'plan / measured'], rows)}")
+    return "\n\n".join(texts) or "No card was at hand."
+
+
+def _gpu_row(part: str, row: dict[str, Any]) -> list[str]:
+    if "note" in row:
+        return [part, row["what"], row["note"], "", ""]
+    value, forecast = row["value"], row.get("forecast")
+    ratio = f"{forecast / value:.2f}" if forecast and value else ""
+    return [part, row["what"], f"{value:,g} {row['unit']}".strip(), "" if forecast is None else f"{forecast:,g}", ratio]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "overlap": _overlap,
     "parity": _parity,
@@ -350,6 +380,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan-checks": lambda: table(*plans.checks(_benchmark("weights"), _benchmark("load"), _benchmark("publish"))),
     "machine": lambda: _steps("machine"),
     "compose": lambda: _steps("compose"),
+    "gpu": _gpu,
     "nodes": _nodes,
     "nodes-account": _nodes_account,
 }

@@ -26,7 +26,7 @@ class Assumptions:
     """
 
     gpu_tflops: float = _number(989.0, "TFLOP/s", "of a GPU, dense products in bf16", _H100)
-    mfu: float = _number(0.35, "", "share of them that passes reach", f"{_ASSUMED}; not measured here on a GPU")
+    mfu: float = _number(0.35, "", "share of them that passes reach", f"{_ASSUMED}; 0.5 B reached 0.18 on an H200")
     hbm_gb: float = _number(80.0, "GB", "memory of a GPU", _H100)
     hbm_gb_s: float = _number(3350.0, "GB/s", "its bandwidth", _H100)
     gpu_link_gb_s: float = _number(450.0, "GB/s", "GPU to GPU on one node, each way", _H100)
@@ -37,7 +37,9 @@ class Assumptions:
     read_gb_s: float = _number(2.0, "GB/s", "of a checkpoint that one process reads for its digests", _ASSUMED)
     micro_batch_tokens: float = _number(16384, "tokens", "of one pass", "default of `backend.micro_batch_tokens`")
     sequence_tokens: float = _number(4096, "tokens", "of a prompt and its completion", _ASSUMED)
-    coding_threads: float = _number(8, "threads", "that code a version", _ASSUMED)
+    coding_threads: float = _number(
+        2, "threads", "that code at once in a process; more wait", "benchmarks/results/gpu/NVIDIA-H200.json, 1 B"
+    )
     step_bits: float = _number(
         2.1, "bits", "of a changed element's step, beside its position", "benchmarks/results/weights.json, lr 1e-6"
     )

@@ -28,6 +28,7 @@ EMPTY_WHEN_HEALTHY = {
     "Payload reads at relays": "as above",
     "Cache of relays": "as above",
     "Calls at relays": "as above",
+    "Lost members": "no group of this run loses one",
     "Refused prompts": "the template writes every prompt of this run",
 }
 """Panels that may show nothing, and why."""

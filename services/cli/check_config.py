@@ -179,8 +179,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     from heterorl.common.model.positions import room_at
-    from heterorl.common.tasks.environments.task import environments_of
-    from heterorl.common.text.conversation import Conversations
+    from heterorl.common.text.conversation import open_conversations
     from heterorl.common.text.trial import try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 
@@ -191,7 +190,7 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     if prompter is not None:
         try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
-    if prompter is not None and environments_of(task):
+    if prompter is not None:
         ends = config.sampling.end_token_ids or prompter.end_token_ids
-        Conversations(task, prompter, end_token_ids=ends, tool_parser=config.task.tool_parser).try_episodes()
+        open_conversations(task, prompter, end_token_ids=ends, tool_parser=config.task.tool_parser)
     try_reward(task, prompter)

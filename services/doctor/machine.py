@@ -147,10 +147,9 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
     """
     from heterorl.common.model.contract import build_contract
     from heterorl.common.model.positions import room_at
-    from heterorl.common.tasks.environments.task import environments_of
     from heterorl.common.tasks.registry import build_task
     from heterorl.common.tasks.sources.revision import NOTES
-    from heterorl.common.text.conversation import Conversations
+    from heterorl.common.text.conversation import open_conversations
     from heterorl.common.text.prompts import Prompter
     from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 
@@ -167,9 +166,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
         try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
         try_answers(task)
         end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
-        if environments_of(task):
-            tool_parser = config.task.tool_parser
-            Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser).try_episodes()
+        open_conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
         try_reward(task, prompter)
         return build_contract(
             text=prompter.digests,

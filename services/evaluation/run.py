@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.evaluation.offline import evaluate_set
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.text.trial import try_reward
 from heterorl.common.types.evaluation import EvaluationSummary, PromptResult
+from heterorl.evaluation.offline import evaluate_set
 from heterorl.evaluation.sets import OpenSet
 from heterorl.evaluation.subject import Subject
 
@@ -42,22 +42,25 @@ def evaluate_all(
         on_prompt: called as each prompt is done.
 
     Raises:
-        ConfigError: a reward cannot be computed here, or no prompt of a set can be drawn.
+        ConfigError: a reward or an environment fails here, or no prompt of a set can be drawn.
         EngineError: an engine gave up.
     """
     rows = []
     for number, subject in enumerate(subjects):
-        for one in sets:
-            if not number:
+        if not number:
+            sets = [one.played(subject.prompter, subject.end_token_ids) for one in sets]
+            for one in sets:
                 try_reward(one.task, subject.prompter)
+        for one in sets:
             on_begin(subject.name, one)
             started = time.perf_counter()
             results = evaluate_set(
                 subject.engine,
-                task=one.task,
+                of=one,
                 prompter=subject.prompter,
                 draws=one.draws,
                 indices=range(one.draws.num_prompts),
+                max_trajectory_tokens=subject.max_trajectory_tokens,
                 on_prompt=on_prompt,
             )
             rows.append(

@@ -14,9 +14,10 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.config import EvaluationSetConfig
 from heterorl.common.process.config import InvalidConfig
 from heterorl.common.process.config_words import problems_of
-from heterorl.common.tasks.task import Measure, Task
+from heterorl.common.tasks.task import Measure
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.evaluation.sets import SiteSet
 from heterorl.sampler.evaluation.sets import open_set as open_site_set
 
 FROM_TASK = "task"
@@ -26,11 +27,9 @@ _OF_SAMPLING = ("temperature", "top_p", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSet:
+class OpenSet(SiteSet):
     """A set whose data is loaded; `draws.num_prompts` is no more than it has."""
 
-    name: str
-    task: Task
     draws: EvaluationDraws
 
 
@@ -72,6 +71,7 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, not
     Raises:
         ConfigError: its data cannot be read, or holds out nothing.
     """
-    task = open_site_set(config, measure=measure, notes=notes).task
-    num = min(config.num_prompts, task.num_evaluation_prompts)
-    return OpenSet(name=config.name, task=task, draws=dataclasses.replace(config.draws, num_prompts=num))
+    found = open_site_set(config, measure=measure, notes=notes)
+    num = min(config.num_prompts, found.task.num_evaluation_prompts)
+    draws = dataclasses.replace(config.draws, num_prompts=num)
+    return OpenSet(name=found.name, task=found.task, tool_parser=found.tool_parser, draws=draws)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -39,6 +39,9 @@ class Subject:
     version: int
     engine: Engine
     prompter: Prompter
+    end_token_ids: tuple[int, ...]
+    max_trajectory_tokens: int
+    """Of a completion of several turns."""
 
 
 def prompter_of(config: SamplerConfig) -> Prompter:
@@ -62,8 +65,8 @@ def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
         ConfigError: it cannot be loaded.
     """
     with _engine(config.model_copy(update={"model_dir": model_dir, "lora": LoraConfig(), "flavour": ""})) as opened:
-        engine, prompter, _ = opened
-        yield Subject(name=model_dir, version=NO_VERSION, engine=engine, prompter=prompter)
+        subject, _ = opened
+        yield replace(subject, name=model_dir)
 
 
 @contextmanager
@@ -80,20 +83,20 @@ def open_versions(address: str, versions: list[int], config: SamplerConfig) -> I
         UnknownVersion: there is none of this number, or no payloads lead to it any more.
         Unreachable: the coordinator does not answer.
     """
-    with _engine(config) as (engine, prompter, base), TemporaryDirectory(prefix="heterorl-evaluate-") as spool:
+    with _engine(config) as (subject, base), TemporaryDirectory(prefix="heterorl-evaluate-") as spool:
 
         def each() -> Iterator[Subject]:
             held: PulledVersion | None = None
             for version in versions:
-                held = asyncio.run(_pull(address, version, config, engine, base, held, Path(spool)))
-                engine.load(held.arena, held.version)
-                yield Subject(name=f"version {held.version}", version=held.version, engine=engine, prompter=prompter)
+                held = asyncio.run(_pull(address, version, config, subject.engine, base, held, Path(spool)))
+                subject.engine.load(held.arena, held.version)
+                yield replace(subject, name=f"version {held.version}", version=held.version)
 
         yield each()
 
 
 @contextmanager
-def _engine(config: SamplerConfig) -> Iterator[tuple[Engine, Prompter, Callable[[], Arena | None]]]:
+def _engine(config: SamplerConfig) -> Iterator[tuple[Subject, Callable[[], Arena | None]]]:
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
@@ -104,11 +107,11 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Engine, Prompter, Callable[
         engines = build_engines(own, config.sampling.semantics(), end_token_ids=ends)
         flavoured = FlavouredEngine(engines.engine, config.flavour) if config.flavour else None
         try:
-            yield (
-                flavoured or engines.engine,
-                prompter,
-                flavoured.base_of(engines.base) if flavoured else engines.base,
-            )
+            subject = Subject(
+                name="", version=NO_VERSION, engine=flavoured or engines.engine, prompter=prompter, end_token_ids=ends,
+                max_trajectory_tokens=config.sampling.max_trajectory_tokens,
+            )  # fmt: skip
+            yield subject, flavoured.base_of(engines.base) if flavoured else engines.base
         finally:
             engines.close()
 

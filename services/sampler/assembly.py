@@ -12,18 +12,17 @@ from heterorl.common.generation.engine import Engine
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.positions import room_at
-from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
-from heterorl.common.text.conversation import Conversations
+from heterorl.common.text.conversation import Conversations, open_conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines
-from heterorl.sampler.evaluation.sets import SiteSet, open_sets, with_workers
+from heterorl.sampler.evaluation.sets import SiteSet, open_set, with_workers
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
 
 
@@ -74,12 +73,13 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
     end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
-    conversations = None
-    if environments_of(task):
-        conversations = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
-        conversations.try_episodes()
+    tool_parser = config.task.tool_parser
+    conversations = open_conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)
     try_reward(task, prompter)
-    sets = open_sets(config.evaluation, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
+    sets = tuple(
+        open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter, end_token_ids)
+        for each in config.evaluation
+    )
     for each in sets:
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()

@@ -1,10 +1,15 @@
-"""Rollouts of three turns through real services: played at two sites, stepped again by the learner, trained."""
+"""Rollouts of three turns through real services: played at two sites, stepped again by the learner, trained, evaluated."""
 
+import asyncio
 import sqlite3
 
 import pytest
 
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.types.evaluation import EvaluationState
 from heterorl.common.types.rollout import GIVEN
+from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
 from heterorl.common.types.trajectory import turns_of
 from heterorl.common.wire.seal import open_group, read_sealed
 from tests.support.cluster import Cluster
@@ -44,14 +49,28 @@ def cluster(tmp_path):
         "sampling": {"max_new_tokens": 6, "max_trajectory_tokens": 200}, "group_size": 4, "use_chat_template": True,
     }  # fmt: skip
     made.learner = {**shared, "max_steps": STEPS, "verification": {"recompute_rewards": True}}
-    made.sampler = shared
-    made.coordinator = {"samples_every": 1}
+    held = {"name": "talk", "num_prompts": 4, "samples_per_prompt": 4, "temperature": 1.0, "max_new_tokens": 6}
+    made.sampler = {**shared, "evaluation": [{**held, "task": shared["task"]}]}
+    made.coordinator = {"samples_every": 1, "evaluation": [{**held, "every_versions": STEPS}]}
     yield made
     made.stop()
 
 
+async def evaluated(cluster, version):
+    """What came of a version's evaluation, and the completions of one of its samples."""
+    async with CoordinatorClient(cluster.address, tls=TlsConfig(insecure=True)) as client:
+        while True:
+            of = [each for each in await client.list_evaluations() if each.version == version]
+            if of and of[0].state is EvaluationState.DONE:
+                break
+            await asyncio.sleep(0.1)
+        found = await client.list_samples(wanted=SampleFilter(kind=SampleKind.EVALUATION), page=SamplePage())
+        sample = await client.get_sample(sample_id=found.samples[0].id)
+    return of[0].summary, sample.rollouts
+
+
 @pytest.mark.timeout(300)
-def test_trajectories_are_played_checked_and_trained(cluster):
+def test_trajectories_are_played_checked_trained_and_evaluated(cluster):
     cluster.start("coordinator")
     learner = cluster.start("learner")
     for name in ("eu-1", "us-1"):
@@ -59,10 +78,16 @@ def test_trajectories_are_played_checked_and_trained(cluster):
 
     assert learner.process.wait(240) == 0, (cluster.directory / "logs" / "learner.log").read_text()[-3000:]
 
+    summary, completions = asyncio.run(evaluated(cluster, STEPS))
     cluster.stop()
     with sqlite3.connect(cluster.directory / "coordinator" / "coordinator.sqlite") as store:
         counts = dict(store.execute("SELECT account, count FROM ledger").fetchall())
-        contents = [data for (data,) in store.execute("SELECT content FROM sample_payloads")]
+        contents = [
+            data
+            for (data,) in store.execute(
+                "SELECT content FROM sample_payloads JOIN samples USING (id) WHERE kind != 'evaluation'"
+            )
+        ]
     assert counts.get("consumed", 0) >= STEPS * 4, counts
     assert not [name for name, count in counts.items() if name.startswith("dropped") and count], counts
     groups = [open_group(read_sealed(bytes(data))) for data in contents]
@@ -70,3 +95,7 @@ def test_trajectories_are_played_checked_and_trained(cluster):
     assert members
     assert {len(turns_of(rollout)) for rollout in members} == {3}
     assert all(rollout.spans[1].version == GIVEN for rollout in members)
+    assert (summary.num_prompts, summary.num_samples + summary.num_errors) == (4, 16)
+    # Three turns each, as the environment's score says.
+    assert summary.average.mean >= 0.3
+    assert all(one.completion.count("more ") >= 2 for one in completions if one.reward >= 0.3)

@@ -163,8 +163,8 @@ class FixedPrompter:
     def encode_prompt(self, prompt: Prompt) -> Int32Array:
         return np.array([2, 3], np.int32)
 
-    def decode(self, token_ids: Int32Array) -> str:
-        return "x"
+    def decode(self, token_ids: Int32Array, *, keeps_special: bool = False) -> str:
+        return "|" if keeps_special else "x"
 
 
 class Link:

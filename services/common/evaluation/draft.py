@@ -14,6 +14,8 @@ from heterorl.common.types.evaluation import PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.types.sample import shown_answer
 
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PromptDraft:
@@ -24,17 +26,12 @@ class PromptDraft:
     num_samples: int
     samples: dict[int, ScoredSample] = field(default_factory=dict)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every completion is scored."""
-        return len(self.samples) == self.num_samples
-
     def note(self, number: int, completion: Completion, *, text: str, reward: float | None) -> None:
-        """Note completion `number` with its reward, None where none could be computed; what is no number is none."""
+        """Note completion `number`, of one turn or more; its reward is None where none could be computed."""
         self.samples[number] = ScoredSample(
             reward=None if reward is None or math.isnan(reward) else reward,
-            num_tokens=int(completion.token_ids.size),
-            is_truncated=completion.finish_reason is FinishReason.LENGTH,
+            num_tokens=sum(span.end - span.start for span in completion.spans if span.is_drawn),
+            is_truncated=completion.finish_reason in _CUT,
             text=text,
         )
 

@@ -169,3 +169,18 @@ class Conversations:
         """Token ids of a prompt of the task, as policies read it."""
         found = self.of(prompt)
         return self._prompter.encode_prompt(prompt) if found is None else found.encode(prompt)
+
+
+def open_conversations(
+    task: Task, prompter: Prompter, *, end_token_ids: Collection[int], tool_parser: Parser | Literal["auto"]
+) -> Conversations | None:
+    """The environments of a task, each tried by a short episode; None where no prompt has one.
+
+    Raises:
+        ConfigError: an environment or its score fails, or the template does not write what it says.
+    """
+    if not environments_of(task):
+        return None
+    found = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)
+    found.try_episodes()
+    return found

@@ -240,11 +240,11 @@ class Prompter:
         """Token ids of a completion, int32, without its end."""
         return np.array(self.tokenizer.encode(completion, add_special_tokens=False), np.int32)
 
-    def decode(self, token_ids: Int32Array) -> str:
-        """Text of a completion as it was written, special tokens left out."""
+    def decode(self, token_ids: Int32Array, *, keeps_special: bool = False) -> str:
+        """Text of a completion as it was written, special tokens left out unless they are wanted."""
         # A tokenizer's file may ask for another text, without the space before a full stop.
         text: str = self.tokenizer.decode(
-            token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            token_ids.tolist(), skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -135,6 +135,11 @@ class EvaluationPart:
     num_prompts: int
     lease_s: float
 
+    @property
+    def prompts(self) -> range:
+        """Their places among the held-out ones."""
+        return range(self.first_prompt, self.first_prompt + self.num_prompts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationGrant:

@@ -60,10 +60,7 @@ class Reader:
         return self._decode_raw(group.prompt_token_ids), answer
 
     def _decode_raw(self, token_ids: Int32Array) -> str:
-        text: str = self._prompter.tokenizer.decode(
-            token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return self._prompter.decode(token_ids, keeps_special=True)
 
 
 def _num_bytes(prompt: str, rollouts: Sequence[RolloutNote]) -> int:

@@ -48,8 +48,9 @@ def evaluation_of(
         threads=num_threads(config.engine.threads),
     )
     drawing = Drawing(
-        engine=engine, guests=generation.guests, maker=maker, share=config.evaluation_share, news=generation.news
-    )
+        engine=engine, guests=generation.guests, maker=maker, share=config.evaluation_share,
+        max_trajectory_tokens=config.sampling.max_trajectory_tokens, news=generation.news,
+    )  # fmt: skip
     return EvaluationWork(
         config=config,
         api=api,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, Self
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.config import EvaluationSetConfig
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task
 from heterorl.common.tasks.task import Measure, Task
+from heterorl.common.text.actions import Parser
+from heterorl.common.text.conversation import Conversations, open_conversations
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.evaluation import EvaluationSet
 
 REWARD_WORKERS = 4
@@ -22,6 +26,20 @@ class SiteSet:
 
     name: str
     task: Task
+    tool_parser: Parser | Literal["auto"] = "auto"
+    conversations: Conversations | None = None
+    """The environments of the task; None where no prompt has one."""
+
+    def played(self, prompter: Prompter, end_token_ids: Collection[int]) -> Self:
+        """The set with its environments, tried.
+
+        Raises:
+            ConfigError: one of them fails, or the template does not write what it says.
+        """
+        conversations = open_conversations(
+            self.task, prompter, end_token_ids=end_token_ids, tool_parser=self.tool_parser
+        )
+        return replace(self, conversations=conversations)
 
     @property
     def stated(self) -> EvaluationSet:
@@ -51,11 +69,4 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Pat
     task = apart(build_task(settings, measure=measure, notes=notes), settings)
     if not task.num_evaluation_prompts:
         raise ConfigError(f"evaluation.{config.name}.task", "has no held-out prompts")
-    return SiteSet(name=config.name, task=task)
-
-
-def open_sets(
-    configs: Sequence[EvaluationSetConfig], *, measure: Measure | None, notes: Path | None
-) -> tuple[SiteSet, ...]:
-    """Load every set's task; see `open_set`."""
-    return tuple(open_set(config, measure=measure, notes=notes) for config in configs)
+    return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)

@@ -164,7 +164,7 @@ class EvaluationWork:
         """Evaluate parts of one version, and further ones; returns what was given of another version."""
         version, started = parts[0].version, self._clock.monotonic()
         self._held |= {part.id for part in parts}
-        if not await self._guests.pin(version) and not await self._bring(parts):
+        if not await self._guests.pin(self._swap, version) and not await self._bring(parts):
             self._num_failures += 1
             # As after a visit: rollouts come first for a while.
             now = self._clock.monotonic()
@@ -247,7 +247,7 @@ class EvaluationWork:
         try:
             async with asyncio.timeout(max(1.0, first.lease_s)):
                 pulled = await self._puller.pull(first.version)
-            if await self._guests.bring(pulled):
+            if await self._guests.bring(self._swap, pulled):
                 return True
             reason = f"the engine does not take version {first.version}"
         except TimeoutError:

@@ -87,7 +87,7 @@ class Generation:
             api=api, engine=engine, canary=canary, policy=policy, session=session, clock=clock, rng=rng,
             on_quarantine=self._return_reserve,
         )  # fmt: skip
-        self.guests = Guests(swap=self.swap, num_rollouts=lambda: self._drafts.num_running, news=self.news)
+        self.guests = Guests(num_rollouts=lambda: self._drafts.num_running, news=self.news)
         self.harvest = Harvest(
             engine=engine, maker=maker, spooling=self.spooling, swap=self.swap, work=self._work, clock=clock,
             bell=bell, news=self.news, guests=self.guests,

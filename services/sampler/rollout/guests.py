@@ -24,11 +24,10 @@ OnEnd = Callable[[Finished | None], None]
 class Guests:
     """What others than rollouts have in the engine."""
 
-    def __init__(self, *, swap: Swap, num_rollouts: Callable[[], int], news: Bell) -> None:
+    def __init__(self, *, num_rollouts: Callable[[], int], news: Bell) -> None:
         """Join it.
 
         Args:
-            swap: the engine's weights.
             num_rollouts: completions of rollouts that are under way.
             news: rings when anything happened in the engine.
         """
@@ -42,7 +41,6 @@ class Guests:
         """Whether a drained run is to go on until they have left."""
         self.is_swapping = False
         """Whether the engine is being given weights."""
-        self._swap = swap
         self._num_rollouts = num_rollouts
         self._news = news
         self._waiting: dict[int, tuple[int, OnEnd]] = {}
@@ -78,16 +76,16 @@ class Guests:
         for _, on_end in waiting.values():
             on_end(None)
 
-    async def pin(self, version: int) -> bool:
-        """Keep a version in the engine; False where it has another one."""
+    async def pin(self, swap: Swap, version: int) -> bool:
+        """Keep a version in the engine, whose weights `swap` swaps; False where it has another one."""
         while self.is_swapping:
             await self._news.ticket().wait()
-        if self._swap.version != version or version < 0:
+        if swap.version != version or version < 0:
             return False
         self.pinned = version
         return True
 
-    async def bring(self, pulled: PulledVersion) -> bool:
+    async def bring(self, swap: Swap, pulled: PulledVersion) -> bool:
         """Give the engine another version and keep it there, alone; False where it does not take it."""
         self.are_alone = True
         try:
@@ -95,13 +93,13 @@ class Guests:
                 await self._news.ticket().wait()
             self.is_swapping = True
             try:
-                await self._swap.take(pulled)
+                await swap.take(pulled)
             finally:
                 self.is_swapping = False
         except BaseException:
             self.leave()
             raise
-        if self._swap.version != pulled.version:
+        if swap.version != pulled.version:
             self.leave()
             return False
         self.pinned = pulled.version

@@ -207,7 +207,7 @@ class Player:
             reason = FinishReason.REWARD_FAILED
         self._num_lost += 1
         if self._num_lost <= MAX_LINES:
-            _LOG.warning("assignment %d, member %d is lost, %s: %s", draft.assignment.id, number, reason.value, error)
+            _LOG.warning("prompt %d, member %d is lost, %s: %s", draft.prompt.index, number, reason.value, error)
         member = self._members.get((draft.key, number)) or _Member(draft)
         self._forget(draft.key, number)
         return End(draft=draft, member=number, completion=member.ended(reason))

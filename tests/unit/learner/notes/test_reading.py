@@ -39,8 +39,8 @@ class Prompts:
     def encode_prompt(self, prompt):
         return np.array(self.tokenizer.encode(prompt.text), np.int32)
 
-    def decode(self, ids):
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    def decode(self, ids, *, keeps_special=False):
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=not keeps_special)
 
 
 def byte_level():

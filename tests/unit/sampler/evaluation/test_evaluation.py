@@ -7,6 +7,7 @@ import pytest
 from heterorl.common.errors import (
     ConfigError,
     EngineDied,
+    EnvironmentFailed,
     MessageTooLarge,
     PromptRefused,
     PromptTooLong,
@@ -17,6 +18,7 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationGrant, EvaluationState
 from heterorl.common.types.rollout import RewardPart
 from heterorl.sampler.evaluation.sets import SiteSet
+from tests.support.games import Games
 from tests.support.run import INCARNATION, SITE
 from tests.support.sampler_world import World
 
@@ -327,3 +329,68 @@ async def test_evaluation_takes_no_more_than_its_share_of_the_rows(world):
 
     # Half of four rows is less than a block of eight, which goes alone.
     assert most == 8
+
+
+@pytest.fixture
+def played(world):
+    """A set whose prompts are answered by an environment, in two turns each."""
+    games = Games(length=2)
+    games.max_live = 16
+    world.sets = (SiteSet(name="held", task=Held(), conversations=games),)
+    return games
+
+
+async def test_a_set_with_an_environment_is_played_to_its_end_and_scored_by_it(world, played):
+    delivered = []
+
+    async def noted(**values):
+        delivered.extend(values["results"])
+        return await world.core.push_evaluation(**values)
+
+    world.link.replaced["push_evaluation"] = noted
+    played.failures = {("step", 5, 2): EnvironmentFailed("it raised"), ("score", 7): EnvironmentFailed("no number")}
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    # What the environment lost has no reward; the others have one for each turn.
+    assert (done.summary.num_samples, done.summary.num_errors) == (12 * 16 - 2, 2)
+    assert done.summary.average.mean == 2.0
+    samples = [sample for result in delivered for sample in result.samples]
+    assert {sample.text for sample in samples if sample.reward is not None} == {"x|x"}
+    # Drawn tokens alone.
+    assert {sample.num_tokens for sample in samples} == {6}
+    later = [request for request in of_evaluation(world.engine) if request.num_completions == 1]
+    assert {tuple(request.prompt.tolist()) for request in later} == {(2, 3, 5, 6, 1, 7, 8)}
+    assert len({request.seed for request in later}) == len(later) == 12 * 16
+
+
+async def test_turns_that_an_engine_loses_are_drawn_again_and_no_episode_stays_open(world, played):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: [request for request in of_evaluation(world.engine) if request.num_completions == 1])
+    world.engine.batch_failures = [EngineDied("it is gone")]
+    world.engine.is_paced = False
+    world.engine.pace.release()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples, done.summary.average.mean) == (12, 12 * 16, 2.0)
+    assert len(played.opened) > 12 * 16
+    await world.until(lambda: played.closed == len(played.opened))
+
+
+async def test_a_turn_that_the_engine_has_no_room_for_ends_its_completion_with_the_score_so_far(world, played):
+    await world.run.publish()
+    world.start()
+    submit = world.engine.submit
+
+    def narrow(request):
+        if request.sampling is not None and request.prompt.size > 2:
+            raise PromptTooLong("engine.max_model_len", "6 tokens hold no prompt of 7")
+        submit(request)
+
+    world.engine.submit = narrow
+    done = await until_done(world)
+
+    assert (done.summary.average.mean, done.summary.num_truncated) == (1.0, 12 * 16)

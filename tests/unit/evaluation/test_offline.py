@@ -3,13 +3,14 @@ import pytest
 
 from heterorl.common.errors import EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.draws import blocks_of, seed_of
-from heterorl.common.evaluation.offline import evaluate_set
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
-from heterorl.common.types.rollout import FinishReason, RewardPart
+from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.evaluation import results_from_pb
+from heterorl.evaluation.offline import evaluate_set
+from heterorl.sampler.evaluation.sets import SiteSet
 from heterorl.v1 import evaluation_pb2
 
 
@@ -50,6 +51,7 @@ class Machine:
     """An engine that answers with the prompt's number, members backwards, the last request first."""
 
     max_running = 16
+    version = -1
 
     def __init__(self, lost=False):
         self.under_way, self.requests, self.most, self.lost, self.num_cancels = [], [], 0, lost, 0
@@ -67,7 +69,8 @@ class Machine:
             return [Lost(key=request.key)]
         number = request.prompt[1:2]
         reason = FinishReason.LENGTH if member % 2 else FinishReason.EOS
-        completion = Completion(token_ids=number, logprobs=None, finish_reason=reason, spans=())
+        spans = (Span(version=self.version, start=0, end=1),)
+        completion = Completion(token_ids=number, logprobs=None, finish_reason=reason, spans=spans)
         return [Finished(key=request.key, member=member, completion=completion)]
 
     def cancel(self):
@@ -75,11 +78,12 @@ class Machine:
         self.under_way = []
 
 
-def evaluated(engine, task=None, *, indices=range(5), **changes):
+def evaluated(engine, task=None, *, prompter=None, indices=range(5), **changes):
     seen = []
     results = evaluate_set(
-        engine, task=task or Echo(), prompter=Bytes(), draws=draws(**changes), indices=indices, on_prompt=seen.append
-    )
+        engine, of=SiteSet(name="set", task=task or Echo()), prompter=prompter or Bytes(), draws=draws(**changes),
+        indices=indices, max_trajectory_tokens=100, on_prompt=seen.append,
+    )  # fmt: skip
     return results, seen
 
 
@@ -109,8 +113,8 @@ def test_draws_depend_on_seed_prompt_and_block_alone():
     evaluated(engine)
     evaluated(alone, indices=[3])
 
-    of_3 = [request.seed for request in engine.requests if request.prompt[1] == ord("3")]
-    assert [request.seed for request in alone.requests] == of_3
+    of_3 = {request.seed for request in engine.requests if request.prompt[1] == ord("3")}
+    assert {request.seed for request in alone.requests} == of_3
     assert len({request.seed for request in engine.requests}) == 15
     assert seed_of(draws(seed=1), prompt_index=3, first=0) not in of_3
     assert [(block.first, block.count) for block in blocks_of(draws())] == [(0, 8), (8, 8), (16, 4)]
@@ -149,7 +153,7 @@ def test_an_engine_that_gives_up_is_said_and_left_empty():
 
     with pytest.raises(EngineError):
         evaluated(engine)
-    assert engine.num_cancels == 1
+    assert engine.num_cancels
     assert engine.under_way == []
 
 
@@ -166,10 +170,7 @@ class Refusing(Bytes):
 
 
 def test_prompts_that_are_refused_have_no_reward_and_the_others_have_theirs(caplog):
-    seen = []
-    results = evaluate_set(
-        Machine(), task=Long(), prompter=Refusing(), draws=draws(), indices=range(5), on_prompt=seen.append
-    )
+    results, seen = evaluated(Machine(), Long(), prompter=Refusing())
 
     assert [[sample.reward for sample in result.samples] for result in results] == [
         [1.0] * 20, [1.0] * 20, [None] * 20, [None] * 20, [1.0] * 20,
@@ -183,7 +184,7 @@ def test_prompts_that_are_refused_have_no_reward_and_the_others_have_theirs(capl
 @pytest.mark.parametrize("index", [2, 3])
 def test_a_set_that_is_refused_altogether_says_why(index):
     with pytest.raises(PromptRefused, match="too long" if index == 2 else "roles must alternate"):
-        evaluate_set(Machine(), task=Long(), prompter=Refusing(), draws=draws(), indices=[index])
+        evaluated(Machine(), Long(), prompter=Refusing(), indices=[index])
 
 
 def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
@@ -192,7 +193,7 @@ def test_a_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
             return "cannot be read" if prompt.answer == "3" else ""
 
     engine = Machine()
-    results = evaluate_set(engine, task=Unread(), prompter=Bytes(), draws=draws(), indices=range(5))
+    results, _ = evaluated(engine, Unread())
 
     assert {sample.reward for sample in results[3].samples} == {None}
     assert {request.prompt.tobytes() for request in engine.requests} == {

@@ -1,0 +1,49 @@
+"""Environments that need no process: what a sampler asks of them, and failures where a test puts them."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+from heterorl.common.tasks.environments.task import Limits
+from heterorl.common.types.rollout import RewardPart
+
+
+class Games:
+    """Implements what a sampler needs of environments: each episode goes on for `length` turns, then scores them."""
+
+    def __init__(self, *, length=2, max_turns=3, trajectory_s=600.0):
+        self.length = length
+        self.limits = Limits(max_turns=max_turns, trajectory_s=trajectory_s)
+        self.failures = {}
+        self.opened, self.closed = [], 0
+        self.go = threading.Event()
+        self.go.set()
+        self.spec = self
+
+    def of(self, prompt):
+        return self
+
+    def encode(self, prompt):
+        return np.array([2, 3], np.int32)
+
+    def open(self):
+        episode = SimpleNamespace(number=len(self.opened), turns=[], close=self._close)
+        episode.score = lambda: self._score(episode)
+        self.opened.append(episode)
+        return episode
+
+    def step(self, episode, turn):
+        assert self.go.wait(30)
+        episode.turns.append(turn.tolist())
+        if (error := self.failures.get(("step", episode.number, len(episode.turns)))) is not None:
+            raise error
+        return None if len(episode.turns) == self.length else np.array([7, 8], np.int32)
+
+    def _score(self, episode):
+        if (error := self.failures.get(("score", episode.number))) is not None:
+            raise error
+        return (RewardPart(name="turns", value=float(len(episode.turns))),)
+
+    def _close(self):
+        self.closed += 1

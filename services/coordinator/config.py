@@ -90,6 +90,10 @@ class CoordinatorConfig(Config):
     """The run ends when its head reaches this version; 0 is no end."""
     max_staleness_versions: int = Field(default=64, ge=0)
     """Bound on how many versions old the policy of a trained group may be."""
+    mask_stale: bool = False
+    """Tokens that are older than max_staleness_versions when they are trained on are read as context, and the others of
+    their group are trained: a group is as old as its youngest drawn token, here and for max_policy_age_s. False drops
+    the group with its oldest token."""
     max_policy_age_s: float = Field(default=7200.0, gt=0)
     """Bound on the age of that policy, seconds since a newer one was published; the newest is never too old. A sampler
     whose delay model takes longer there and back is refused."""

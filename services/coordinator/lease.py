@@ -105,6 +105,7 @@ class LearnerLease:
             head_version=stated_version(head),
             max_message_bytes=self._parts.config.max_message_bytes,
             max_staleness_versions=self._parts.config.max_staleness_versions,
+            masks_stale=self._parts.config.mask_stale,
             most_groups_per_version=self._parts.config.most_groups_per_version,
         )
 
@@ -123,6 +124,7 @@ class LearnerLease:
                 head_version=stated_version(lineage.head_version(connection)),
                 rollback_to=stated_version(rollback.ordered(connection)),
                 max_staleness_versions=self._parts.config.max_staleness_versions,
+                masks_stale=self._parts.config.mask_stale,
             )
 
         return await self._parts.database.run(operation)

@@ -259,6 +259,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    MASKS_STALE_FIELD_NUMBER: builtins.int
     MOST_GROUPS_PER_VERSION_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
@@ -271,7 +272,9 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     holder: builtins.str
     """Holder as recorded."""
     max_staleness_versions: builtins.int
-    """Versions between a group's oldest token and the parent of the version that consumes it, at most."""
+    """Versions between a group's oldest trained token and the parent of the version that consumes it, at most."""
+    masks_stale: builtins.bool
+    """Whether tokens beyond that bound are context, and the others of their group are trained."""
     most_groups_per_version: builtins.int
     """Groups that may be under way while no version is published; 0 where it does not say."""
     def __init__(
@@ -283,10 +286,11 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
         head_version: builtins.int = ...,
         holder: builtins.str = ...,
         max_staleness_versions: builtins.int | None = ...,
+        masks_stale: builtins.bool = ...,
         most_groups_per_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "max_staleness_versions", b"max_staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "most_groups_per_version", b"most_groups_per_version", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "masks_stale", b"masks_stale", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "most_groups_per_version", b"most_groups_per_version", "ttl_s", b"ttl_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
 
 Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseResponse
@@ -329,6 +333,7 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     HOLDER_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    MASKS_STALE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the lease."""
     ttl_s: builtins.float
@@ -340,7 +345,9 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     rollback_to: builtins.int
     """Version whose content the next one is to have, by an operator's order; absent when there is none."""
     max_staleness_versions: builtins.int
-    """Versions between a group's oldest token and the parent of the version that consumes it, at most."""
+    """Versions between a group's oldest trained token and the parent of the version that consumes it, at most."""
+    masks_stale: builtins.bool
+    """Whether tokens beyond that bound are context, and the others of their group are trained."""
     def __init__(
         self,
         *,
@@ -350,9 +357,10 @@ class RenewLeaseResponse(google.protobuf.message.Message):
         holder: builtins.str = ...,
         rollback_to: builtins.int | None = ...,
         max_staleness_versions: builtins.int | None = ...,
+        masks_stale: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "masks_stale", b"masks_stale", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
     @typing.overload

@@ -38,7 +38,10 @@ class LeaseGrant:
     max_message_bytes: int = 0
     """Largest message that the coordinator takes and sends; 0 where it does not say."""
     max_staleness_versions: int = -1
-    """Versions between a group's oldest token and the parent of the version that consumes it, at most; -1: not said."""
+    """Versions between a group's oldest trained token and the parent of the version that consumes it, at most; -1: not
+    said."""
+    masks_stale: bool = False
+    """Whether tokens beyond that bound are context, and the others of their group are trained."""
     most_groups_per_version: int = 0
     """Groups that may be under way while no version is published, so the most that one can be made of; 0: not said."""
 

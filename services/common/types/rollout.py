@@ -156,8 +156,8 @@ class Rollout:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it is trained on."""
-        return self.finish_reason.is_trainable
+        """Whether it is trained on: it ended with a reward, and has drawn tokens."""
+        return self.finish_reason.is_trainable and self.num_drawn > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

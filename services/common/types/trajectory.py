@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import Rollout, Span
+from heterorl.common.types.rollout import GIVEN, Group, Rollout, Span
 
 BoolArray = NDArray[np.bool_]
 
@@ -102,6 +102,27 @@ def parts_of(spans: Sequence[Span]) -> tuple[Part, ...]:
 def turns_of(rollout: Rollout) -> tuple[tuple[int, int], ...]:
     """Where each turn of the policy begins and ends among the rollout's tokens."""
     return tuple((part.start, part.end) for part in parts_of(rollout.spans) if part.is_drawn)
+
+
+def without_stale(group: Group, *, oldest: int) -> Group:
+    """The group with what versions before `oldest` drew as context: given tokens, which have no log-probs.
+
+    The group itself where there is none. A rollout of which nothing else was drawn is trained on no longer.
+    """
+    if group.oldest_version >= oldest:
+        return group
+    rollouts = tuple(_without_stale(rollout, oldest) for rollout in group.rollouts)
+    left = [span.version for one in rollouts if one.is_trainable for span in one.spans if span.is_drawn]
+    return replace(group, rollouts=rollouts, oldest_version=min(left, default=group.oldest_version))
+
+
+def _without_stale(rollout: Rollout, oldest: int) -> Rollout:
+    drawn = [span for span in rollout.spans if span.is_drawn]
+    is_kept = np.repeat([span.version >= oldest for span in drawn], [span.end - span.start for span in drawn])
+    if is_kept.all():
+        return rollout
+    spans = tuple(replace(span, version=GIVEN) if span.version < oldest else span for span in rollout.spans)
+    return replace(rollout, spans=spans, sampler_logprobs=rollout.sampler_logprobs[is_kept])
 
 
 def spread(values: Float32Array, drawn: BoolArray) -> Float32Array:

@@ -149,6 +149,7 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
         rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
         max_message_bytes=message.max_message_bytes if is_new else 0,  # type: ignore[union-attr]
         max_staleness_versions=message.max_staleness_versions if message.HasField("max_staleness_versions") else -1,
+        masks_stale=message.masks_stale,
         most_groups_per_version=message.most_groups_per_version if is_new else 0,  # type: ignore[union-attr]
     )
 
@@ -238,6 +239,7 @@ def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
         holder=value.holder,
         max_message_bytes=value.max_message_bytes,
         max_staleness_versions=value.max_staleness_versions,
+        masks_stale=value.masks_stale,
         most_groups_per_version=value.most_groups_per_version,
     )
 
@@ -250,4 +252,5 @@ def renewal_to_pb(value: LeaseGrant) -> policy_pb2.RenewLeaseResponse:
         holder=value.holder,
         rollback_to=None if value.rollback_to < 0 else value.rollback_to,
         max_staleness_versions=value.max_staleness_versions,
+        masks_stale=value.masks_stale,
     )

@@ -44,6 +44,12 @@ class Facts:
     is_answered: bool
     quarantine: str = ""
     abandoned_version: int | None = None
+    mask_stale: bool = False
+
+
+def counted_version(group: SealedGroup, *, mask_stale: bool) -> int:
+    """The version that a group's age counts from: its oldest token's, or its youngest's where stale ones are masked."""
+    return max(group.versions) if mask_stale else group.oldest_version
 
 
 def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
@@ -65,7 +71,7 @@ def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
         return DropReason.INVALID, f"assignment: {group.assignment} was not given to this site, or was given back"
     if facts.assignment_prompt != group.prompt_index:
         return DropReason.INVALID, f"prompt_index: {group.prompt_index}, assigned was {facts.assignment_prompt}"
-    staleness = facts.head_version - group.oldest_version
+    staleness = facts.head_version - counted_version(group, mask_stale=facts.mask_stale)
     if staleness > facts.max_staleness_versions:
         return DropReason.STALE_AT_INGEST, f"{staleness} versions old; the bound is {facts.max_staleness_versions}"
     if facts.policy_age_s > facts.max_policy_age_s:

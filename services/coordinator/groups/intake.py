@@ -18,7 +18,14 @@ from heterorl.common.wire.rollout import group_id_from_pb
 from heterorl.common.wire.seal import GroupMessage, canonical, group_message, sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
-from heterorl.coordinator.groups.admission import Facts, content_problem, is_trainable, judge, size_problem
+from heterorl.coordinator.groups.admission import (
+    Facts,
+    content_problem,
+    counted_version,
+    is_trainable,
+    judge,
+    size_problem,
+)
 from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites import lost_members, quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
@@ -128,7 +135,8 @@ def record(
     """Write one group's row, account and place in the watermark down, and what becomes of its work and its content."""
     group_id = arrived.id
     key = (group_id.site, group_id.incarnation)
-    arrival = connection.execute(insert(1) + " RETURNING arrival", row_of(arrived, reason, around.now)).fetchone()[0]
+    row = row_of(arrived, reason, around)
+    arrival = connection.execute(insert(1) + " RETURNING arrival", row).fetchone()[0]
     watermark.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
     column = "dropped" if reason else "accepted"
@@ -163,9 +171,11 @@ def insert(count: int) -> str:
     )
 
 
-def row_of(arrived: Arrival, reason: DropReason | None, now: float) -> tuple[object, ...]:
-    """What `insert` takes for each row."""
-    group_id = arrived.id
+def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) -> tuple[object, ...]:
+    """What `insert` takes for each row; the version is the one that the group's age counts from."""
+    group_id, version = arrived.id, arrived.oldest_version
+    if arrived.sealed is not None and reason is None:
+        version = counted_version(arrived.sealed, mask_stale=around.config.mask_stale)
     return (
         group_id.site,
         group_id.incarnation,
@@ -174,9 +184,9 @@ def row_of(arrived: Arrival, reason: DropReason | None, now: float) -> tuple[obj
         "dropped" if reason else "pending",
         reason.value if reason else "",
         arrived.assignment,
-        arrived.oldest_version,
+        version,
         arrived.num_bytes,
-        now,
+        around.now,
         arrived.sealed.data if arrived.sealed is not None and reason is None else None,
     )
 
@@ -216,7 +226,8 @@ def facts_of(
         " AND f.state_root = ?), v.state_root) FROM versions v WHERE version = ? AND is_abandoned = 0",
         (group.state_root, group.oldest_version),
     ).fetchone()
-    age_s = ages.superseded_s(connection, group.oldest_version, reach=config.max_staleness_versions + 1, now=around.now)
+    version_of_age = counted_version(group, mask_stale=config.mask_stale)
+    age_s = ages.superseded_s(connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now)
     return Facts(
         head_version=around.head,
         max_staleness_versions=config.max_staleness_versions,
@@ -227,6 +238,7 @@ def facts_of(
         is_answered=is_answered,
         quarantine=quarantine.conviction_of(connection, group.id.site),
         abandoned_version=ages.abandoned_span(connection, group.versions),
+        mask_stale=config.mask_stale,
     )
 
 

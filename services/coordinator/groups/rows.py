@@ -92,10 +92,10 @@ class _Rows:
         """Write what was accepted, and forget all that was read."""
         connection = self._connection
         if self._accepted:
-            now = self._around.now
             # A statement for each would let go of the interpreter for each, and wait for it again.
             for first in range(0, len(self._accepted), ROWS_AT_ONCE):
-                some = [intake.row_of(arrived, None, now) for arrived in self._accepted[first : first + ROWS_AT_ONCE]]
+                part = self._accepted[first : first + ROWS_AT_ONCE]
+                some = [intake.row_of(arrived, None, self._around) for arrived in part]
                 connection.execute(intake.insert(len(some)), list(itertools.chain.from_iterable(some)))
             work.answer_all(connection, [arrived.assignment for arrived in self._accepted])
             counts = Counter((arrived.id.site, arrived.id.incarnation) for arrived in self._accepted)

@@ -48,12 +48,12 @@ def judge(group: Group, limits: Limits) -> Finding:
         return Finding(detail=f"a value of {value:g} of the reward's part {name}; at most {MAX_PART_VALUE:g} is taken")
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
         return Finding(detail="a reward outside [0, 1], which loss.advantage = beta is not defined for")
-    if len(group.trainable) < (limits.min_members or limits.group_size):
-        return Finding(detail=f"{len(group.trainable)} rollouts can be trained; min_members is {limits.min_members}")
     if any(rollout.num_drawn != _drawn_by_spans(rollout) for rollout in group.rollouts):
         return Finding(detail="a rollout has not one log-prob per token")
-    if any(rollout.num_drawn == 0 for rollout in group.trainable):
+    if any(rollout.finish_reason.is_trainable and not rollout.is_trainable for rollout in group.rollouts):
         return Finding(detail="a rollout has no token")
+    if len(group.trainable) < (limits.min_members or limits.group_size):
+        return Finding(detail=f"{len(group.trainable)} rollouts can be trained; min_members is {limits.min_members}")
     strips = [strip for rollout in group.rollouts for strip in strips_of(group.prompt_token_ids, rollout)]
     total = max(strip.token_ids.size for strip in strips)
     if limits.max_sequence_tokens and total > limits.max_sequence_tokens:

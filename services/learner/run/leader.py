@@ -75,6 +75,7 @@ class Leader:
         default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
     )
     max_staleness_versions: int = -1
+    masks_stale: bool = False
     statement: bytes = b""
     """Of the configuration behind the contract."""
     signal: RewardSignal = field(default_factory=RewardSignal)
@@ -95,7 +96,7 @@ class Leader:
             groups_per_version=groups_per_version,
             statement=self.statement,
         )
-        self.max_staleness_versions = grant.max_staleness_versions
+        self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         self.result = replace(self.result, version=grant.head_version)
         try:
             check_messages(grant, own_bytes=self.config.max_message_bytes)
@@ -127,10 +128,11 @@ class Leader:
 
     async def hear(self, grant: LeaseGrant) -> None:
         """Note the coordinator's bound; end the session at its next step boundary when there is an order."""
-        self.max_staleness_versions = grant.max_staleness_versions
+        self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         if self._session is None:
             return
-        self._session.selection.max_staleness_versions = grant.max_staleness_versions
+        selection = self._session.selection
+        selection.max_staleness_versions, selection.masks_stale = grant.max_staleness_versions, grant.masks_stale
         if self._rollback and self._rollback.is_due(grant.rollback_to):
             await self._session.inbox.close()
 
@@ -158,6 +160,7 @@ class Leader:
                 progress=self.progress,
                 epoch=grant.epoch,
                 max_staleness_versions=self.max_staleness_versions,
+                masks_stale=self.masks_stale,
                 notes=notes,
             )
             self._session = session = Session(

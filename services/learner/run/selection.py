@@ -8,13 +8,14 @@ group that was given up twice, because an answer was lost, is counted once.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection
 from heterorl.common.types.step import LearnerPhase
+from heterorl.common.types.trajectory import without_stale
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.weights import Weights, whole_of
 from heterorl.learner.checks.judge import judge_log_ratios
@@ -43,6 +44,8 @@ class Selection:
     epoch: int
     max_staleness_versions: int = -1
     """The coordinator's bound at the commit of a version; -1 where it is not known."""
+    masks_stale: bool = False
+    """Whether tokens beyond that bound are context, and the others are trained."""
     notes: Notes = field(default_factory=Notes)
     num_replaced: int = 0
     """Groups of equal rewards that others replaced in the newest step."""
@@ -85,7 +88,15 @@ class Selection:
         One of them in a step would have the coordinator refuse the whole version.
         """
         bound = self.max_staleness_versions
-        old = [queued.group for queued in groups if 0 <= bound < head - queued.group.oldest_version]
+        fewest = 0
+        if self.masks_stale and bound >= 0:
+            fewest = self.config.sampling.members(self.config.group_size)
+            groups = [replace(each, group=without_stale(each.group, oldest=head - bound)) for each in groups]
+        old = [
+            queued.group
+            for queued in groups
+            if 0 <= bound < head - queued.group.oldest_version or len(queued.group.trainable) < fewest
+        ]
         if not old:
             return groups
         if self.publisher.position.head_version < head:

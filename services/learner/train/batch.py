@@ -1,7 +1,7 @@
 """Whole groups -> sequences that carry everything the loss needs, and the step's denominators.
 
 Guarantees: advantages and log denominators are computed here, once, in float64, over each whole group and before any
-split. A rollout without tokens, which neither the coordinator nor the learner admits, is an error here.
+split. A rollout without drawn tokens is no member.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
         head_version: version of the learner's weights, from which staleness is counted.
 
     Raises:
-        ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has no
-            token or not one log-prob for each, or a reward is outside what the advantage is defined for.
+        ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has not one
+            log-prob for each drawn token, or a reward is outside what the advantage is defined for.
     """
     rule = rule_of(loss)
     scales = _prompt_scales(groups) if rule.advantage == "beta" else [1.0] * len(groups)
@@ -154,8 +154,6 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
         raise ValueError(f"group {group.id}: the prompt is empty")
     members = [(place, rollout) for place, rollout in enumerate(group.rollouts) if rollout.is_trainable]
     rollouts = [rollout for _, rollout in members]
-    if any(rollout.num_drawn == 0 for rollout in rollouts):
-        raise ValueError(f"group {group.id}: a rollout has no token")
     strips = [strips_of(group.prompt_token_ids, rollout) for rollout in rollouts]
     counts = [sum(int(strip.is_drawn.sum()) for strip in own) for own in strips]
     if counts != [rollout.num_drawn for rollout in rollouts]:

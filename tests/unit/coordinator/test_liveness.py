@@ -9,7 +9,7 @@ import pytest
 from heterorl.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.common.types.rollout import DropReason, GroupId, PushStatus
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
 from heterorl.common.types.run import Command, Heartbeat
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
@@ -19,7 +19,7 @@ from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.rollout import LEASE_BATCH
 from heterorl.coordinator.store.sqlite import engine as sqlite_engine
 from tests.support.clock import ManualClock
-from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of
+from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 
 
 @pytest.fixture
@@ -323,3 +323,20 @@ async def test_push_wakes_no_watcher_of_the_head_and_a_publication_wakes_all(tmp
     await core.close()
     await asyncio.gather(*watchers, return_exceptions=True)
     assert all(watcher.done() for watcher in watchers)
+
+
+async def test_a_group_whose_youngest_tokens_are_fresh_is_taken_and_trained_where_stale_ones_are_masked(begin):
+    core, run = await begin(max_staleness_versions=1, mask_stale=True)
+    grant = await core.renew_lease(epoch=run.epoch)
+    work = await run.lease(2)
+    for _ in range(3):
+        await run.publish()
+    spans = (Span(version=0, start=0, end=1), Span(version=2, start=1, end=3))
+    mixed = run.group(work[0], version=0, rollouts=(rollout(0, spans=spans), rollout(0, reward=0.0)))
+    taken, refused = await core.push_groups([mixed, run.group(work[1], version=0)])
+    await run.publish(consumed=[taken.id])
+
+    assert grant.masks_stale
+    assert taken.status is PushStatus.ACCEPTED
+    assert refused.reason is DropReason.STALE_AT_INGEST
+    assert (await core.get_status()).ledger.consumed == 1

@@ -16,17 +16,20 @@ MIXED = (Span(version=3, start=0, end=1), Span(version=8, start=1, end=3))
 
 
 @pytest.mark.parametrize(
-    ("bound", "head", "oldest", "expected"),
+    ("bound", "head", "oldest", "mask_stale", "expected"),
     [
-        (7, 10, 3, None),
+        (7, 10, 3, False, None),
         # 11 - 3 = 8, though most tokens are 3 versions old
-        (7, 11, 3, DropReason.STALE_AT_INGEST),
-        (7, 10, 8, DropReason.INVALID),
+        (7, 11, 3, False, DropReason.STALE_AT_INGEST),
+        (7, 10, 8, False, DropReason.INVALID),
         # the newest token is of a version that does not exist yet
-        (7, 7, 3, DropReason.UNKNOWN_VERSION),
+        (7, 7, 3, False, DropReason.UNKNOWN_VERSION),
+        # The youngest token counts where older ones are masked: 15 - 8 = 7, and 16 - 8 = 8.
+        (7, 15, 3, True, None),
+        (7, 16, 3, True, DropReason.STALE_AT_INGEST),
     ],
 )
-def test_staleness_counts_from_the_oldest_token(bound, head, oldest, expected):
+def test_staleness_counts_from_the_oldest_token_unless_stale_ones_are_masked(bound, head, oldest, mask_stale, expected):
     group = Group(
         id=GroupId(site=SITE, incarnation=INCARNATION, sequence=1), assignment=1, prompt_index=7,
         prompt_token_ids=np.array([2, 3], np.int32), rollouts=(rollout(8), rollout(8, spans=MIXED)),
@@ -34,7 +37,7 @@ def test_staleness_counts_from_the_oldest_token(bound, head, oldest, expected):
     )  # fmt: skip
     facts = Facts(
         head_version=head, max_staleness_versions=bound, max_policy_age_s=60.0, policy_age_s=1.0,
-        state_root=ROOT, assignment_prompt=7, is_answered=False,
+        state_root=ROOT, assignment_prompt=7, is_answered=False, mask_stale=mask_stale,
     )  # fmt: skip
 
     message = content_problem(columns_of(group_to_pb(group)), CONTRACT, max_prompt_tokens=9)

@@ -5,7 +5,7 @@ import random
 from types import SimpleNamespace
 
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.rollout import DropReason, Span
 from heterorl.learner.notes.notes import Notes
 from heterorl.learner.progress import progress_of
 from heterorl.learner.run.inbox import Inbox
@@ -106,3 +106,31 @@ async def test_group_that_is_too_old_counts_as_that_whatever_its_rewards(tmp_pat
     assert numbers(await selection.take(1, head=3, weights=None)) == [2]
     assert [(told[0], told[1]) for told in selection.api.told] == [([1], DropReason.LEARNER_ABANDONED)]
     assert selection.num_replaced == 0
+
+
+def aged(sequence, *versions):
+    """Rollouts whose last token is of the given versions, and whose others are of version 0."""
+    entry = queued(sequence)
+    rollouts = []
+    for rollout, version in zip(entry.group.rollouts, versions, strict=True):
+        last = rollout.token_ids.size
+        spans = [Span(version=0, start=0, end=last - 1), Span(version=version, start=last - 1, end=last)]
+        rollouts.append(dataclasses.replace(rollout, spans=tuple(span for span in spans if span.start < span.end)))
+    group = dataclasses.replace(entry.group, rollouts=tuple(rollouts), oldest_version=0)
+    return dataclasses.replace(entry, group=group)
+
+
+async def test_stale_tokens_leave_a_group_and_a_group_with_too_few_members_left_is_given_up(tmp_path):
+    size = len(queued(1).group.rollouts)
+    selection = await selection_of(
+        tmp_path, [aged(1, *[5] * size), aged(2, *[5] * (size - 1), 0), aged(3, *[0] * size), queued(4)], room=0, head=5,
+        coming=[aged(5, *[4] * size)], max_staleness_versions=2, masks_stale=True,
+    )  # fmt: skip
+    selection.config = learner_config(tmp_path, sampling={"min_members": size})
+
+    taken = await selection.take(2, head=5, weights=None)
+
+    assert numbers(taken) == [1, 5]
+    assert [[rollout.num_drawn for rollout in entry.group.rollouts] for entry in taken] == [[1] * size] * 2
+    assert [entry.group.oldest_version for entry in taken] == [5, 4]
+    assert [told[0] for told in selection.api.told] == [[2], [3], [4]]

@@ -59,10 +59,14 @@ def test_batch_refuses_an_empty_prompt():
         build_batch([group([rollout([5], [-1.0], 1.0)], prompt=[])], loss=GepoConfig())
 
 
-def test_batch_refuses_a_rollout_without_tokens():
-    """Counted as q = 1 it would move its group's denominator; nobody admits one."""
-    with pytest.raises(ValueError, match="a rollout has no token"):
-        build_batch([group([rollout([5], [-1.0], 1.0), rollout([], [], 0.0)])], loss=GepoConfig())
+def test_batch_leaves_a_rollout_without_drawn_tokens_out():
+    """Counted as q = 1 it would move its group's denominator."""
+    whole = [rollout([5], [-1.0], 1.0), rollout([6], [-2.0], 0.0)]
+    (first, second) = build_batch([group([*whole, rollout([], [], 1.0)])], loss=GepoConfig()).sequences
+    (alone, other) = build_batch([group(whole)], loss=GepoConfig()).sequences
+
+    assert (first.log_denominator, first.advantage) == (alone.log_denominator, alone.advantage)
+    assert (second.log_denominator, second.advantage) == (other.log_denominator, other.advantage)
 
 
 def test_batch_refuses_a_token_without_logprob():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Rollout, Span
+from heterorl.common.types.trajectory import without_stale
 from heterorl.learner.loss.config import GepoConfig, TisConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
@@ -127,6 +128,64 @@ def test_loss_is_that_of_trajectories_written_out(sequences):
     expected = float(total.detach()), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
 
     _assert_same(expected, _gradients(groups, GepoConfig(clip="none", kl_coefficient=0.0)))
+
+
+def _aged_group():
+    """Rollouts whose first tokens version 1 drew and whose later ones version 2 did; the last one is of version 1."""
+    members = [
+        _rollout([([4, 5, 6], [-1.0, -2.0, -1.5], None), ([7, 8], [-0.5, -1.0], None)], 1.0),
+        _rollout(
+            [([9], [-0.7], None), ([3, 2], None, None), ([6, 5, 4], [-2.0, -0.1, -1.1], None)], 0.0, versions=(1, 2)
+        ),
+        _rollout([([5, 5], [-1.2, -0.4], None)], 0.0, versions=(2, 2)),
+        _rollout([([8, 9], [-1.3, -0.8], None)], 1.0),
+    ]
+    return group(members, version=1)
+
+
+def test_loss_of_what_is_left_of_stale_rollouts_is_that_of_fresh_tokens_written_out():
+    """Stale tokens are read; lengths, the denominator, means over the group are of what is left."""
+    value, total = _aged_group(), 0.0
+    is_fresh = [[2 if span.version == 2 else 0 for span in one.spans for _ in range(span.end - span.start)
+                 if span.is_drawn] for one in value.rollouts]  # fmt: skip
+    left = [(one, torch.tensor(marks) > 0) for one, marks in zip(value.rollouts, is_fresh, strict=True) if any(marks)]
+    assert len(left) == 3
+    means = np.array([one.sampler_logprobs.astype(np.float64)[kept.numpy()].mean() for one, kept in left])
+    expectation = (np.exp(means) ** 2).sum() / np.exp(means).sum()
+    rewards = np.array([one.reward for one, _ in left])
+    for (one, kept), reward in zip(left, rewards, strict=True):
+        weight = torch.exp(_logprobs(value, one)[kept].mean()) / expectation
+        total = total - weight * (reward - rewards.mean()) / len(left)
+    MODEL.zero_grad(set_to_none=True)
+    total.backward()
+    expected = float(total.detach()), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
+
+    loss = GepoConfig(clip="none", kl_coefficient=0.0)
+    for batching in ("padded", "packed"):
+        _assert_same(expected, _gradients([without_stale(value, oldest=2)], loss, batching=batching))
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_group_within_the_bound_has_the_same_loss_to_the_last_bit(name):
+    groups = _groups(7)
+    masked = [without_stale(value, oldest=min(value.oldest_version, 1)) for value in groups]
+
+    assert [one is other for one, other in zip(groups, masked, strict=True)] == [True] * len(groups)
+    (loss, gradients), (same, equal) = _gradients(groups, CATALOGUE[name]), _gradients(masked, CATALOGUE[name])
+    assert same == loss
+    assert all(torch.equal(equal[name], gradient) for name, gradient in gradients.items())
+
+
+def test_what_is_left_of_a_stale_group_counts_its_age_from_the_oldest_token_left():
+    masked = without_stale(_aged_group(), oldest=2)
+
+    assert masked.oldest_version == 2
+    assert [one.num_drawn for one in masked.rollouts] == [2, 3, 2, 0]
+    assert [one.is_trainable for one in masked.rollouts] == [True, True, True, False]
+    assert [[span.version for span in one.spans] for one in masked.rollouts] == [
+        [GIVEN, 2], [GIVEN, GIVEN, 2], [2], [GIVEN],
+    ]  # fmt: skip
+    assert without_stale(_aged_group(), oldest=3).trainable == ()
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -86,19 +86,20 @@ class SourceConfig(Config):
     4 unless this is set."""
     environment: str = ""
     """The environment, which answers the policy's turns and gives the reward (docs/environments.md):
-    `package.module:Class`, a file of tools `file.py`, or `textarena:ID` (a game of `heterorl[games]`). It runs in
-    processes of its own; its files must be equal on every node, byte for byte, as those of task.reward. Empty: a prompt
-    has one turn."""
+    `package.module:Class`, a file of tools `file.py`, `textarena:ID` (a game of `heterorl[games]`), or an agent
+    program, `program:file.py:function` or `program:COMMAND`. It runs in processes of its own; its files must be equal
+    on every node, byte for byte, as those of task.reward. Empty: a prompt has one turn."""
     environment_path: str = ""
-    """Directory of the environment's package, module or file, taken from the configuration file's directory on; empty
-    is that directory itself. What is installed keeps its names."""
+    """Directory of the environment's package, module, file or program, taken from the configuration file's directory
+    on; empty is that directory itself. What is installed keeps its names."""
     max_turns: int = Field(default=8, ge=1, le=1024)
     """Most turns of an episode."""
     trajectory_s: float = Field(default=600.0, gt=0, le=86_400)
     """Longest time of an episode by the clock, generation included, seconds."""
     step_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Processor time of the environment for one turn, its start or its score, seconds. A process that needs more, or
-    four times as long by the clock, is killed and replaced, and the episode is lost."""
+    four times as long by the clock, is killed and replaced, and the episode is lost. Of an agent program the clock
+    alone counts, between two of its requests, its start included."""
     max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
     """Longest text of the environment after one turn, characters. A longer one ends the episode; of a tool it is an
     error that the policy reads."""

@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         turn.done.wait()
         if turn.refusal is not None:
             raise turn.refusal
-        made = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
+        made: Any = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
         self.close_connection = False
         self._send(200, completion(turn.message, request, **made))
 
@@ -221,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         if turn.refusal is not None:
             pieces: Any = [turn.refusal.body]
         else:
-            made = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
+            made: Any = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
             pieces = chunks(turn.message, request, **made)
         for piece in pieces:
             self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")

@@ -34,8 +34,12 @@ _LOG = logging.getLogger(__name__)
 EPISODES_A_PROCESS = 16
 """Most that live in one process, where a class says that they may."""
 GAMES = "textarena"
+PROGRAM = "program"
 _KEY = "task.environment"
-_EXAMPLES = "for example mytask.games:Guess, a class in mytask/games.py; tools.py; textarena:GuessTheNumber-v0"
+_EXAMPLES = (
+    "for example mytask.games:Guess, a class in mytask/games.py; tools.py; textarena:GuessTheNumber-v0; "
+    "program:agent.py:run"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +67,7 @@ class Episodes:
         """Load it once.
 
         Args:
-            name: `package.module:Class`, `file.py` or `textarena:ID`.
+            name: `package.module:Class`, `file.py`, `textarena:ID` or `program:COMMAND`.
             directory: where class or file are looked for.
             step_timeout_s: processor time of one call, seconds.
             memory_bytes: address space that a process may take beyond what it has once it is loaded.
@@ -95,7 +99,10 @@ class Episodes:
         self.files_digest = str(facts["digest"])
         self.is_deterministic = bool(facts["is_deterministic"])
         self.tools: tuple[Mapping[str, Any], ...] = tuple(facts["tools"])
-        """JSON schemas of the tools, as chat templates take them."""
+        """JSON schemas of the tools, as chat templates take them; of a program what `learn_tools` found."""
+        self.learns_tools = bool(facts.get("learns_tools", False))
+        """Whether the first messages of an episode show the tools, and nothing before."""
+        self._has_learned = False
         self.needs: tuple[str, ...] = tuple(facts["needs"])
         """Columns that the score of a file of tools names."""
         self.keeps_prompts = job["what"] == "function"
@@ -124,11 +131,19 @@ class Episodes:
         try:
             reply = episode.ask("open", row=dict(row), seed=seed)
             first = reply["first"]
+            if self.learns_tools:
+                self._learn(tuple(reply["tools"]))
             episode.first = None if first is None else _messages(first)
         except BaseException:
             episode.close()
             raise
         return episode
+
+    def _learn(self, tools: tuple[Mapping[str, Any], ...]) -> None:
+        """All episodes of a run show the tools of its first one."""
+        if self._has_learned and tools != self.tools:
+            raise EnvironmentFailed(f"{self.name}, open: it shows other tools than in its first episode")
+        self.tools, self._has_learned = tools, True
 
     def close(self) -> None:
         """Kill all processes; who waits for an answer gets an error."""
@@ -245,12 +260,15 @@ def _parsed(name: str) -> dict[str, str]:
     kind, _, rest = name.partition(":")
     if kind == GAMES and rest:
         return {"what": "game", "module": "", "name": rest}
+    if kind == PROGRAM and rest:
+        return {"what": "program", "module": "", "name": rest}
     path = name.removesuffix(".py")
     found = {"what": "class", "module": kind, "name": rest}
     if path != name:
         found = {"what": "function", "module": path.replace("/", "."), "name": SCORE}
     if not all(word.isidentifier() for word in [*found["module"].split("."), found["name"]]):
-        raise ConfigError(_KEY, f"{name!r} is none of package.module:Class, file.py, textarena:ID", action=_EXAMPLES)
+        known = "package.module:Class, file.py, textarena:ID, program:COMMAND"
+        raise ConfigError(_KEY, f"{name!r} is none of {known}", action=_EXAMPLES)
     return found
 
 

@@ -46,6 +46,10 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
 
         make, shown = TextArenaGame.of(job["name"]), TextArenaGame
         facts = {"digest": version_of()}
+    elif job["what"] == "program":
+        from heterorl.common.tasks.environments.program import ProgramEnvironment, load
+
+        (make, facts), shown = load(job["name"], job["directory"]), ProgramEnvironment
     elif job["what"] == "class":
         make = shown = found
         if missing := [name for name in _NEEDED if not callable(getattr(found, name, None))]:
@@ -102,10 +106,11 @@ class Episodes:
         first = environment.reset(row, seed=seed)
         if first is None:
             return {"first": None}
+        shown = {"tools": environment.shown_tools} if hasattr(environment, "shown_tools") else {}
         messages = self._written(_messages(first), ROLES)
         if not messages or messages[-1][0] == "assistant":
             raise ValueError("reset returned no messages, or the last one is the assistant's")
-        return {"first": messages}
+        return {"first": messages, **shown}
 
     def _written(self, messages: Sequence[Any], roles: Sequence[str]) -> list[list[str]]:
         written = [_message(each, roles) for each in messages]

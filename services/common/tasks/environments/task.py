@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from heterorl.common.errors import ConfigError, EpisodeError, RewardError
+from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, RewardError
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.messages import SYSTEM_ROLES
@@ -45,6 +45,8 @@ class EnvironmentPrompt(Prompt):
 
     row: Mapping[str, Any] = field(compare=False, repr=False)
     seed: int
+    first: tuple[Message, ...] | None = field(compare=False, repr=False, default=None)
+    """What the episode from which the prompt was made said first; None where the row's prompt was kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class EnvironmentSpec:
     limits: Limits
     row: Mapping[str, Any]
     seed: int
+    first: tuple[Message, ...] | None = None
+    """What every episode says first; None where that is not known."""
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
@@ -65,10 +69,15 @@ class EnvironmentSpec:
         """Begin an episode; waits while all processes are in use.
 
         Raises:
-            EnvironmentFailed: its code raised.
+            EnvironmentFailed: its code raised, or it began otherwise than the prompt that the policy reads.
             ToolLost: its process took too long or died.
         """
-        return self.episodes.open(self.row, self.seed)
+        episode = self.episodes.open(self.row, self.seed)
+        if self.first is not None and episode.first != self.first:
+            episode.close()
+            name = self.episodes.name
+            raise EnvironmentFailed(f"{name}, reset: it said something else first than before, for one row and seed")
+        return episode
 
 
 def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
@@ -114,7 +123,7 @@ class EnvironmentTask:
             system_prompt: before first messages that the environment gives, unless they begin with one.
 
         Raises:
-            ConfigError: rows lack a column that its score needs.
+            ConfigError: rows lack a column that its score needs, or no episode of the first one shows the tools.
         """
         self._task, self._episodes, self._limits, self._seed = task, episodes, limits, seed
         self._system = Message(role="system", content=system_prompt) if system_prompt else None
@@ -122,10 +131,12 @@ class EnvironmentTask:
         self.num_prompts = task.num_prompts
         self.num_evaluation_prompts = task.num_evaluation_prompts
         self.num_workers = episodes.num_processes
+        self._first = functools.lru_cache(_REMEMBERED)(self._reset)
+        if episodes.learns_tools:
+            self._learn_tools()
         stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
         words = f"{task.digest}\nenvironment 1\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
         self.digest: Digest = bytes_digest(words.encode())
-        self._first = functools.lru_cache(_REMEMBERED)(self._reset)
         self._check_columns(task.prompt(0))
 
     def prompt(self, index: int) -> EnvironmentPrompt:
@@ -153,7 +164,9 @@ class EnvironmentTask:
     def environment_of(self, prompt: Prompt) -> EnvironmentSpec:
         """What answers the turns of a prompt of this task."""
         assert isinstance(prompt, EnvironmentPrompt), "a prompt of this task"
-        return EnvironmentSpec(episodes=self._episodes, limits=self._limits, row=prompt.row, seed=prompt.seed)
+        return EnvironmentSpec(
+            episodes=self._episodes, limits=self._limits, row=prompt.row, seed=prompt.seed, first=prompt.first
+        )
 
     def close(self) -> None:
         """Kill the processes."""
@@ -161,6 +174,12 @@ class EnvironmentTask:
         close = getattr(self._task, "close", None)
         if close is not None:
             close()
+
+    def _learn_tools(self) -> None:
+        try:
+            self._first(0, False)
+        except EpisodeError as error:
+            raise environment_problem("an episode of prompt 0", error) from error
 
     def _check_columns(self, prompt: Prompt) -> None:
         row = _row(prompt)
@@ -177,7 +196,7 @@ class EnvironmentTask:
                 first = self._first(prompt.index, is_held_out)
             except EpisodeError as error:
                 refusal = f"no episode of prompt {prompt.index} begins: {error}"
-        text, messages = prompt.text, prompt.messages
+        text, messages, said = prompt.text, prompt.messages, first
         if first is not None:
             text = first[-1].content
             if self._system is not None and first[0].role not in SYSTEM_ROLES:
@@ -188,6 +207,7 @@ class EnvironmentTask:
         return EnvironmentPrompt(
             index=prompt.index, text=text, answer=prompt.answer, messages=messages, columns=prompt.columns,
             refusal=refusal, row=_row(prompt), seed=seed_of(prompt.index, is_held_out=is_held_out, seed=self._seed),
+            first=said,
         )  # fmt: skip
 
     def _reset(self, index: int, is_held_out: bool) -> tuple[Message, ...] | None:

@@ -1,0 +1,267 @@
+"""An agent program as an environment: `task.environment = "program:agent.py:run"` or `"program:python agent.py"`.
+
+The program speaks to an OpenAI-compatible endpoint that lives as long as the episode, in this worker. Each of its
+requests is one turn: the messages that a request adds are the observation, and the policy's turn is the answer. It is
+started once an episode; its end is the end of the episode, and its last line is the reward.
+
+Guarantees: no process that an episode started lives longer than the episode.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from heterorl.common.tasks.environments.endpoint import Endpoint, over
+from heterorl.common.tasks.environments.environment import Action, Observation
+from heterorl.common.tasks.rewards.files import reward_files
+from heterorl.common.tasks.task import Message
+from heterorl.common.types.words import peer_words
+
+CALLED = Path(__file__).parent / "called.py"
+MAX_TAIL_BYTES = 65_536
+"""Of what a program wrote last, which is kept; all of it goes to the log as it comes."""
+_PIECE = 65_536
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], dict[str, Any]]:
+    """What makes the episodes of a program, and what is known of it. Nothing of it is run.
+
+    Args:
+        name: `file.py:function`, or a command.
+        directory: where it lies and runs.
+
+    Raises:
+        ValueError: there is no such file, function or command.
+    """
+    path, _, function = name.rpartition(":")
+    is_deterministic = False
+    if path.endswith(".py") and function.isidentifier():
+        file = Path(directory, path)
+        is_deterministic = _read(file, function)
+        digest = _files_of(path, directory)
+        command = [sys.executable, "-P", str(CALLED), str(file.resolve()), function]
+    else:
+        command = shlex.split(name)
+        if not command:
+            raise ValueError("the command is empty")
+        digest = _named_files(command, directory)
+    facts = {"is_deterministic": is_deterministic, "shares_process": False, "digest": digest, "learns_tools": True}
+    return lambda: ProgramEnvironment(command, directory), facts
+
+
+def _read(file: Path, function: str) -> bool:
+    """Whether a file says that its function is deterministic.
+
+    Raises:
+        ValueError: it is no file with such a function.
+    """
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if function not in {each.name for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}:
+        raise ValueError(f"{file} has no function {function}")
+    said = [each.value for each in body if isinstance(each, ast.Assign) and _names(each) == ["is_deterministic"]]
+    return bool(said) and isinstance(said[-1], ast.Constant) and said[-1].value is True
+
+
+def _names(assign: ast.Assign) -> list[str]:
+    return [each.id for each in assign.targets if isinstance(each, ast.Name)]
+
+
+def _files_of(path: str, directory: str) -> str:
+    """The digest of a file and of what it imports of the same directory."""
+    if directory not in sys.path:
+        sys.path.append(directory)
+    importlib.invalidate_caches()
+    top = path.removesuffix(".py").partition("/")[0]
+    files = reward_files(top)
+    if files.place != os.path.realpath(directory):
+        raise ValueError(f"the name {top} stands for {files.place} too: rename the file")
+    return files.digest
+
+
+def _named_files(command: Sequence[str], directory: str) -> str:
+    """The digest of a command's words, and of the files that it names."""
+    total = hashlib.blake2b(digest_size=32)
+    for word in command:
+        path = Path(directory, word)
+        content = hashlib.blake2b(path.read_bytes(), digest_size=32).hexdigest() if path.is_file() else ""
+        total.update(f"{word}\0{content}\n".encode(errors="surrogateescape"))
+    return total.hexdigest()
+
+
+class _Tail:
+    """Reads a pipe to its end in a thread of its own, hands all of it on to the log and keeps what came last."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._kept = pipe, b""
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while piece := os.read(self._pipe.fileno(), _PIECE):
+            self._kept = (self._kept + piece)[-MAX_TAIL_BYTES:]
+            with suppress(OSError):
+                os.write(2, piece)
+
+    def last_line(self) -> str:
+        """The last line that is not empty, once the pipe has ended."""
+        self._thread.join()
+        self._pipe.close()
+        lines = self._kept.decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+class ProgramEnvironment:
+    """One run of the program; implements Environment. It alone lives in its process, which leads a process group."""
+
+    is_deterministic: ClassVar[bool] = False
+    shares_process: ClassVar[bool] = False
+
+    def __init__(self, command: Sequence[str], directory: str) -> None:
+        self._command, self._directory = command, directory
+        self._events: queue.SimpleQueue[tuple[Message, ...] | int] = queue.SimpleQueue()
+        """What each request adds; the program's exit code is the last one."""
+        self._endpoint = Endpoint(self._events.put)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._code: int | None = None
+        self._is_over = False
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Message, ...]:
+        """Start the program; its first request is the prompt."""
+        self._start(row, seed)
+        first = self._next()
+        if first is None:
+            raise RuntimeError("the program ended before its first request")
+        return first
+
+    @property
+    def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """JSON schemas of the tools that the program's requests show."""
+        return self._endpoint.history.tools or ()
+
+    def step(self, action: Action) -> Observation | None:
+        """Answer the request; what the next one adds, or None where the program ends."""
+        self._endpoint.answer(action)
+        added = self._next()
+        return None if added is None else Observation(added)
+
+    def score(self) -> Any:
+        """What the program printed last; 0 of one that a limit ended, and that ended by an error of its own."""
+        if self._code is None:
+            self._is_over = True
+            self._endpoint.refuse_rest(over())
+            while self._next() is not None:
+                pass
+            if self._code:
+                return 0.0
+        line = self._out.last_line()
+        try:
+            return _reward(line)
+        except ValueError as error:
+            raise ValueError(f"the program's last line is {line[:80]!r}, and no reward: {error}") from None
+
+    def close(self) -> None:
+        """Kill what is left of the program."""
+        _kill_others()
+        self._endpoint.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def _next(self) -> tuple[Message, ...] | None:
+        """What the next request adds; None where the program has ended without an error, or is over."""
+        event = self._events.get()
+        if not isinstance(event, int):
+            return event
+        self._code = event
+        # What it left running would hold its pipes.
+        _kill_others()
+        if event and not self._is_over:
+            words = f"it was ended by {signal.Signals(-event).name}" if event < 0 else f"it ended with code {event}"
+            raise RuntimeError(f"the program failed: {words}; {peer_words(self._err.last_line(), most=200)}")
+        return None
+
+    def _start(self, row: Mapping[str, Any], seed: int) -> None:
+        # A file in memory: a program need not read it.
+        task = os.memfd_create("task")
+        os.write(task, json.dumps(dict(row)).encode() + b"\n")
+        os.lseek(task, 0, os.SEEK_SET)
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._directory,
+                env=_variables(self._endpoint, seed),
+                stdin=task,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # Killed with its worker, and then by its parent's limits; no other thread runs here now.
+                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
+        finally:
+            os.close(task)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._out, self._err = _Tail(self._process.stdout), _Tail(self._process.stderr)
+        self._endpoint.start()
+        threading.Thread(target=self._wait, args=(self._process,), daemon=True).start()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        self._events.put(process.wait())
+
+
+def _variables(endpoint: Endpoint, seed: int) -> dict[str, str]:
+    """Variables of the environment for a program; a proxy has no part in what stays on this machine."""
+    here = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
+    own = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "HETERORL_SEED": str(seed)}
+    return {**os.environ, **own, "NO_PROXY": here, "no_proxy": here}
+
+
+def _reward(line: str) -> Any:
+    """A number, or an object of named numbers."""
+    value = json.loads(line)
+    parts = value.values() if isinstance(value, dict) else [value]
+    if any(isinstance(part, bool) or not isinstance(part, int | float) for part in parts):
+        raise ValueError("it is neither a number nor an object of numbers")
+    return value
+
+
+def _kill_others() -> None:
+    """Kill all other processes of this one's group, and what they start meanwhile."""
+    own = os.getpid()
+    assert os.getpgrp() == own, "a worker leads its group"
+    killed: set[int] = set()
+    while found := {pid for pid in _group(own) if pid != own} - killed:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _group(group: int) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # It may end meanwhile.
+            with suppress(OSError):
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                if int(fields[2]) == group and fields[0] != "Z":
+                    found.add(int(entry.name))
+    return found

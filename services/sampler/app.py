@@ -9,7 +9,7 @@
               the engine, the outbox and on the disk        room on the disk
     collect   a completion that ends                        the engine
     score     a process that computes rewards               the process, or its time limit
-    spool     a group whose last member is scored           score; on a full disk, time
+    spool     a group whose last member is scored; a turn   score; collect; on a full disk, time
     return    assignments that give no group                score; collect
     deliver   a group that is due                           spool, or time
     beat      the heartbeat's interval                      time
@@ -18,10 +18,11 @@
     main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
 Weights are swapped by generate, between two tokens of what is under way, or with `swap = "drain"` when nothing is.
-Every wait ends at a signal, the first registration's too. Order of the stop: groups that ended are spooled, what is
-under way is given up and handed back with the reserve, then everything is cancelled; what the outbox holds is durable
-and is pushed by the next process. A drain takes no more work, ends what is under way, empties the outbox, then ends. A
-typed error that no repetition changes ends all loops and is the process's last word.
+Every wait ends at a signal, the first registration's too. Order of the stop: groups with turns on the disk are left to
+the next process, those that ended are spooled, what else is under way is handed back with the reserve, then everything
+is cancelled; what the outbox holds is durable and is pushed by the next process. A drain takes no more work, ends what
+is under way, empties the outbox, then ends. A typed error that no repetition changes ends all loops and is the
+process's last word.
 """
 
 from __future__ import annotations
@@ -175,6 +176,8 @@ def join(
         max_delay_s=max_delay_s(config.delay), flavour=config.flavour, work_ahead_s=config.work_ahead_s,
     )  # fmt: skip
     under_way = UnderWay(config.state_dir)
+    # Before the first registration, which says what this process can still answer.
+    left = outbox.turns.take(since=now() - parts.contract.trajectory_s)
     session = Session(
         api=api, registration=registration, outbox=outbox, record=record, heartbeat_s=config.heartbeat_s, clock=clock,
         bell=bell, numbering=numbering, rng=rng, left=under_way.left,
@@ -200,6 +203,7 @@ def join(
         rng=rng,
         now=now,
         under_way=under_way,
+        left=left,
     )
     evaluation = evaluation_of(
         config, parts.sets, api=api, engine=parts.engine, generation=generation, maker=maker, policy=policy,
@@ -245,7 +249,7 @@ class Sampler:
                 on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if self.generation.num_under_way:
-                    _LOG.info("stopping: %d groups under way are given up", self.generation.num_under_way)
+                    _LOG.info("stopping: %d groups are under way", self.generation.num_under_way)
                 if not ends[0].done():
                     await self.generation.stop()
                     if self.evaluation is not None:

@@ -10,10 +10,13 @@ from heterorl.common.types.rollout import RewardPart
 
 
 class Games:
-    """Implements what a sampler needs of environments: each episode goes on for `length` turns, then scores them."""
+    """Implements what a sampler needs of environments: each episode goes on for `length` turns, then scores them.
 
-    def __init__(self, *, length=2, max_turns=3, trajectory_s=600.0):
-        self.length = length
+    Answers to turns from number `held_at` on wait for `go`; the episode `otherwise` gives other ids.
+    """
+
+    def __init__(self, *, length=2, max_turns=3, trajectory_s=600.0, is_deterministic=True, held_at=1):
+        self.length, self.is_deterministic, self.held_at, self.otherwise = length, is_deterministic, held_at, None
         self.limits = Limits(max_turns=max_turns, trajectory_s=trajectory_s)
         self.failures = {}
         self.opened, self.closed = [], 0
@@ -34,11 +37,12 @@ class Games:
         return episode
 
     def step(self, episode, turn):
-        assert self.go.wait(30)
+        assert len(episode.turns) + 1 < self.held_at or self.go.wait(30)
         episode.turns.append(turn.tolist())
         if (error := self.failures.get(("step", episode.number, len(episode.turns)))) is not None:
             raise error
-        return None if len(episode.turns) == self.length else np.array([7, 8], np.int32)
+        given = [9, 9] if episode.number == self.otherwise else [7, 8]
+        return None if len(episode.turns) == self.length else np.array(given, np.int32)
 
     def _score(self, episode):
         if (error := self.failures.get(("score", episode.number))) is not None:

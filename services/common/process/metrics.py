@@ -260,7 +260,7 @@ OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coord
 OUTBOX_SET_ASIDE = _counter(
     "sampler_outbox_set_aside_total",
     "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed), "
-    "groups that the coordinator refused for good (refused).",
+    "groups that the coordinator refused for good (refused). And damaged turns, which are drawn again (turn).",
     "kind",
 )
 ENGINE_FAILURES = _counter(

@@ -25,6 +25,7 @@ from heterorl.common.wire.seal import seal
 from heterorl.sampler.outbox.level import Gauge, Level
 from heterorl.sampler.outbox.row import checksum_of, empty_group, group_of
 from heterorl.sampler.outbox.spool_file import NAME, lock_spool, open_spool, set_aside, typed
+from heterorl.sampler.outbox.turns import Turns
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
@@ -51,6 +52,7 @@ class Outbox:
             self._connection = open_spool(directory)
             try:
                 self._own(site)
+                self.turns = Turns(self._transaction)
             except BaseException:
                 self._connection.close()
                 raise
@@ -72,9 +74,12 @@ class Outbox:
         return following if lowest is None else min(following, int(lowest))
 
     def assignments(self) -> tuple[int, ...] | None:
-        """What its groups answer; None where that is not known, or too much to say."""
+        """What its groups and turns answer; None where that is not known, or too much to say."""
         with self._reading():
-            rows = self._connection.execute("SELECT assignment FROM groups LIMIT ?", (MAX_ASSIGNMENTS + 1,)).fetchall()
+            rows = self._connection.execute(
+                "SELECT assignment FROM groups UNION ALL SELECT DISTINCT assignment FROM turns LIMIT ?",
+                (MAX_ASSIGNMENTS + 1,),
+            ).fetchall()
         known = tuple(assignment for (assignment,) in rows if assignment is not None)
         return known if len(known) == len(rows) <= MAX_ASSIGNMENTS else None
 
@@ -91,7 +96,7 @@ class Outbox:
             self._next = sequence
 
     def put(self, groups: Sequence[Group], *, release: Sequence[float]) -> None:
-        """Spool groups whose sequences continue from `next_sequence`; durable when it returns.
+        """Spool groups whose sequences continue from `next_sequence`, and forget their turns; durable when it returns.
 
         Raises:
             DiskFull: nothing was spooled.
@@ -110,6 +115,7 @@ class Outbox:
             if self._site:
                 self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('site', ?)", (self._site,))
             self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
+            self.turns.drop(self._connection, [group.assignment for group in groups])
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
         self._next = first + len(rows)
         self._gauge.change(len(rows), sum(row[2] for row in rows))
@@ -279,12 +285,12 @@ class Outbox:
                 raise typed(error, self._path) from error
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing; a full disk leaves the spool as it was."""
         with self._reading():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                yield
+                yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
                 # A full disk has rolled back already; after anything else the next transaction could not begin.

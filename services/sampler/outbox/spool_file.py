@@ -31,6 +31,10 @@ CREATE TABLE IF NOT EXISTS groups (
     checksum BLOB NOT NULL, assignment INTEGER);
 CREATE TABLE IF NOT EXISTS set_aside (
     sequence INTEGER PRIMARY KEY, reason TEXT NOT NULL, payload BLOB NOT NULL, checksum BLOB);
+CREATE TABLE IF NOT EXISTS turns (
+    assignment INTEGER NOT NULL, member INTEGER NOT NULL, number INTEGER NOT NULL, seed TEXT NOT NULL,
+    begun REAL NOT NULL, resumed INTEGER NOT NULL, payload BLOB NOT NULL, checksum BLOB NOT NULL,
+    PRIMARY KEY (assignment, member, number));
 """
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 

@@ -32,6 +32,8 @@ class Draft:
     begun_at: float
     conversation: Conversation | None = None
     """The environment that answers its members' turns; None where each is one completion."""
+    is_noted: bool = False
+    """Whether turns of it are kept on the disk, so that the next process can go on with it."""
     ended_at: float = 0.0
     """Of its last completion; both by the monotonic clock."""
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -83,6 +85,10 @@ class Drafts:
         """Count a group whose request the engine is given, of all members, under the group's key."""
         self._drafts[draft.key] = draft
         self._begin(draft.key, _Request(draft=draft, left=self._group_size))
+
+    def resume(self, draft: Draft) -> None:
+        """Count a group of an earlier process, of which the engine has nothing yet."""
+        self._drafts[draft.key] = draft
 
     def begin_turn(self, key: int, draft: Draft, member: int) -> None:
         """Count the request of one member's next turn."""

@@ -28,10 +28,12 @@ from heterorl.common.types.rollout import FinishReason
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.outbox.spooling import Spooling
+from heterorl.sampler.outbox.turns import KeptGroup
 from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.rollout.drafts import Draft
 from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.harvest import Harvest
+from heterorl.sampler.rollout.journal import Journal
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 from heterorl.sampler.rollout.player import Turn
 from heterorl.sampler.rollout.reserve import Reserve
@@ -67,6 +69,7 @@ class Generation:
         rng: random.Random,
         now: Callable[[], float],
         under_way: UnderWay,
+        left: Sequence[KeptGroup],
     ) -> None:
         self._under_way = under_way
         self.spooling = Spooling(
@@ -88,15 +91,19 @@ class Generation:
             on_quarantine=self._return_reserve,
         )  # fmt: skip
         self.guests = Guests(num_rollouts=lambda: self._drafts.num_running, news=self.news)
+        self._journal = Journal(
+            turns=outbox.turns, left=left, state_roots=lambda: self.swap.state_roots, clock=clock, now=now,
+            news=self.news,
+        )  # fmt: skip
         self.harvest = Harvest(
             engine=engine, maker=maker, spooling=self.spooling, swap=self.swap, work=self._work, clock=clock,
-            bell=bell, news=self.news, guests=self.guests,
+            bell=bell, news=self.news, guests=self.guests, journal=self._journal,
         )  # fmt: skip
         self._drafts = self.harvest.drafts
         self._room = max(1, engine.max_running // maker.group_size)
         self.reserve = Reserve(
             work=self._work, room_groups=self._room, work_ahead_s=lambda: session.work_ahead_s,
-            rate=self.harvest.groups, clock=clock, news=self.news,
+            rate=self.harvest.groups, clock=clock, news=self.news, under_way=self._under_way_now,
         )  # fmt: skip
         self._is_ending = False
 
@@ -115,6 +122,7 @@ class Generation:
                 loops = self.harvest.loops(tasks)
                 if self._config.work_ahead_s:
                     loops.append(tasks.create_task(self.reserve.keep(bell=self._bell, may_ask=self._version_to_ask)))
+                await self._resume(tasks)
                 await self._conduct(tasks)
                 for loop in loops:
                     loop.cancel()
@@ -146,6 +154,24 @@ class Generation:
                 _LOG.info("draining: %d groups are left to deliver", level.num_groups)
                 is_said = True
             await ticket.wait()
+
+    def _under_way_now(self) -> list[int]:
+        return [draft.assignment.id for draft in self._drafts]
+
+    async def _resume(self, tasks: asyncio.TaskGroup) -> None:
+        """Go on with what an earlier process had under way."""
+        left, self._journal.left = self._journal.left, ()
+        num_turns = 0
+        for group in left:
+            draft = await asyncio.to_thread(self._maker.resume, group, begun_at=self._journal.begun_at(group))
+            if draft is None:
+                _LOG.warning("assignment %d goes back: its prompt is another one now", group.first.assignment)
+                self.harvest.give_back([group.first.assignment])
+                continue
+            num_turns += len(group.turns)
+            self.harvest.resume(draft, group, tasks)
+        if num_turns:
+            _LOG.info("going on with %d groups of an earlier process, %d turns of them", len(self._drafts), num_turns)
 
     @property
     def num_under_way(self) -> int:
@@ -305,7 +331,7 @@ class Generation:
         """Hand requests to the engine, and prompts back that were refused; whether anything became of them."""
         if drafts:
             self.harvest.begin(drafts)
-        under_way = [draft.assignment.id for draft in self._drafts]
+        under_way = self._under_way_now()
         count, too_long, error = await asyncio.to_thread(self._submitted, drafts, under_way)
         found = [(draft.assignment, why) for draft, why in too_long if self._drafts.withdraw(draft)]
         self.harvest.refuse([*refused, *found])

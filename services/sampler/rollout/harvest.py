@@ -3,7 +3,8 @@
     collect  waits for a completion that ends; unblocked by the engine
     score    waits for a process that computes rewards; unblocked by it, and by the time limit
     play     waits for an environment that answers a turn; unblocked by it, and by the time limit
-    spool    waits for a group whose last member is scored, or a second attempt on a full disk; unblocked by score, time
+    spool    waits for a group whose last member is scored, a turn that ended, or a second attempt on a full disk;
+             unblocked by score, play, time
     return   waits for assignments that give no group; unblocked by score, collect, the end
 
 Guarantees: a group is in the outbox before its assignment is forgotten; what gives no group is handed back; a reward
@@ -26,8 +27,10 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
 from heterorl.sampler.outbox.spooling import Spooling
+from heterorl.sampler.outbox.turns import KeptGroup
 from heterorl.sampler.rollout.drafts import Draft, Drafts
 from heterorl.sampler.rollout.guests import Guests
+from heterorl.sampler.rollout.journal import Journal, turns_of
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 from heterorl.sampler.rollout.player import End, Turn
 from heterorl.sampler.rollout.refusals import Refusals
@@ -65,6 +68,7 @@ class Harvest:
         bell: Bell,
         news: Bell,
         guests: Guests,
+        journal: Journal,
     ) -> None:
         """Join it.
 
@@ -78,6 +82,7 @@ class Harvest:
             bell: rings when there is more in the outbox.
             news: rings when anything happened to a group under way.
             guests: what else is in the engine.
+            journal: of the turns of the groups under way.
         """
         self.drafts = Drafts(group_size=maker.group_size)
         self.tokens, self.groups = TokenRate(), GroupRate()
@@ -92,7 +97,8 @@ class Harvest:
         self._news = news
         self._guests = guests
         self._scorer = Scorer(maker)
-        self._player = maker.player()
+        self._journal = journal
+        self._player = maker.player(journal.note)
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
         self.turns: list[Turn] = []
         """Members whose next turn the engine can be given."""
@@ -112,6 +118,17 @@ class Harvest:
             self.drafts.begin(draft)
         self.tokens.begin(now)
         self.groups.work(True, now)
+
+    def resume(self, draft: Draft, left: KeptGroup, tasks: asyncio.TaskGroup) -> None:
+        """Go on with a group of an earlier process."""
+        assert self._player is not None, "it has a conversation"
+        for kept in left.turns:
+            self._swap.state_roots.setdefault(kept.turn.oldest_version, kept.turn.state_root)
+        self.drafts.resume(draft)
+        self.groups.work(True, self._clock.monotonic())
+        for member in range(self._maker.group_size):
+            resuming = functools.partial(self._player.resume, draft, member, turns_of(left, member))
+            self._follow(draft, self._play(resuming), tasks)
 
     def give_back(self, assignments: Sequence[int]) -> None:
         """Hand assignments back."""
@@ -136,7 +153,11 @@ class Harvest:
         return [tasks.create_task(loop) for loop in (self._collect(tasks), self._spool(), self._return())]
 
     async def end(self) -> None:
-        """Spool what has ended, give up and hand back the rest, while the loops run; takes seconds at most."""
+        """Spool what has ended, hand back the rest but for what the next process goes on with; takes seconds at most.
+
+        The loops run meanwhile.
+        """
+        await self._leave()
         self._lose_all()
         until = self._clock.monotonic() + LAST_SCORES_S
         while not (self.is_empty or self.spooling.problem):
@@ -277,9 +298,23 @@ class Harvest:
             self._scorer.passed()
             self._whole.append(self._maker.group(whole, state_roots=self._swap.state_roots))
 
+    async def _leave(self) -> None:
+        """Leave to the next process the groups whose turns are on the disk."""
+        await self._journal.write(self.drafts)
+        left = [draft for draft in self.drafts if draft.is_noted]
+        for draft in left:
+            self.drafts.give_up(draft.key)
+            self._forsake(draft)
+        if left:
+            _LOG.info("%d groups under way are left to the next start, which goes on with their turns", len(left))
+
     def _give_up(self, draft: Draft, reason: ReturnReason | None = None) -> None:
-        """Hand an assignment back and ask for no more of its rewards and its environment."""
+        """Hand an assignment back."""
         self._returned.append((draft.assignment.id, reason))
+        self._forsake(draft)
+
+    def _forsake(self, draft: Draft) -> None:
+        """Ask for no more of a group's rewards and its environment."""
         for task in self._scoring.pop(draft.key, ()):
             if task is not asyncio.current_task():
                 task.cancel()
@@ -294,8 +329,10 @@ class Harvest:
             self.spooling.add(groups)
             if groups:
                 self._note(groups)
-            if not self.spooling.num_waiting:
+            if not self.spooling.num_waiting and self._journal.is_written:
                 await ticket.wait()
+            elif not self.spooling.num_waiting:
+                await self._journal.write(self.drafts)
             elif self.spooling.retry_s > 0:
                 await ring_or_time(ticket, clock=self._clock, seconds=self.spooling.retry_s)
             else:
@@ -324,6 +361,8 @@ class Harvest:
 
     async def _abandon(self) -> None:
         given = tuple(self._returned)
+        # Before the coordinator hands them out again, here or elsewhere.
+        await self._journal.forget([number for number, _ in given])
         for reason in dict.fromkeys(reason for _, reason in given):
             await self._work.abandon([number for number, other in given if other is reason], reason)
         self._returned = [each for each in self._returned if each not in set(given)]

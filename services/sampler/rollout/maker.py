@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from heterorl.common.errors import PromptRefused
 from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
@@ -22,8 +24,9 @@ from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
+from heterorl.sampler.outbox.turns import KeptGroup
 from heterorl.sampler.rollout.drafts import Draft
-from heterorl.sampler.rollout.player import Player
+from heterorl.sampler.rollout.player import Note, Player
 
 Refused = tuple[WorkAssignment, PromptRefused]
 """An assignment of whose prompt nothing can be generated, and why."""
@@ -91,6 +94,37 @@ class RolloutMaker:
             )
         return drafts, refused
 
+    def resume(self, left: KeptGroup, *, begun_at: float) -> Draft | None:
+        """The draft of a group that an earlier process had under way; None where its prompt is another one now.
+
+        Args:
+            left: the group.
+            begun_at: when that process began it, by the clock of this one.
+        """
+        first = left.first.turn
+        prompt = self.task.prompt(first.prompt_index) if first.prompt_index < self.task.num_prompts else None
+        conversation = self.conversations.of(prompt) if self.conversations and prompt else None
+        if prompt is None or conversation is None or max(left.members) >= self.group_size:
+            return None
+        try:
+            with self.lock:
+                ids = conversation.encode(prompt)
+        except PromptRefused:
+            return None
+        if not np.array_equal(ids, first.prompt_token_ids):
+            return None
+        return Draft(
+            key=next(self.keys),
+            assignment=WorkAssignment(id=first.assignment, prompt_index=first.prompt_index, seed=0, lease_s=0.0),
+            prompt=prompt,
+            prompt_token_ids=ids,
+            seed=left.first.seed,
+            version=min(kept.turn.oldest_version for kept in left.turns),
+            begun_at=begun_at,
+            conversation=conversation,
+            is_noted=True,
+        )
+
     def score(self, prompt: Prompt, completion: Completion) -> tuple[RewardPart, ...]:
         """The parts of a completion's reward.
 
@@ -140,13 +174,13 @@ class RolloutMaker:
             ),
         )
 
-    def player(self) -> Player | None:
-        """What leads members through their environments; None where no prompt has one."""
+    def player(self, note: Note) -> Player | None:
+        """What leads members through their environments, and notes their turns; None where no prompt has one."""
         if self.conversations is None:
             return None
         return Player(
             max_live=self.conversations.max_live, max_new_tokens=self.max_new_tokens,
-            max_trajectory_tokens=self.max_trajectory_tokens, clock=self.clock,
+            max_trajectory_tokens=self.max_trajectory_tokens, clock=self.clock, note=note,
         )  # fmt: skip
 
     def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.errors import EpisodeError, PromptRefused, RewardError, ToolLost
+from heterorl.common.errors import EnvironmentFailed, EpisodeError, PromptRefused, RewardError, ToolLost
 from heterorl.common.generation.requests import Completion
 from heterorl.common.process.clock import Clock
 from heterorl.common.tasks.environments.episodes import Episode
@@ -32,6 +32,9 @@ from heterorl.sampler.rollout.drafts import Draft
 _LOG = logging.getLogger(__name__)
 MAX_LINES = 100
 """Lost members that are named in the log."""
+Note = Callable[[Draft, int, int, Int32Array, Completion], None]
+"""Told of a group, its member, the turn's number from 0, what was given in front of it, and the turn."""
+_NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +101,7 @@ class Player:
     """The live episodes of one engine's members."""
 
     def __init__(
-        self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock
+        self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock, note: Note
     ) -> None:  # fmt: skip
         """Join it.
 
@@ -107,7 +110,9 @@ class Player:
             max_new_tokens: of a turn.
             max_trajectory_tokens: of a rollout, drawn and given.
             clock: time.
+            note: told of each turn that ended.
         """
+        self._note = note
         self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens
         self._clock = clock
         self._room = asyncio.Semaphore(max_live)
@@ -121,11 +126,26 @@ class Player:
         member = self._members.setdefault((draft.key, number), _Member(draft))
         member.turns.append(completion)
         member.was_lost = False
+        self._note(draft, number, len(member.turns) - 1, member.given[-1] if member.given else _NONE, completion)
+        return await self._go_on(member, number)
+
+    async def resume(self, draft: Draft, number: int, turns: Sequence[tuple[Int32Array, Completion]]) -> Turn | End:
+        """What comes of a member of an earlier process: its environment is stepped through the turns that were drawn.
+
+        Args:
+            draft: the group.
+            number: of the member.
+            turns: what was given in front of each, and the turn as it was drawn.
+        """
+        member = self._members[draft.key, number] = _Member(draft)
         try:
-            reason = await self._step(member)
+            for given, turn in turns:
+                if member.turns:
+                    await self._repeat(member, given)
+                member.turns.append(turn)
         except (EpisodeError, PromptRefused) as error:
             return self._lost(draft, number, error)
-        return self._turn(draft, number) if reason is None else await self.end(draft, number, reason)
+        return await self._go_on(member, number) if turns else self._turn(draft, number)
 
     async def end(self, draft: Draft, number: int, reason: FinishReason) -> End:
         """Score a member, also where a limit ended it."""
@@ -165,15 +185,42 @@ class Player:
         context = np.concatenate([draft.prompt_token_ids, *member.parts()])
         return Turn(draft=draft, member=number, context=context, seed=seed)
 
-    async def _step(self, member: _Member) -> FinishReason | None:
-        """Show the last turn to the environment; why the member has ended, or None where another turn follows."""
-        conversation, completion = member.draft.conversation, member.turns[-1]
+    async def _go_on(self, member: _Member, number: int) -> Turn | End:
+        """Show the last turn to the environment: another turn, or the end."""
+        try:
+            reason = await self._step(member)
+        except (EpisodeError, PromptRefused) as error:
+            return self._lost(member.draft, number, error)
+        return self._turn(member.draft, number) if reason is None else await self.end(member.draft, number, reason)
+
+    async def _repeat(self, member: _Member, given: Int32Array) -> None:
+        """Show the last turn again, which was answered by `given` before.
+
+        Raises:
+            EnvironmentFailed: it is answered otherwise now.
+        """
+        said = await self._answer(member)
+        if said is None or not np.array_equal(said, given):
+            raise EnvironmentFailed(
+                f"turn {len(member.turns)} is answered otherwise than before this process started; an environment that"
+                " row, seed and actions do not decide says is_deterministic = False"
+            )
+        member.given.append(given)
+
+    async def _answer(self, member: _Member) -> Int32Array | None:
+        conversation, turn = member.draft.conversation, member.turns[-1]
         assert conversation is not None, "its group has turns"
         episode = member.episode or await self._open(member, conversation)
+        given: Int32Array | None = await self._call(lambda: conversation.step(episode, turn.token_ids))
+        return given
 
-        given = await self._call(lambda: conversation.step(episode, completion.token_ids))
+    async def _step(self, member: _Member) -> FinishReason | None:
+        """Show the last turn to the environment; why the member has ended, or None where another turn follows."""
+        given = await self._answer(member)
         if given is None:
-            return completion.finish_reason
+            return member.turns[-1].finish_reason
+        conversation = member.draft.conversation
+        assert conversation is not None, "its group has turns"
         seconds = self._clock.monotonic() - member.draft.begun_at
         if (reason := conversation.spec.limits.reached(num_turns=len(member.turns), seconds=seconds)) is not None:
             return reason

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.types.rollout import WorkAssignment
@@ -38,6 +38,7 @@ class Reserve:
         rate: GroupRate,
         clock: Clock,
         news: Bell,
+        under_way: Callable[[], Collection[int]],
     ) -> None:
         """Join it to who asks.
 
@@ -48,6 +49,7 @@ class Reserve:
             rate: the site's speed.
             clock: time.
             news: rings when there is more.
+            under_way: assignments that are begun.
         """
         self.work = work
         self._work_ahead_s = work_ahead_s
@@ -55,6 +57,7 @@ class Reserve:
         self._rate = rate
         self._clock = clock
         self._news = news
+        self._under_way = under_way
         self._waiting: deque[WorkAssignment] = deque()
         self._is_low = True
 
@@ -104,7 +107,9 @@ class Reserve:
         """Ask once, with a version that is loaded; how many assignments came."""
         work = await self.work.lease(version, count)
         if work:
-            self._waiting += work
+            # One that ran out while its group went on, as over a restart, is the same one.
+            begun = set(self._under_way())
+            self._waiting += [assignment for assignment in work if assignment.id not in begun]
             self._news.ring()
         return len(work)
 

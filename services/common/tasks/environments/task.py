@@ -61,6 +61,11 @@ class EnvironmentSpec:
     """What every episode says first; None where that is not known."""
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether an episode that is stepped again says the same."""
+        return self.episodes.is_deterministic
+
+    @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         """JSON schemas of the tools that the policy is shown."""
         return self.episodes.tools

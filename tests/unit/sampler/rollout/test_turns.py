@@ -228,7 +228,7 @@ async def test_swap_waits_for_turns_and_not_for_environments(play, monkeypatch):
 
 
 async def test_stop_gives_up_what_is_played(play):
-    games = Games(length=2)
+    games = Games(length=2, is_deterministic=False)
     games.go.clear()
     world = await play(games)
     await world.until(lambda: len(games.opened) >= SIZE)
@@ -237,6 +237,7 @@ async def test_stop_gives_up_what_is_played(play):
     await world.end()
 
     assert world.is_ended
+    assert world.link.calls["abandon_work"]
 
 
 async def test_reward_that_fails_costs_one_member_of_a_group(play, monkeypatch):

@@ -311,6 +311,19 @@ async def test_trajectory_of_ten_minutes_is_not_handed_out_again_while_its_site_
     assert await world.push("far", far, version=0, generation_s=600.0) == [PushStatus.ACCEPTED] * 4
 
 
+async def test_trajectories_stay_with_a_site_that_starts_again_within_a_lease(begin):
+    world = await long_world(begin)
+    far = await world.lease("far", 4)
+    await world.pass_time(300.0, "far", "near")
+    await world.pass_time(LEASE_S - 1, "near")
+    held = tuple(work.id for work in far)
+    await world.core.register(world.run.registration(site="far", held=held))
+    await world.pass_time(300.0, "far", "near")
+
+    assert not {work.id for work in await world.lease("near", 4)} & set(held)
+    assert await world.push("far", far, version=0) == [PushStatus.ACCEPTED] * 4
+
+
 async def test_trajectories_of_a_site_that_died_go_to_others_after_a_lease(begin):
     world = await long_world(begin)
     far = await world.lease("far", 4)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from campaigns.kills import campaign, is_kept
+from campaigns.turn_kills import playing, turn_campaign
 from tests.support.cluster import Cluster
 
 
@@ -15,4 +16,16 @@ async def test_nothing_acknowledged_is_lost_or_doubled_when_processes_are_killed
     record_property("kills", json.dumps(summary))
     assert is_kept(summary), summary
     assert summary["acknowledged"] >= summary["kills"], summary
+    assert min(summary["killed"].values()) >= 1, summary
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [4, pytest.param(24, marks=pytest.mark.slow)])
+async def test_trajectories_go_on_when_processes_are_killed(tmp_path, record_property, kills):
+    """The first four kills are one of each: a sampler, a worker of its environment, coordinator, learner."""
+    summary = await turn_campaign(playing(tmp_path, seed=kills), kills=kills, seed=kills)
+
+    record_property("kills", json.dumps(summary))
+    assert is_kept(summary), summary
+    assert summary["continued"], summary
     assert min(summary["killed"].values()) >= 1, summary

@@ -365,6 +365,27 @@ SITES_BOARD = Dashboard(
         Panel(title="Refused prompts", unit="ops", minimum=0,
               queries=_rate("heterorl_sampler_refused_prompts_total", "{{site}} {{reason}}", SITE, "site", "reason"),
               note="Rows that the template refuses, or too long for the engine; the sampler's log names them."),
+        Panel(title="Share of a trajectory's time in its environment", unit="percentunit", minimum=0, maximum=1,
+              queries=_query(
+                  f'sum by (run, site, source) (rate(heterorl_sampler_trajectory_seconds_total{{{SITE},part="tools"}}'
+                  "[$window])) / sum by (run, site, source)"
+                  f" (rate(heterorl_sampler_trajectory_seconds_total{{{SITE}}}[$window]))", "{{site}} {{source}}"),
+              note="Waits for a place count too: near 1 an engine idles, and more environment_workers help."),
+        Panel(title="Endings of trajectories", unit="none", minimum=0,
+              queries=_query("60 * sum by (run, site, source, reason) (rate(heterorl_sampler_trajectories_total"
+                             f"{{{SITE}}}[$window]))", "{{site}} {{source}} {{reason}}"),
+              note="A minute, by finish_reason: eos and length are the environment's, the others limits or losses."),
+        Panel(title="Turns and tokens of a trajectory", unit="none", minimum=0, is_log=True,
+              queries=(
+                  *_query(f"sum by (run, site, source) (rate(heterorl_sampler_turns_total{{{SITE}}}[$window]))"
+                          " / sum by (run, site, source)"
+                          f" (rate(heterorl_sampler_trajectories_total{{{SITE}}}[$window]))",
+                          "{{site}} {{source}} turns"),
+                  *_query("sum by (run, site, source, kind)"
+                          f" (rate(heterorl_sampler_trajectory_tokens_total{{{SITE}}}[$window]))"
+                          " / on (run, site, source) group_left sum by (run, site, source)"
+                          f" (rate(heterorl_sampler_trajectories_total{{{SITE}}}[$window]))",
+                          "{{site}} {{source}} {{kind}}"))),
     ),
 )  # fmt: skip
 

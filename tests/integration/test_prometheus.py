@@ -30,6 +30,9 @@ EMPTY_WHEN_HEALTHY = {
     "Calls at relays": "as above",
     "Lost members": "no group of this run loses one",
     "Refused prompts": "the template writes every prompt of this run",
+    "Share of a trajectory's time in its environment": "this run has no environment",
+    "Endings of trajectories": "as above",
+    "Turns and tokens of a trajectory": "as above",
 }
 """Panels that may show nothing, and why."""
 ALERTS = [

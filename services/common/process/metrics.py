@@ -273,6 +273,17 @@ REFUSED_PROMPTS = _counter(
     "Assignments given back for prompts that template or engine refused.",
     "reason",
 )
+TURNS = _counter("sampler_turns_total", "Turns that the policy drew in environments.", "source")
+TRAJECTORY_SECONDS = _counter(
+    "sampler_trajectory_seconds_total",
+    "Time of members in environments: for a turn of the engine (model), for the environment or a place in it (tools).",
+    "source",
+    "part",
+)
+TRAJECTORIES = _counter(
+    "sampler_trajectories_total", "Members that ended in environments, by finish_reason.", "source", "reason"
+)
+TRAJECTORY_TOKENS = _counter("sampler_trajectory_tokens_total", "Their tokens: drawn, given.", "source", "kind")
 REWARD_ERRORS = _counter("sampler_reward_errors_total", "Verifier failures; each loses the members that were scored.")
 
 

@@ -32,6 +32,8 @@ class Draft:
     begun_at: float
     conversation: Conversation | None = None
     """The environment that answers its members' turns; None where each is one completion."""
+    source: str = ""
+    """Label of its prompt's source, where tasks are mixed."""
     is_noted: bool = False
     """Whether turns of it are kept on the disk, so that the next process can go on with it."""
     ended_at: float = 0.0

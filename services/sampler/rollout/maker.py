@@ -19,7 +19,7 @@ from heterorl.common.generation.seeded import group_key
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.tasks.task import Prompt, Task, check_answer
+from heterorl.common.tasks.task import Prompt, Task, check_answer, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId
@@ -90,6 +90,7 @@ class RolloutMaker:
                     version=version,
                     begun_at=now,
                     conversation=conversation,
+                    source=source_of(self.task, prompt.index),
                 )
             )
         return drafts, refused
@@ -122,6 +123,7 @@ class RolloutMaker:
             version=min(kept.turn.oldest_version for kept in left.turns),
             begun_at=begun_at,
             conversation=conversation,
+            source=source_of(self.task, prompt.index),
             is_noted=True,
         )
 

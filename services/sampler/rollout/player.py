@@ -22,6 +22,7 @@ import numpy as np
 
 from heterorl.common.errors import EnvironmentFailed, EpisodeError, PromptRefused, RewardError, ToolLost
 from heterorl.common.generation.requests import Completion
+from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.text.conversation import Conversation
@@ -67,6 +68,8 @@ class _Member:
         self.episode: Episode | None = None
         self.was_lost = False
         """Whether the engine has lost the turn that is under way."""
+        self.asked_at = draft.begun_at
+        """When the engine was asked for that turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +127,8 @@ class Player:
     async def play(self, draft: Draft, number: int, completion: Completion) -> Turn | End:
         """What comes of a turn that ended."""
         member = self._members.setdefault((draft.key, number), _Member(draft))
+        metrics.TURNS.labels(draft.source).inc()
+        self._spend(member, "model", member.asked_at)
         member.turns.append(completion)
         member.was_lost = False
         self._note(draft, number, len(member.turns) - 1, member.given[-1] if member.given else _NONE, completion)
@@ -156,8 +161,7 @@ class Player:
             total_reward(parts)
         except (EpisodeError, RewardError) as error:
             return self._lost(draft, number, error)
-        self._forget(draft.key, number)
-        return End(draft=draft, member=number, completion=member.ended(reason), parts=parts)
+        return self._ended(draft, number, member, reason, parts)
 
     def again(self, draft: Draft, number: int) -> Turn | End:
         """The turn that the engine lost, once more; an end where that was lost before."""
@@ -165,8 +169,7 @@ class Player:
         if not member.was_lost:
             member.was_lost = True
             return self._turn(draft, number)
-        self._forget(draft.key, number)
-        return End(draft=draft, member=number, completion=member.ended(FinishReason.ENGINE_FAILED))
+        return self._ended(draft, number, member, FinishReason.ENGINE_FAILED)
 
     def drop(self, key: int) -> None:
         """Forget the members of a group that was given up."""
@@ -180,6 +183,7 @@ class Player:
 
     def _turn(self, draft: Draft, number: int) -> Turn:
         member = self._members[draft.key, number]
+        member.asked_at = self._clock.monotonic()
         name = f"heterorl-turn-1/{draft.seed}/{number}/{len(member.turns)}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         context = np.concatenate([draft.prompt_token_ids, *member.parts()])
@@ -187,10 +191,13 @@ class Player:
 
     async def _go_on(self, member: _Member, number: int) -> Turn | End:
         """Show the last turn to the environment: another turn, or the end."""
+        since = self._clock.monotonic()
         try:
             reason = await self._step(member)
         except (EpisodeError, PromptRefused) as error:
             return self._lost(member.draft, number, error)
+        finally:
+            self._spend(member, "tools", since)
         return self._turn(member.draft, number) if reason is None else await self.end(member.draft, number, reason)
 
     async def _repeat(self, member: _Member, given: Int32Array) -> None:
@@ -256,8 +263,21 @@ class Player:
         if self._num_lost <= MAX_LINES:
             _LOG.warning("prompt %d, member %d is lost, %s: %s", draft.prompt.index, number, reason.value, error)
         member = self._members.get((draft.key, number)) or _Member(draft)
+        return self._ended(draft, number, member, reason)
+
+    def _ended(
+        self, draft: Draft, number: int, member: _Member, reason: FinishReason, parts: tuple[RewardPart, ...] = ()
+    ) -> End:
+        completion = member.ended(reason)
+        num_drawn = completion.logprobs.size
+        metrics.TRAJECTORIES.labels(draft.source, reason.value).inc()
+        metrics.TRAJECTORY_TOKENS.labels(draft.source, "drawn").inc(num_drawn)
+        metrics.TRAJECTORY_TOKENS.labels(draft.source, "given").inc(completion.token_ids.size - num_drawn)
         self._forget(draft.key, number)
-        return End(draft=draft, member=number, completion=member.ended(reason))
+        return End(draft=draft, member=number, completion=completion, parts=parts)
+
+    def _spend(self, member: _Member, part: str, since: float) -> None:
+        metrics.TRAJECTORY_SECONDS.labels(member.draft.source, part).inc(max(0.0, self._clock.monotonic() - since))
 
     def _forget(self, key: int, number: int) -> None:
         member = self._members.pop((key, number), None)

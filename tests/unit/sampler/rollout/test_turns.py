@@ -6,6 +6,7 @@ import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
 from heterorl.common.generation.requests import Lost
+from heterorl.common.process import metrics
 from heterorl.common.types.rollout import GIVEN, FinishReason
 from tests.support.games import Games
 from tests.support.run import CONTRACT
@@ -180,6 +181,43 @@ async def test_turn_that_an_engine_lost_is_asked_for_again_once(play, monkeypatc
     assert len(lost) == 3
     assert FinishReason.EOS in reasons
     assert reasons.count(FinishReason.ENGINE_FAILED) <= 1
+
+
+async def test_metrics_count_turns_endings_tokens_and_the_time_of_engine_and_environments(play, monkeypatch):
+    def counted():
+        found = {
+            (sample.name.removeprefix("heterorl_sampler_"), *sample.labels.values()): sample.value
+            for metric in (metrics.TURNS, metrics.TRAJECTORIES, metrics.TRAJECTORY_TOKENS, metrics.TRAJECTORY_SECONDS)
+            for family in metric.collect()
+            for sample in family.samples
+        }
+        return {name: found.get(name, 0.0) - before.get(name, 0.0) for name in found}
+
+    before = {}
+    before = counted()
+    games = Games(length=2)
+    games.failures = {("step", 0, 1): EnvironmentFailed("it raised")}
+    games.go.clear()
+    world = await play(games, contract=dataclasses.replace(TURNS, min_members=1))
+    world.task.source_of = lambda index: "games"
+    await world.until(lambda: len(games.opened) >= 2 * SIZE)
+    await world.passed(50.0)
+    in_engine = counted()["trajectory_seconds_total", "games", "model"]
+    games.go.set()
+    await collected(world, monkeypatch, 2)
+    world.stop.set()
+    await world.end()
+
+    found = counted()
+    assert found["trajectories_total", "games", "environment_failed"] == 1
+    assert found["trajectories_total", "games", "eos"] >= 2 * SIZE - 1
+    num_lost, num_whole = 1, found["trajectories_total", "games", "eos"]
+    assert found["trajectory_tokens_total", "games", "drawn"] == 6 * num_whole + 3 * num_lost
+    assert found["trajectory_tokens_total", "games", "given"] == 2 * num_whole
+    assert found["turns_total", "games"] >= 2 * num_whole + num_lost
+    # All of them waited for the environment as long as it was held, and not for the engine.
+    assert found["trajectory_seconds_total", "games", "tools"] >= 2 * SIZE * 50.0
+    assert in_engine < 2 * SIZE * 50.0
 
 
 async def test_no_more_episodes_live_than_there_is_room_for(play, monkeypatch):

@@ -1,5 +1,6 @@
 """Environments that need no process: what a sampler asks of them, and failures where a test puts them."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -7,6 +8,10 @@ import numpy as np
 
 from heterorl.common.tasks.environments.task import Limits
 from heterorl.common.types.rollout import RewardPart
+from tests.support.run import CONTRACT
+
+SIZE = CONTRACT.group_size
+TURNS = dataclasses.replace(CONTRACT, min_members=SIZE // 2, max_turns=3, max_trajectory_tokens=60)
 
 
 class Games:
@@ -51,3 +56,21 @@ class Games:
 
     def _close(self):
         self.closed += 1
+
+
+async def collected(world, monkeypatch, count=1):
+    groups = []
+    made = world.sampler.generation.spooling
+
+    real = made.add
+
+    def add(found):
+        groups.extend(found)
+        real(found)
+
+    monkeypatch.setattr(made, "add", add)
+    await world.until(lambda: len(groups) >= count)
+    await world.until_acknowledged(count)
+    status = await world.core.get_status()
+    assert not sum(status.ledger.dropped.values()), status.ledger
+    return groups

@@ -142,6 +142,7 @@ class Drawing:
             prompt_token_ids=ids,
             seed=seed,
             version=part.version,
+            source="evaluation",
             begun_at=math.inf,
             conversation=conversation,
         )

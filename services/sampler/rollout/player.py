@@ -104,7 +104,8 @@ class Player:
     """The live episodes of one engine's members."""
 
     def __init__(
-        self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock, note: Note
+        self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock,
+        note: Note = lambda *_: None,
     ) -> None:  # fmt: skip
         """Join it.
 
@@ -113,7 +114,7 @@ class Player:
             max_new_tokens: of a turn.
             max_trajectory_tokens: of a rollout, drawn and given.
             clock: time.
-            note: told of each turn that ended.
+            note: told of each turn that ended; evaluations keep none.
         """
         self._note = note
         self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens

@@ -10,9 +10,8 @@ import pytest
 from heterorl.common.errors import EnvironmentFailed
 from heterorl.common.types.rollout import FinishReason
 from heterorl.sampler.outbox.turns import MAX_RESUMED
-from tests.unit.sampler.rollout.test_turns import SIZE, TURNS, Games, collected, play
+from tests.support.games import SIZE, TURNS, Games, collected
 
-__all__ = ["play"]
 LONG = dataclasses.replace(TURNS, max_turns=9, trajectory_s=600.0, max_trajectory_tokens=100)
 
 

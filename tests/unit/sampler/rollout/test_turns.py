@@ -8,50 +8,8 @@ from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
 from heterorl.common.generation.requests import Lost
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import GIVEN, FinishReason
-from tests.support.games import Games
+from tests.support.games import SIZE, TURNS, Games, collected
 from tests.support.run import CONTRACT
-from tests.support.sampler_world import World
-
-SIZE = CONTRACT.group_size
-TURNS = dataclasses.replace(CONTRACT, min_members=SIZE // 2, max_turns=3, max_trajectory_tokens=60)
-
-
-@pytest.fixture
-async def play(tmp_path):
-    worlds = []
-
-    async def start(games=None, *, contract=TURNS, max_live=64, **settings):
-        world = await World.open(tmp_path, contract=contract)
-        worlds.append(world)
-        if games is not None:
-            games.max_live = max_live
-            world.conversations = games
-        world.settings = settings
-        await world.run.publish()
-        world.start()
-        return world
-
-    yield start
-    for world in worlds:
-        await world.close()
-
-
-async def collected(world, monkeypatch, count=1):
-    groups = []
-    made = world.sampler.generation.spooling
-
-    real = made.add
-
-    def add(found):
-        groups.extend(found)
-        real(found)
-
-    monkeypatch.setattr(made, "add", add)
-    await world.until(lambda: len(groups) >= count)
-    await world.until_acknowledged(count)
-    status = await world.core.get_status()
-    assert not sum(status.ledger.dropped.values()), status.ledger
-    return groups
 
 
 async def test_members_take_turns_until_their_environments_are_done(play, monkeypatch):

@@ -303,8 +303,7 @@ class RolloutColumn:
                 why = quarantine.note_failure(connection, entry.id.site, entry.reason, entry.detail, rule=rule, now=now)
                 if why:
                     quarantined[entry.id.site] = why
-                    left = quarantine.pending_groups(connection, entry.id.site)
-                    groups.drop(connection, left, DropReason.QUARANTINED, detail=why)
+                    groups.drop_of_site(connection, entry.id.site, detail=why)
                     work.open_held(connection, entry.id.site)
             return quarantined
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import MalformedPayload
+from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, GroupId, LeasedGroup, PushOutcome, SealedGroup
 from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common import bytes_digest
@@ -232,6 +233,11 @@ class Queue:
                 work.reopen(connection, [assignment for (assignment,) in rows])
         return num_dropped
 
+    def drop_of_site(self, connection: Connection, site: SiteId, *, detail: str = "") -> int:
+        """Give up what waits of a site that went into quarantine."""
+        rows = connection.execute("SELECT arrival FROM groups WHERE state = 'pending' AND site = ?", (site,)).fetchall()
+        return self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.QUARANTINED, detail=detail)
+
     @staticmethod
     def _contents(connection: Connection, arrivals: Sequence[int]) -> Iterator[bytes | None]:
         for arrival in arrivals:
@@ -262,7 +268,7 @@ class Queue:
         back = [tuple(row) for row in rows if tuple(row) not in keep]
         connection.executemany(f"UPDATE groups SET state = 'pending' WHERE {_WHERE_ID}", back)
         for site in quarantine.convicted_sites(connection):
-            self.drop(connection, quarantine.pending_groups(connection, site), DropReason.QUARANTINED)
+            self.drop_of_site(connection, site)
         return len(back)
 
 

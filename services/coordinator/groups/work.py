@@ -189,16 +189,16 @@ def put_behind(connection: Connection, assignment: int, *, at_least: int) -> Non
 def give_back(connection: Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
     """Open assignments that the site holds and will not answer, nor may any more; those of others stay."""
     holder = _holder(site, incarnation)
-    for assignment in assignments:
-        row = connection.execute(
-            "SELECT holders FROM work WHERE assignment = ? AND site = ? AND incarnation = ? AND is_leased = 1",
-            (min(assignment, 2**63 - 1), site, incarnation),
-        ).fetchone()
-        if row is not None:
-            names = [name for name in json.loads(row[0]) if name != holder]
-            connection.execute(
-                "UPDATE work SET is_leased = 0, holders = ? WHERE assignment = ?", (json.dumps(names), assignment)
-            )
+    wanted = json.dumps([assignment for assignment in assignments if assignment < 2**63])
+    rows = connection.execute(
+        "SELECT assignment, holders FROM work WHERE site = ? AND incarnation = ? AND is_leased = 1"
+        f" AND assignment IN {NUMBERS}",
+        (site, incarnation, wanted),
+    ).fetchall()
+    connection.executemany(
+        "UPDATE work SET is_leased = 0, holders = ? WHERE assignment = ?",
+        [(json.dumps([name for name in json.loads(names) if name != holder]), each) for each, names in rows],
+    )
 
 
 def held_by(
@@ -231,9 +231,8 @@ def open_held(connection: Connection, site: SiteId) -> None:
 
 def expire(connection: Connection, assignments: Sequence[int]) -> None:
     """Open assignments whose lease ran out; their holders may still answer."""
-    connection.executemany(
-        "UPDATE work SET is_leased = 0 WHERE assignment = ? AND is_leased = 1",
-        [(assignment,) for assignment in assignments],
+    connection.execute(
+        f"UPDATE work SET is_leased = 0 WHERE is_leased = 1 AND assignment IN {NUMBERS}", (json.dumps(assignments),)
     )
 
 

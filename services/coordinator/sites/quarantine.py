@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from heterorl.common.errors import InvalidRequest, Quarantined
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason, GroupId
+from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.sites import audit, canary
 from heterorl.coordinator.sites.audit import AuditKind
@@ -146,12 +146,6 @@ def check_site(connection: Connection, site: SiteId) -> None:
 def convicted_sites(connection: Connection) -> list[SiteId]:
     """Sites that the learner's checks put into quarantine."""
     return [SiteId(site) for (site,) in connection.execute("SELECT site FROM convictions")]
-
-
-def pending_groups(connection: Connection, site: SiteId) -> list[GroupId]:
-    """Groups of a site that nobody has taken yet."""
-    rows = connection.execute("SELECT incarnation, sequence FROM groups WHERE state = 'pending' AND site = ?", (site,))
-    return [GroupId(site=site, incarnation=incarnation, sequence=sequence) for incarnation, sequence in rows]
 
 
 def _trained(connection: Connection, site: str) -> str:

@@ -9,7 +9,7 @@ from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.coordinator.groups.work import MAX_HOLDERS
+from heterorl.coordinator.groups.work import MAX_HOLDERS, expire, give_back, hand_out
 from heterorl.coordinator.rollout import LEASE_BATCH
 from tests.support.run import CONTRACT, INCARNATION, SITE, credits_of, rollout
 
@@ -84,6 +84,42 @@ async def test_more_assignments_than_a_call_can_lease_are_not_given_back(core, r
     await run.lease(2)
     with pytest.raises(InvalidRequest, match="assignments: 4097"):
         await core.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[0] * 4097)
+
+
+class Counted:
+    """A connection that counts the calls of it."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.num_calls = 0
+
+    def execute(self, *arguments):
+        self.num_calls += 1
+        return self.connection.execute(*arguments)
+
+    def executemany(self, *arguments):
+        self.num_calls += 1
+        return self.connection.executemany(*arguments)
+
+
+@pytest.mark.parametrize("count", [1, 200])
+async def test_however_much_is_opened_at_once_takes_three_statements(config, core, run, count):
+    given = await core.database.run(lambda connection: _handed(connection, config, 2 * count))
+
+    def given_back(connection):
+        counted = Counted(connection)
+        give_back(counted, site=SITE, incarnation=INCARNATION, assignments=[*given[:count], 2**64 - 1])
+        expire(counted, given[count:])
+        return counted.num_calls, connection.execute("SELECT count(*), sum(is_leased) FROM work").fetchone()
+
+    assert await core.database.run(given_back) == (3, (2 * count, 0))
+
+
+def _handed(connection, config, count):
+    handed = hand_out(
+        connection, site=SITE, incarnation=INCARNATION, count=count, num_prompts=4096, config=config
+    )  # fmt: skip
+    return [each.assignment for each in handed]
 
 
 # ---- who may answer

@@ -86,9 +86,10 @@ class SourceConfig(Config):
     4 unless this is set."""
     environment: str = ""
     """The environment, which answers the policy's turns and gives the reward (docs/environments.md):
-    `package.module:Class`, a file of tools `file.py`, `textarena:ID` (a game of `heterorl[games]`), or an agent
-    program, `program:file.py:function` or `program:COMMAND`. It runs in processes of its own; its files must be equal
-    on every node, byte for byte, as those of task.reward. Empty: a prompt has one turn."""
+    `package.module:Class`, a file of tools `file.py`, `textarena:ID` (a game of `heterorl[games]`), `openenv:URL` (a
+    server of OpenEnv, with `heterorl[openenv]`), or an agent program, `program:file.py:function` or `program:COMMAND`.
+    It runs in processes of its own; its files must be equal on every node, byte for byte, as those of task.reward.
+    Empty: a prompt has one turn."""
     environment_path: str = ""
     """Directory of the environment's package, module, file or program, taken from the configuration file's directory
     on; empty is that directory itself. What is installed keeps its names."""

@@ -33,8 +33,10 @@ from heterorl.common.types.rollout import RewardPart
 _LOG = logging.getLogger(__name__)
 EPISODES_A_PROCESS = 16
 """Most that live in one process, where a class says that they may."""
-GAMES = "textarena"
-PROGRAM = "program"
+_KINDS = {"textarena": "game", "program": "program", "openenv": "openenv"}
+"""What stands before a colon and names no module."""
+_PACKAGES = {"game": ("textarena", "games"), "openenv": ("websockets", "openenv")}
+"""Packages that a kind needs, and their extras."""
 _KEY = "task.environment"
 _EXAMPLES = (
     "for example mytask.games:Guess, a class in mytask/games.py; tools.py; textarena:GuessTheNumber-v0; "
@@ -67,7 +69,7 @@ class Episodes:
         """Load it once.
 
         Args:
-            name: `package.module:Class`, `file.py`, `textarena:ID` or `program:COMMAND`.
+            name: `package.module:Class`, `file.py`, `textarena:ID`, `program:COMMAND` or `openenv:URL`.
             directory: where class or file are looked for.
             step_timeout_s: processor time of one call, seconds.
             memory_bytes: address space that a process may take beyond what it has once it is loaded.
@@ -76,7 +78,7 @@ class Episodes:
 
         Raises:
             ConfigError: it cannot be found or loaded.
-            DependencyMissing: the package of games is not installed.
+            DependencyMissing: a package that its kind needs is not installed.
         """
         job: dict[str, Any] = {
             **_parsed(name), "kind": "environment", "directory": str(directory), "memory_bytes": memory_bytes,
@@ -93,7 +95,7 @@ class Episodes:
             facts = loaded_facts(self._pool, name, key=_KEY, path_key="task.environment_path")
         except ConfigError as error:
             if isinstance(error.__cause__, LoadFailed) and error.__cause__.kind == "missing":
-                raise DependencyMissing(GAMES, "games") from error
+                raise DependencyMissing(*_PACKAGES[job["what"]]) from error
             raise
         self.name, self.num_processes, self.max_observation_chars = name, num_processes, max_observation_chars
         self.files_digest = str(facts["digest"])
@@ -258,16 +260,14 @@ class Episode:
 
 def _parsed(name: str) -> dict[str, str]:
     kind, _, rest = name.partition(":")
-    if kind == GAMES and rest:
-        return {"what": "game", "module": "", "name": rest}
-    if kind == PROGRAM and rest:
-        return {"what": "program", "module": "", "name": rest}
+    if kind in _KINDS and rest:
+        return {"what": _KINDS[kind], "module": "", "name": rest}
     path = name.removesuffix(".py")
     found = {"what": "class", "module": kind, "name": rest}
     if path != name:
         found = {"what": "function", "module": path.replace("/", "."), "name": SCORE}
     if not all(word.isidentifier() for word in [*found["module"].split("."), found["name"]]):
-        known = "package.module:Class, file.py, textarena:ID, program:COMMAND"
+        known = "package.module:Class, file.py, textarena:ID, program:COMMAND, openenv:URL"
         raise ConfigError(_KEY, f"{name!r} is none of {known}", action=_EXAMPLES)
     return found
 

@@ -50,6 +50,10 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
         from heterorl.common.tasks.environments.program import ProgramEnvironment, load
 
         (make, facts), shown = load(job["name"], job["directory"]), ProgramEnvironment
+    elif job["what"] == "openenv":
+        from heterorl.common.tasks.environments import openenv
+
+        (make, facts), shown = openenv.load(job["name"]), openenv.OpenEnvEpisode
     elif job["what"] == "class":
         make = shown = found
         if missing := [name for name in _NEEDED if not callable(getattr(found, name, None))]:

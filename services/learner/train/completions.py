@@ -50,7 +50,7 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
 
 def has_signal(group: Group) -> bool:
     """Whether the group's rewards differ: where they do not, no rollout is better than another."""
-    return len({rollout.reward for rollout in group.trainable if rollout.num_drawn}) > 1
+    return len({rollout.reward for rollout in group.trainable}) > 1
 
 
 def _above_mean(rewards: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

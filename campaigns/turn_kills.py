@@ -88,7 +88,7 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
                 acked = (await cluster.until(client, lambda status: True, timeout_s=60)).ledger.acked
                 await cluster.until(client, lambda status, acked=acked: status.ledger.acked > acked, timeout_s=240)
                 if name == "worker":
-                    await _kill_worker(cluster, chooser)
+                    await _kill_worker(cluster, chooser, starts=1 + killed["site-a"])
                 else:
                     if name in SAMPLERS:
                         await _until(lambda name=name: kept_turns(cluster, name))
@@ -114,7 +114,10 @@ def kept_turns(cluster: Cluster, site: str) -> Kept:
     return found
 
 
-async def _kill_worker(cluster: Cluster, chooser: random.Random) -> None:
+async def _kill_worker(cluster: Cluster, chooser: random.Random, *, starts: int) -> None:
+    log = cluster.directory / "logs" / "site-a.log"
+    # A start whose trial episode loses its worker ends with an error.
+    await _until(lambda: log.read_text().count("swapped in") >= starts)
     workers = await _until(lambda: _workers_of(cluster.children["site-a"].process.pid))
     os.kill(chooser.choice(workers), signal.SIGKILL)
 

@@ -86,18 +86,18 @@ async def turn_campaign(cluster: Cluster, *, kills: int, seed: int) -> dict[str,
                 chosen = chooser.choices(names, list(WEIGHTS.values()))[0]
                 name = names[number] if number < len(names) else chosen
                 acked = (await cluster.until(client, lambda status: True, timeout_s=60)).ledger.acked
-                await cluster.until(client, lambda status, acked=acked: status.ledger.acked > acked, timeout_s=240)
+                await cluster.until(client, lambda status, acked=acked: status.ledger.acked > acked, timeout_s=600)
                 if name == "worker":
-                    await _kill_worker(cluster, chooser, starts=1 + killed["site-a"])
+                    await _kill_worker(cluster, chooser)
                 else:
                     if name in SAMPLERS:
-                        await _until(lambda name=name: kept_turns(cluster, name))
+                        await _until(lambda name=name: _is_up(cluster, name) and kept_turns(cluster, name))
                     cluster.kill(name)
                     kept |= kept_turns(cluster, name) if name in SAMPLERS else {}
                     cluster.start(name)
                 killed[name] += 1
             head = (await cluster.until(client, lambda status: True, timeout_s=60)).head_version
-            await cluster.until(client, lambda status: status.head_version >= head + 3, timeout_s=240)
+            await cluster.until(client, lambda status: status.head_version >= head + 3, timeout_s=600)
         finally:
             cluster.stop()
     result = account(cluster, set(), SAMPLERS)
@@ -114,16 +114,21 @@ def kept_turns(cluster: Cluster, site: str) -> Kept:
     return found
 
 
-async def _kill_worker(cluster: Cluster, chooser: random.Random, *, starts: int) -> None:
-    log = cluster.directory / "logs" / "site-a.log"
-    # A start whose trial episode loses its worker ends with an error.
-    await _until(lambda: log.read_text().count("swapped in") >= starts)
-    workers = await _until(lambda: _workers_of(cluster.children["site-a"].process.pid))
+async def _kill_worker(cluster: Cluster, chooser: random.Random) -> None:
+    # Without its first worker a sampler does not start.
+    pid = cluster.children["site-a"].process.pid
+    workers = await _until(lambda: _is_up(cluster, "site-a") and _workers_of(pid))
     os.kill(chooser.choice(workers), signal.SIGKILL)
 
 
+def _is_up(cluster: Cluster, site: str) -> bool:
+    """Whether the newest process of a site has registered."""
+    log = (cluster.directory / "logs" / f"{site}.log").read_text()
+    return "registered with run" in log.rpartition("metrics on port")[2]
+
+
 async def _until(look: Callable[[], Any]) -> Any:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(600):
         while True:
             if found := look():
                 return found

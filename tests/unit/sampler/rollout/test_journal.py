@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed
-from heterorl.common.types.rollout import FinishReason
+from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.outbox.turns import MAX_RESUMED
 from tests.support.games import SIZE, TURNS, Games, collected
 
@@ -150,15 +150,22 @@ async def test_stop_leaves_trajectories_to_the_next_start(play, monkeypatch):
     assert all(request.num_completions == 1 for request in world.engine.submitted[: 2 * SIZE])
 
 
-async def test_group_that_is_given_up_leaves_no_turns(play):
+async def test_turns_of_a_group_are_gone_before_it_is_handed_back(play):
     games = held(2)
     world = await begun(play, games)
     await world.until(lambda: list(kept(world).values()) == [2] * 2 * SIZE)
+    handed_back, left = [], []
+
+    async def abandon_work(*, assignments, **_given):
+        handed_back.extend(assignments)
+        left.extend(number for number, _ in kept(world) if number in assignments)
+
+    world.link.replaced["abandon_work"] = abandon_work
     games.failures = {("step", number, 2): EnvironmentFailed("it raised") for number in range(2 * SIZE)}
     games.go.set()
-    await world.until(lambda: world.link.calls["abandon_work"] > 0)
+    await world.until(lambda: bool(handed_back))
 
-    assert not [count for count in kept(world).values() if count == 2]
+    assert not left
 
 
 @pytest.mark.parametrize("seconds", [590.0, 610.0])
@@ -174,6 +181,29 @@ async def test_trajectory_that_took_too_long_goes_back(play, monkeypatch, second
     is_resumed = world.engine.submitted[0].num_completions == 1
     assert is_resumed == (seconds < 600.0)
     assert mine
+
+
+async def test_assignment_that_ran_out_and_is_given_again_is_the_one_under_way(play):
+    games = held(2)
+    world = await begun(play, games)
+    mine = await killed_in(world, games)
+    real = world.core.lease_work
+
+    async def lease_work(**asked):
+        grant = await real(**asked)
+        again = [WorkAssignment(id=number, prompt_index=0, seed=1, lease_s=9.0) for number in mine]
+        return dataclasses.replace(grant, assignments=(*again, *grant.assignments)[: asked["max_groups"]])
+
+    world.link.replaced["lease_work"] = lease_work
+    world.settings = {"work_ahead_s": 10.0}
+    world.conversations = again = held(3)
+    world.start()
+    await world.until(lambda: len(again.opened) >= 4 * SIZE)
+
+    numbers = [draft.assignment.id for draft in world.sampler.generation.harvest.drafts]
+    assert mine < set(numbers)
+    assert len(set(numbers)) == len(numbers)
+    again.go.set()
 
 
 async def test_group_that_no_start_gets_on_with_goes_back(play):

@@ -29,6 +29,7 @@ EMPTY_WHEN_HEALTHY = {
     "Cache of relays": "as above",
     "Calls at relays": "as above",
     "Lost members": "no group of this run loses one",
+    "Metrics of the loss": "a built-in loss has none of its own",
     "Refused prompts": "the template writes every prompt of this run",
     "Share of a trajectory's time in its environment": "this run has no environment",
     "Endings of trajectories": "as above",

@@ -47,7 +47,7 @@ class Group:
         self._versions = np.full(limit, -1, np.int32)
         # Of each pass: its rows, and what their routers chose.
         self._routed: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-        # On the device: a CPU takes a second for the noise of 256 rows and 150,000 tokens.
+        # On the device: a token takes rows x vocabulary numbers.
         self._generator = None if is_seeded else torch.Generator(device).manual_seed(request.seed)
 
     def noise(self, vocab_size: int) -> Tensor:

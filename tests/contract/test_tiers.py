@@ -29,9 +29,8 @@ def stage(tmp_path, monkeypatch):
     def make(text):
         (tmp_path / "test_it.py").write_text(text)
         (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.results"]')
-        return run.Stage(
-            name="it", arguments=["test_it.py"], workers=0, python=sys.executable, environment={"PYTHONPATH": str(ROOT)}
-        )
+        environment = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        return run.Stage(name="it", arguments=["test_it.py"], workers=0, python=sys.executable, environment=environment)
 
     monkeypatch.setattr(run, "ROOT", tmp_path)
     return make

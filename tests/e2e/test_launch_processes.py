@@ -17,6 +17,7 @@ def _is_done(status):
     return status.head_version == 2 and len(status.sites) == 2
 
 
+@pytest.mark.slow
 async def test_units_of_one_run_file_train_two_versions_over_certificates(tmp_path):
     cluster = Cluster(tmp_path)
     port, relay_port = free_port(), free_port()

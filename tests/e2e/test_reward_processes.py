@@ -48,6 +48,7 @@ def judge(document):
     return {"choices": [{"message": {"role": "assistant", "content": words}}]}
 
 
+@pytest.mark.slow
 async def test_code_a_service_and_a_judge_reward_a_run_and_the_learner_checks_what_it_can(tmp_path):
     questions = tmp_path / "questions.jsonl"
     rows = [{"prompt": f"{number}+1=", "answer": {"tests": ["assert True"]}} for number in range(10, 60)]

@@ -240,7 +240,7 @@ def test_cancel_under_way_wakes_collect_and_leaves_a_clean_engine(subject):
 
 def test_loads_while_requests_come_and_go_stamp_every_token(subject):
     arenas = {subject.load(subject.base): subject.base}
-    requests = [request(key, num=8) for key in range(40)]
+    requests = [request(key, num=8) for key in range(24)]
     finished, waiting, is_over = [], iter(requests), threading.Event()
 
     def loop():
@@ -255,7 +255,7 @@ def test_loads_while_requests_come_and_go_stamp_every_token(subject):
     thread = threading.Thread(target=loop)
     thread.start()
     state = subject.base
-    while not is_over.is_set() and len(arenas) < 200:
+    while not is_over.is_set() and len(arenas) < 60:
         state = disturbed(state, seed=len(arenas), scale=0.02)
         arenas[subject.load(state)] = state
     thread.join()

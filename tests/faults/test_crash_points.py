@@ -206,7 +206,7 @@ async def collect_for_room(core) -> None:
     await core.keeper.collect(missing_bytes=1)
 
 
-@pytest.mark.parametrize("scenario", [build_snapshot, collect_for_room])
+@pytest.mark.parametrize("scenario", [pytest.param(build_snapshot, marks=pytest.mark.slow), collect_for_room])
 async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
     disk = Disk(tmp_path / "run")
     work, spool = tmp_path / "work", tmp_path / "spool"

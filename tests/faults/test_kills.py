@@ -10,8 +10,10 @@ from tests.support.cluster import Cluster
 
 
 @pytest.mark.timeout(900)
-async def test_nothing_acknowledged_is_lost_or_doubled_when_processes_are_killed(tmp_path, record_property):
-    summary = await campaign(Cluster(tmp_path), kills=10, seed=11, pause_s=(0.1, 1.5))
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+async def test_nothing_acknowledged_is_lost_or_doubled_when_processes_are_killed(tmp_path, record_property, kills):
+    """The first four kills are one of each: coordinator, learner, two samplers."""
+    summary = await campaign(Cluster(tmp_path), kills=kills, seed=11, pause_s=(0.1, 1.5))
 
     record_property("kills", json.dumps(summary))
     assert is_kept(summary), summary

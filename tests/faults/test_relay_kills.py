@@ -10,6 +10,7 @@ FIRST, SECOND = "eu.gpu1", "eu.gpu2"
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 async def test_a_killed_relay_costs_a_pause_and_nothing_else(tmp_path):
     certificates = Certificates(tmp_path / "certs", run="kills")
     address = f"127.0.0.1:{free_port()}"

@@ -11,6 +11,7 @@ from tests.support.links import PLAINTEXT
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 async def test_zombie_learner_has_no_effect_after_another_took_over(tmp_path):
     cluster = Cluster(tmp_path)
     for name in ("coordinator", "learner", "site-a"):

@@ -155,7 +155,7 @@ def test_processes_and_memory_end_at_their_limits(task):
         ),
         pytest.param("import ctypes\nassert ctypes.CDLL(None).msgget(0, 0o1600) >= 0", True, marks=pytest.mark.slow),
         pytest.param("import ctypes\nassert ctypes.CDLL(None).semget(0, 9, 0o1600) >= 0", True, marks=pytest.mark.slow),
-        ("open('/tmp/sympy.py', 'w').write('x')", True),
+        pytest.param("open('/tmp/sympy.py', 'w').write('x')", True, marks=pytest.mark.slow),
     ],
     ids=["signals", "trace", "memory", "time", "nice", "batch", "shared memory", "messages", "semaphores", "file"],
 )
@@ -185,6 +185,7 @@ def test_a_server_that_is_gone_is_started_again_for_the_next_completion(task):
     assert is_sound(task)
 
 
+@pytest.mark.slow
 def test_another_start_and_its_imports_count_against_no_completion():
     # An import takes more than all that a completion has.
     mine = opened(COUNTDOWN.model_copy(update={"reward_timeout_s": 0.5}))
@@ -240,6 +241,7 @@ def test_processor_time_is_that_of_all_processes_of_a_completion(task):
     assert value(task, run(code.format(each=0.6 * gym.LIMIT_S))) == 0.0
 
 
+@pytest.mark.slow
 def test_what_is_imported_may_lie_under_the_directory_that_a_completion_writes_to(monkeypatch):
     import reasoning_gym
 
@@ -280,9 +282,11 @@ def test_nothing_is_left_when_the_task_is_closed():
 @pytest.mark.parametrize(
     "name",
     [
-        "chain_sum",
         "prime_factorization",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("countdown", "leg_counting", "spiral_matrix")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("chain_sum", "countdown", "leg_counting", "spiral_matrix")
+        ),
     ],
 )
 def test_scores_are_those_of_the_data_set_itself(name):
@@ -319,6 +323,7 @@ def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task):
 LOOPS = f"import time\nwhile time.process_time() < {0.4 * gym.LIMIT_S}: pass"
 
 
+@pytest.mark.slow
 def test_own_score_in_a_sum_goes_through_the_sandbox_too(tmp_path):
     mark = tmp_path / "mark"
     match = [{"kind": "match", "name": "correct", "weight": 2.0}]
@@ -395,6 +400,7 @@ def test_the_time_for_a_completion_is_part_of_the_contract():
     assert digests[4.0] == digests[60.0] != digests[1.0]
 
 
+@pytest.mark.slow
 def test_no_score_is_computed_where_questions_are_made():
     """The service makes questions with the package itself; of completions it sees the score."""
     code = (

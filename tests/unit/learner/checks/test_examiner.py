@@ -174,6 +174,7 @@ async def test_row_that_the_template_refuses_blames_nobody_and_ends_no_learner(s
 
 
 @pytest.mark.process
+@pytest.mark.slow
 async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, tmp_path, caplog):
     (tmp_path / "mine.py").write_text(
         "import time\n"

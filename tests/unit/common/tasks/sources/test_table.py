@@ -292,6 +292,7 @@ def read_offline(place, name, notes):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_branch_is_the_commit_that_it_stood_at_when_the_node_first_started(place):
     cache = place.path / "cache" / "hub" / "datasets--acme--sums"
     place.write(f"cache/hub/datasets--acme--sums/snapshots/{COMMIT}/data/train-0.parquet", sums(range(10)))

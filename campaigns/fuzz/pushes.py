@@ -17,8 +17,7 @@ from heterorl.common.types.trajectory import strips_of, turns_of
 from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.common.wire.seal import open_group, read_sealed, seal
 from heterorl.coordinator.groups.intake import examined
-from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
-from heterorl.coordinator.rpc.parsing import check, parse
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, check, parse
 from heterorl.v1 import rollout_pb2
 from tests.support.run import CONTRACT
 

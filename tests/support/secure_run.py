@@ -19,14 +19,16 @@ from heterorl.common.rpc.status import from_rpc_error
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.backup import BackupServicer
-from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
 from heterorl.coordinator.servicers.evaluation import EvaluationServicer
-from heterorl.coordinator.servicers.metrics import MetricsServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
-from heterorl.coordinator.servicers.run import RunServicer
-from heterorl.coordinator.servicers.sample import SampleServicer
+from heterorl.coordinator.servicers.run import (
+    BackupServicer,
+    DiagnosisServicer,
+    MetricsServicer,
+    RunServicer,
+    SampleServicer,
+)
 from heterorl.coordinator.sites.reported import Reported
 from heterorl.v1 import (
     backup_pb2_grpc,

@@ -6,7 +6,10 @@ parsed, long ones on a thread, and bounded field by field. Answers that can be l
 too, so that a place is held until the answer has left.
 
 Guarantees: no handler runs before its caller is admitted, and no byte of a request is read before either. A certificate
-that is revoked or expires ends also the streams that it opened, at their next message in either direction.
+that is revoked or expires ends also the streams that it opened, at their next message in either direction. Samplers
+together never take the last places, which are kept for the learner and the operator; one certificate takes no more than
+its share, however many connections it opens, and one site no more than three quarters of what samplers have. A refusal
+for want of a place says when to come again and is never final.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -22,18 +26,91 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
-from heterorl.common.errors import InvalidRequest
+from heterorl.common.errors import InvalidRequest, QuotaExceeded
 from heterorl.common.identity.identity import Identity, Peer, Role
 from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.budget import Budget
-from heterorl.common.rpc.lanes import Holder, Room
+from heterorl.common.rpc.lanes import OF_SITE, Holder, Room
 from heterorl.common.wire.rollout import pushed_from_pb
-from heterorl.coordinator.rpc.access import RULES
-from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
-from heterorl.coordinator.rpc.calls import Shares
-from heterorl.coordinator.rpc.gate import Gate
-from heterorl.coordinator.rpc.parsing import can_be_long, check, parse
+from heterorl.coordinator.rpc.access import RULES, Gate
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, can_be_long, check, parse
 from heterorl.v1 import rollout_pb2
+
+RESERVED_PART = 8
+"""One place in this many is kept for the learner and the operator, and at least two."""
+RETRY_AFTER_S = 1.0
+
+
+class Shares:
+    """The places of one server. `per_site` is the share of one certificate."""
+
+    def __init__(self, *, places: int, per_site: int) -> None:
+        self._places = places
+        self._open = places - max(2, places // RESERVED_PART)
+        # Half of what is open at most, so that one never takes all; at least one, so that a small server serves.
+        self._per_site = max(1, min(per_site, self._open // 2))
+        self._per_connection = max(1, self._open // 2)
+        self._of_site_most = max(self._per_site, int(OF_SITE * self._open))
+        self._num_all = 0
+        self._num_open = 0
+        self._of_holder: Counter[Holder] = Counter()
+        self._of_site: Counter[str] = Counter()
+        self._of_rpc: Counter[tuple[Holder, str]] = Counter()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have a place now."""
+        return self._num_all
+
+    @contextlib.contextmanager
+    def place(self, holder: Holder, method: str) -> Iterator[None]:
+        """Hold a place for one call.
+
+        Raises:
+            QuotaExceeded: there is none now; worth repeating.
+        """
+        problem = self._problem(holder, method)
+        if problem:
+            raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
+        self._add(holder, method, 1)
+        try:
+            yield
+        finally:
+            self._add(holder, method, -1)
+
+    def _problem(self, holder: Holder, method: str) -> str:
+        at_once = RULES[method].at_once
+        if at_once and holder.is_proven and self._of_rpc[holder, method] >= at_once:
+            return f"{holder.name} has {at_once} calls of {method} under way; that is the share of one certificate"
+        share = self._share(holder)
+        if self._of_holder[holder] >= share:
+            return f"{holder.name} has {share} calls under way, its share (site_concurrent_rpcs, max_concurrent_rpcs)"
+        if self._num_all >= self._places:
+            return f"{self._places} calls are under way (max_concurrent_rpcs)"
+        if not holder.is_privileged and self._num_open >= self._open:
+            return f"samplers have {self._open} calls under way; the rest of max_concurrent_rpcs is the learner's"
+        if not holder.is_privileged and self._of_site[holder.owner] >= self._of_site_most:
+            return f"{holder.owner} has {self._of_site_most} calls under way, a site's share (max_concurrent_rpcs)"
+        return ""
+
+    def _share(self, holder: Holder) -> int:
+        if holder.is_privileged:
+            # Two of them, a learner and an operator, always find a place.
+            return max(self._per_site, self._places // RESERVED_PART // 2)
+        return self._per_site if holder.is_proven else self._per_connection
+
+    def _add(self, holder: Holder, method: str, number: int) -> None:
+        self._num_all += number
+        if not holder.is_privileged:
+            self._num_open += number
+        for counts, key in (
+            (self._of_holder, holder), (self._of_site, holder.owner), (self._of_rpc, (holder, method)),
+        ):  # fmt: skip
+            counts[key] += number  # type: ignore[index]
+            if not counts[key]:  # type: ignore[index]
+                # Names of connections are ever new.
+                del counts[key]
+
 
 INLINE_BYTES = 1 << 14
 """Messages up to this size are parsed on the event loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common.errors import ConfigError, HeterorlError, PortInUse
 from heterorl.common.identity.credentials import MaterialFiles, server_credentials
@@ -22,10 +23,53 @@ from heterorl.common.process.metrics import RPC_SECONDS
 from heterorl.common.rpc.budget import Budget
 from heterorl.common.rpc.options import server_options
 from heterorl.common.rpc.status import reason_of, to_status
-from heterorl.coordinator.rpc.calls import Shares
-from heterorl.coordinator.rpc.door import Door
-from heterorl.coordinator.rpc.gate import Gate
-from heterorl.coordinator.rpc.health_servicer import HealthServicer
+from heterorl.coordinator.rpc.access import Gate
+from heterorl.coordinator.rpc.door import Door, Shares
+
+_Status = health_pb2.HealthCheckResponse
+_HealthContext = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
+    """Answers for the service of the empty name; `set_serving` wakes every watcher."""
+
+    def __init__(self) -> None:
+        self._is_serving = False
+        self._changed = asyncio.Condition()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Say whether calls are welcome."""
+        async with self._changed:
+            self._is_serving = is_serving
+            self._changed.notify_all()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _HealthContext
+    ) -> health_pb2.HealthCheckResponse:
+        """Answer the state now; NOT_FOUND for the name of a service."""
+        if request.service:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "only the server as a whole has a health")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: _HealthContext,
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """Yield the state, and again whenever it changes."""
+        last = _Status.UNKNOWN
+        while True:
+            async with self._changed:
+                while (status := self._status(request.service)) == last:
+                    await self._changed.wait()
+            last = status
+            yield _Status(status=status)
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+        if service:
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if self._is_serving else _Status.NOT_SERVING
+
 
 _LOG = logging.getLogger(__name__)
 UNREFUSED_RPCS = 8
@@ -117,7 +161,6 @@ def _check_own(identity: Identity, *, run_id: str) -> None:
         raise ConfigError("tls.cert", f"names {identity.uri}, and this is the coordinator of run {run_id}")
 
 
-_LOG = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 

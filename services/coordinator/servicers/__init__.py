@@ -1,4 +1,4 @@
 """Messages <-> domain calls. Servicers decide nothing; typed errors pass through to the interceptor.
 
-One servicer for each column, which takes that column. Open `rollout` first; `push_stream` takes groups in.
+One servicer for each column, which takes that column. Open `rollout` first.
 """

@@ -21,8 +21,8 @@ from heterorl.coordinator.rpc.bounds import (
     SMALL_BYTES,
     Text,
     bound_of,
+    parse,
 )
-from heterorl.coordinator.rpc.parsing import parse
 from heterorl.v1 import common_pb2, evaluation_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.support.groups import push_of
 from tests.support.protos import REQUESTS, bytes_field, entries, fields, is_repeated, wrapped

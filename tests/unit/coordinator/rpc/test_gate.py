@@ -2,7 +2,7 @@
 
 from heterorl.common.identity.identity import RefusalReason
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
-from heterorl.coordinator.rpc.gate import Gate
+from heterorl.coordinator.rpc.access import Gate
 from tests.support.secure_run import refusals
 
 

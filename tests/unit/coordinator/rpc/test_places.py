@@ -8,8 +8,7 @@ from heterorl.common.rpc.budget import SHORT, SHORT_BYTES
 from heterorl.common.rpc.lanes import Holder
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import Text, bound_of
-from heterorl.coordinator.rpc.calls import Shares
-from heterorl.coordinator.rpc.door import holder_of
+from heterorl.coordinator.rpc.door import Shares, holder_of
 from tests.support.protos import METHODS, is_repeated
 
 HEARTBEAT = "/heterorl.v1.RunService/Heartbeat"

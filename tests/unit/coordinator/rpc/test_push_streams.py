@@ -8,8 +8,8 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, PushStatus
 from heterorl.coordinator.rpc.door import Requests
-from heterorl.coordinator.servicers import push_stream
-from heterorl.coordinator.servicers.push_stream import COMMITS, PushStreams
+from heterorl.coordinator.servicers import rollout as servicer
+from heterorl.coordinator.servicers.rollout import COMMITS, PushStreams
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
@@ -86,7 +86,7 @@ async def numbered(count, *, then=None):
 @pytest.fixture
 def each_alone(monkeypatch):
     """Each message is a commit of its own."""
-    monkeypatch.setattr(push_stream, "BATCH_BYTES", 1)
+    monkeypatch.setattr(servicer, "BATCH_BYTES", 1)
 
 
 @pytest.fixture

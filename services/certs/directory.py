@@ -1,23 +1,36 @@
 """The authority's directory: what was issued, to whom, until when, and what is revoked.
 
-Guarantees: an operation that fails leaves every file as it was or complete; a revoked certificate is not renewed.
+    ca.crt ca.key        the authority; ca.key stays here
+    issued/SERIAL.crt    every certificate that it issued
+    tokens/NUMBER.json   tokens by which nodes join, without their secrets
+    revoked              serial numbers that are no longer accepted; the coordinator's `tls.revoked`
+    ROLE-SITE/           what one node needs: ca.crt, node.crt, node.key; a coordinator also a copy of revoked
+
+Guarantees: an operation that fails leaves every file as it was or complete; secret files are never readable by others;
+a revoked certificate is not renewed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.certs.authority import LOCAL_HOSTS, SERVING, Pair, hosts_of, issue_node, make_authority
-from heterorl.certs.files import PUBLIC, SECRET, locked, write_file
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
 from heterorl.common.identity.revocation import parse_serials
+from heterorl.common.process.files import sync_directory
 
 REVOKED = "revoked"
 """The list's name here and in a coordinator's directory."""
+SECRET = 0o600
+PUBLIC = 0o644
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,3 +280,30 @@ def _serial(text: str) -> int:
         return int(text, 16)
     except ValueError as error:
         raise ConfigError("WHAT", f"{text} is neither a file nor a serial number") from error
+
+
+def write_file(path: Path, data: bytes, *, mode: int) -> None:
+    """Replace a file atomically and durably; its mode holds from the first byte on."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Let one process at a time change an authority's directory."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

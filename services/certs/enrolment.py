@@ -23,8 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from heterorl.certs.authority import sign_node
-from heterorl.certs.directory import Authority
-from heterorl.certs.files import PUBLIC, SECRET, locked, write_file
+from heterorl.certs.directory import PUBLIC, SECRET, Authority, locked, write_file
 from heterorl.certs.tokens import (
     ID_BYTES,
     SECRET_BYTES,

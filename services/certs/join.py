@@ -30,9 +30,8 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from heterorl.certs.authority import DESK_NAME
-from heterorl.certs.files import PUBLIC, SECRET, write_file
-from heterorl.certs.frames import BrokenFrame, frame, read_frame
-from heterorl.certs.tokens import JoinRefused, Refused, Token, pin_of
+from heterorl.certs.directory import PUBLIC, SECRET, write_file
+from heterorl.certs.tokens import BrokenFrame, JoinRefused, Refused, Token, frame, pin_of, read_frame
 from heterorl.common.errors import ConfigError, OperatorError
 
 JOIN_S = 15.0

@@ -1,4 +1,4 @@
-"""Tokens by which a node gets its first certificate: what they carry, what is kept of them, when they count. Pure.
+"""Tokens by which a node gets its first certificate, and the messages in which it shows one to the authority's desk.
 
 A token is the text `hrl1.` and base64url without padding of:
 
@@ -10,11 +10,19 @@ A token is the text `hrl1.` and base64url without padding of:
     m bytes     host:port of the authority's desk (ASCII); may be empty
     4 bytes     first bytes of SHA-256 of all of the above, against slips of the hand
 
+Messages travel over TLS 1.3; the desk speaks first, so that the node knows whom it talks to before it says a word:
+
+    frame       4 bytes length, big-endian, at most MAX_FRAME; then that many bytes
+    desk        1 frame: the authority's certificate, DER
+    node        2 frames: number and secret of the token (40 bytes); signing request, DER
+    desk        1 frame: a byte of 0 and the certificate, DER; or a byte of `Refused` and a sentence, UTF-8
+
 Guarantees: the authority keeps the secret's digest alone; a token counts once, for one key, for one identity.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import enum
@@ -31,6 +39,7 @@ from heterorl.common.identity.identity import Role, split_uri
 PREFIX = "hrl1."
 ID_BYTES, SECRET_BYTES, PIN_BYTES, SUM_BYTES = 8, 32, 32, 4
 _FIXED = ID_BYTES + SECRET_BYTES + PIN_BYTES + 2
+MAX_FRAME = 16 << 10
 
 
 class Refused(enum.IntEnum):
@@ -174,3 +183,28 @@ def decide(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) 
 
 def _sum(body: bytes) -> bytes:
     return hashlib.sha256(body).digest()[:SUM_BYTES]
+
+
+class BrokenFrame(Exception):
+    """The other end closed early, or announced more than a frame may hold."""
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """One frame; the caller bounds the time.
+
+    Raises:
+        BrokenFrame: it is incomplete or too long.
+    """
+    try:
+        (length,) = struct.unpack(">I", await reader.readexactly(4))
+        if length > MAX_FRAME:
+            raise BrokenFrame(f"a frame of {length} bytes")
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError as error:
+        raise BrokenFrame("the connection ended") from error
+
+
+def frame(data: bytes) -> bytes:
+    """The bytes of a frame."""
+    assert len(data) <= MAX_FRAME
+    return struct.pack(">I", len(data)) + data

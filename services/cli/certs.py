@@ -63,8 +63,7 @@ def issue(
     days: DaysOption = DAYS,
 ) -> None:
     """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
-    from heterorl.certs.directory import REVOKED, Authority
-    from heterorl.certs.files import PUBLIC, write_file
+    from heterorl.certs.directory import PUBLIC, REVOKED, Authority, write_file
     from heterorl.common.identity.identity import Role
     from heterorl.common.identity.tls import ADDRESS_FILE
     from heterorl.common.process.address import check_address

@@ -117,7 +117,7 @@ def join(
     Prints the first lines of the node's configuration. The authority is proven by the token before anything is sent.
     After a lost answer, the same command gets it again.
     """
-    from heterorl.certs.files import PUBLIC, write_file
+    from heterorl.certs.directory import PUBLIC, write_file
     from heterorl.certs.join import join as get
     from heterorl.certs.tokens import parse_token
     from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in

@@ -17,20 +17,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+import grpc.aio
+
+from heterorl.common.errors import ConfigError, PortInUse
 from heterorl.common.federation.push import pushing
-from heterorl.common.identity.identity import site_of
+from heterorl.common.identity.credentials import MaterialFiles, server_credentials
+from heterorl.common.identity.identity import Identity, Role, site_of
+from heterorl.common.identity.revocation import Revocations
+from heterorl.common.identity.tls import check_tls
 from heterorl.common.process import descriptors, metrics, notify
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import replacing
+from heterorl.common.process.metrics import RELAY_BYTES
+from heterorl.common.rpc.budget import Budget
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.options import server_options
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.series import Series
+from heterorl.common.wire.metrics import series_to_pb
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.config import RelayConfig
-from heterorl.relay.server import RelayServer
-from heterorl.relay.upstream import BRIEF, FROM_BUCKET, FROM_COORDINATOR, TO_NODES, Upstream
+from heterorl.relay.door import Door
+from heterorl.relay.payloads import FROM_BUCKET, FROM_COORDINATOR, TO_NODES
+from heterorl.relay.router import Forwarder, Router
 from heterorl.relay.weights import Weights
+from heterorl.v1 import metrics_pb2
 
 _LOG = logging.getLogger(__name__)
+UNREFUSED_RPCS = 8
+"""Calls that gRPC lets in for each place; all but the placed ones are on their way out."""
+BRIEF = RetryPolicy(budget_s=5.0)
+"""Samplers ask again themselves; what is kept is to be given before their calls reach their deadlines."""
 
 
 async def main(config: RelayConfig) -> int:
@@ -106,3 +126,76 @@ def _announce(config: RelayConfig, port: int) -> None:
             file.write(f"{host}:{port}\n".encode("ascii"))
     except OSError as error:
         _LOG.warning("%s is not written: %s", path, error)
+
+
+class RelayServer:
+    """Answers the samplers of a site."""
+
+    def __init__(self, config: RelayConfig, weights: Weights) -> None:
+        """Prepare a server.
+
+        Raises:
+            ConfigError: a file of certificates cannot be used, or is not a relay's.
+        """
+        self._config = config
+        self._files = None if config.tls.insecure or not config.tls.cert else MaterialFiles(config.tls)
+        if self._files is not None and self._files.current().identity.role is not Role.RELAY:
+            found = self._files.current().identity.uri
+            action = "heterorl certs issue relay SITE --host NAME"
+            raise ConfigError("tls.cert", f"names {found}, and this is a relay", action=action)
+        self.door = Door(
+            own=self._identity,
+            revoked=Revocations(Path(config.tls.revoked)) if config.tls.revoked else frozenset(),
+            places=config.max_concurrent_rpcs,
+            places_of_node=config.site_concurrent_rpcs,
+            budget=Budget(total_bytes=config.messages_in_flight_bytes, message_bytes=config.max_message_bytes),
+        )
+        self._forwarder = Forwarder(
+            config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes, door=self.door
+        )
+        self._grpc = grpc.aio.server(
+            options=server_options(config.max_message_bytes),
+            maximum_concurrent_rpcs=UNREFUSED_RPCS * config.max_concurrent_rpcs,
+        )
+        self._router = Router(weights=weights, forwarder=self._forwarder, door=self.door)
+        self._grpc.add_generic_rpc_handlers((self._router,))
+
+    def _identity(self) -> Identity | None:
+        return None if self._files is None else self._files.current().identity
+
+    async def start(self) -> int:
+        """Listen and report SERVING; returns the port.
+
+        Raises:
+            ConfigError: plaintext on an address that others can reach.
+            PortInUse: the address is taken.
+        """
+        check_tls(self._config.tls, key="listen", address=self._config.listen)
+        try:
+            if self._files is None:
+                port = self._grpc.add_insecure_port(self._config.listen)
+            else:
+                port = self._grpc.add_secure_port(self._config.listen, server_credentials(self._files))
+        except RuntimeError as error:
+            raise PortInUse("listen", self._config.listen) from error
+        await self._grpc.start()
+        self._router.is_serving = True
+        return port
+
+    async def stop(self) -> None:
+        """Report NOT_SERVING, refuse new calls, give running ones their grace, then cut them."""
+        self._router.is_serving = False
+        await self._grpc.stop(self._config.stop_grace_s)
+        await self._forwarder.close()
+
+
+class Upstream(CoordinatorClient):
+    """A client that counts what comes over the line."""
+
+    def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
+        RELAY_BYTES.labels(FROM_BUCKET if is_direct else FROM_COORDINATOR).inc(len(frame))
+
+    async def push_relay_metrics(self, *, site: str, series: Sequence[Series]) -> bool:
+        """Hand out this relay's numbers, once; returns whether the coordinator keeps them."""
+        request = metrics_pb2.PushRelayMetricsRequest(site=site, series=series_to_pb(series))
+        return bool((await self._once("PushRelayMetrics", request)).is_kept)

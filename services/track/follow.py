@@ -17,9 +17,8 @@ from heterorl.common.api import OperatorApi
 from heterorl.common.errors import OperatorError, RemoteError, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.run import RunStatus
-from heterorl.track.evaluations import EvaluationFeed
-from heterorl.track.feed import Feed
-from heterorl.track.texts import read_table
+from heterorl.track.feed import EvaluationFeed, Feed
+from heterorl.track.rows import read_table
 from heterorl.track.tracker import Mark, Tracker, mark_of
 
 ValueT = TypeVar("ValueT")

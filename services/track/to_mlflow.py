@@ -15,8 +15,7 @@ from mlflow.tracking import MlflowClient
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.rows import evaluation_row, row_of
-from heterorl.track.texts import COLUMNS, TextTable
+from heterorl.track.rows import COLUMNS, TextTable, evaluation_row, row_of
 from heterorl.track.tracker import Had, Mark, Place
 
 _ACTION = "check MLFLOW_TRACKING_URI and its server; it is tried again"

@@ -14,8 +14,7 @@ from trackio.sqlite_storage import SQLiteStorage
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.rows import evaluation_row, row_of, set_of
-from heterorl.track.texts import COLUMNS, TextTable
+from heterorl.track.rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
 from heterorl.track.tracker import Had, Mark, Place
 
 _ACTION = "see that TRACKIO_DIR can be written; it is tried again"

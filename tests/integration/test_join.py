@@ -20,12 +20,10 @@ from typer.testing import CliRunner
 from heterorl.certs import desk as desk_module
 from heterorl.certs import enrolment
 from heterorl.certs.authority import issue_desk
-from heterorl.certs.desk import Desk
+from heterorl.certs.desk import Desk, GuessLimit
 from heterorl.certs.enrolment import Enrolment, read_request
-from heterorl.certs.frames import MAX_FRAME, BrokenFrame, frame, read_frame
-from heterorl.certs.guesses import GuessLimit
 from heterorl.certs.join import WrongAuthority, ask, join, signing_request
-from heterorl.certs.tokens import JoinRefused, Refused, parse_token
+from heterorl.certs.tokens import MAX_FRAME, BrokenFrame, JoinRefused, Refused, frame, parse_token, read_frame
 from heterorl.cli.main import app
 from heterorl.cli.tokens import first_lines
 from heterorl.common.errors import ConfigError, OperatorError, PortInUse

@@ -19,10 +19,9 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Layout, TensorSpec
+from heterorl.relay.app import RelayServer, Upstream
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.config import RelayConfig
-from heterorl.relay.server import RelayServer
-from heterorl.relay.upstream import Upstream
 from heterorl.relay.weights import Weights
 from tests.support.certificates import paths
 from tests.support.run import CONTRACT, Run

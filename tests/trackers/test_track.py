@@ -26,8 +26,7 @@ from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, Pro
 from heterorl.common.types.sample import RolloutNote, SampleNote
 from heterorl.common.types.step import CompletionNumbers, PartMean, SiteTokens, StepTimes
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.track.rows import evaluation_row, row_of
-from heterorl.track.texts import TextTable
+from heterorl.track.rows import TextTable, evaluation_row, row_of
 from heterorl.track.to_mlflow import Mlflow
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio

@@ -89,7 +89,7 @@ def track(
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.rpc.retry import RetryPolicy
     from heterorl.track.follow import Open, Pace, follow
-    from heterorl.track.open import Kind, open_tracker
+    from heterorl.track.tracker import Kind, open_tracker
 
     if not to:
         raise ConfigError("--to", "is not given", action="name a tracker: wandb, mlflow, tensorboard or trackio")

@@ -8,7 +8,7 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from heterorl.certs import files
+from heterorl.certs import directory as book
 from heterorl.certs.authority import LOCAL_HOSTS, hosts_of
 from heterorl.certs.directory import Authority
 from heterorl.cli.main import app
@@ -152,11 +152,11 @@ def test_mistakes_are_named(tmp_path, issued, arguments, message):
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "key"
-    files.write_file(path, b"old", mode=files.SECRET)
-    monkeypatch.setattr(files.os, "fsync", _fail)
+    book.write_file(path, b"old", mode=book.SECRET)
+    monkeypatch.setattr(book.os, "fsync", _fail)
 
     with pytest.raises(OSError, match="no space"):
-        files.write_file(path, b"new", mode=files.SECRET)
+        book.write_file(path, b"new", mode=book.SECRET)
 
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.certs.guesses import GuessLimit
+from heterorl.certs.desk import GuessLimit
 from heterorl.certs.tokens import PREFIX, Kept, Refused, Token, decide, parse_token, secret_digest
 from heterorl.cli.tokens import parse_duration
 from heterorl.common.errors import ConfigError

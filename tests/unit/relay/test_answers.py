@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from heterorl.common.errors import Unreachable
-from heterorl.relay.answers import Answers
+from heterorl.relay.weights import Answers
 
 
 class Hands:

@@ -4,8 +4,8 @@ import pytest
 
 from heterorl.common.errors import RemoteError, Unreachable
 from heterorl.common.types.evaluation import Estimate, EvaluationState
-from heterorl.track import evaluations as module
-from heterorl.track.evaluations import EvaluationFeed
+from heterorl.track import feed as module
+from heterorl.track.feed import EvaluationFeed
 from heterorl.track.rows import evaluation_row, set_of
 from tests.support.evaluations import evaluation
 

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.types.run import RunStatus
-from heterorl.track.open import Kind, open_tracker
+from heterorl.track.tracker import Kind, open_tracker
 
 STATUS = RunStatus(
     run_id="run", head_version=3, epoch=1, learner="l", is_draining=False, uptime_s=1.0,

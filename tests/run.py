@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support import near, results
+from tests.support import examples, near, results
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "all.json"
@@ -122,7 +122,7 @@ def everything() -> list[Stage]:
     engines = {"python": ".venv-engines/bin/python", "needs": ".venv-engines/.installed"}
     bare = {"HETERORL_TEST_REQUIRES": ""}
     return [
-        replace(QUICK, arguments=[*COVERED, *SERVICES]),
+        replace(QUICK, arguments=[*COVERED, *SERVICES], environment={examples.MORE: "4"}),
         Stage(
             name=PROCESSES.name,
             marks=f"(process or slow) and {NOT_HERE}",

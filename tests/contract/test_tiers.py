@@ -144,3 +144,10 @@ def test_near_a_change_are_files_that_import_or_name_it(tmp_path):
     own.mkdir(parents=True)
     (own / "test_d.py").write_text("from heterorl_research.lab import cell\nfrom research.tests.support import cells")
     assert named("research/lab/cell.py") == named("research/tests/support/cells.py") == ["test_d"]
+
+
+def test_a_mark_of_a_tier_stands_in_the_file_of_its_test():
+    """A tier leaves unread each file without the word `process`."""
+    shared = (ROOT / "tests" / "support").rglob("*.py")
+
+    assert [path.name for path in shared if "mark.process" in path.read_text()] == []

@@ -243,7 +243,7 @@ def test_columns_are_judged_as_rollouts_one_by_one_would_be(vocabulary, ends, ma
     ends = [token for token in ends if token < vocabulary]
     contract = _contract(vocabulary, *ends, routed_token_bytes=6, max_turns=max_turns, min_members=draw.choice([0, 1]))
     seen = {True: 0, False: 0}
-    for _ in range(120):
+    for _ in range(60):
         group = _changed(_group(draw, contract), draw)
 
         problem, expected = _problem(group, contract), _expected(group, contract)
@@ -251,7 +251,7 @@ def test_columns_are_judged_as_rollouts_one_by_one_would_be(vocabulary, ends, ma
         assert problem.startswith(expected), f"{problem!r}, {expected!r}\n{group}"
         assert bool(problem) == bool(expected), f"{problem!r}, {expected!r}\n{group}"
         seen[not problem] += 1
-    assert min(seen.values()) > 10
+    assert min(seen.values()) > 5
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ STEPS += ["work", "work", "squeeze", "squeeze", "crash"]
 
 
 @pytest.mark.timeout(300)
-@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(STEPS), min_size=5, max_size=25))
 def test_whoever_is_alive_reaches_the_head_after_any_history(steps):
     async def live(directory):

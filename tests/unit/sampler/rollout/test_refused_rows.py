@@ -255,7 +255,7 @@ async def test_rewards_that_all_fail_are_said_in_the_status(world):
     world.task = RunTask(build_task(TaskConfig(name="arithmetic")), unscored=range(10_000))
     world.task.num_prompts = CONTRACT.num_prompts
     world.start()
-    await world.passed(60.0)
+    await world.passed(20.0)
 
     (site,) = (await world.core.get_status()).sites
     assert site.problem.startswith("NO REWARD for")

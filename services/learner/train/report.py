@@ -16,7 +16,7 @@ import torch
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.learner.loss.denominators import masked_mean
+from heterorl.learner.loss.group import masked_mean
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossInputs, LossTerms
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.completions import by_source, completion_numbers

@@ -19,7 +19,7 @@ from heterorl.common.model.routing import RouterReplay
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.denominators import log_denominators, masked_mean
+from heterorl.learner.loss.group import log_denominators, masked_mean
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule, rule_of

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.loss.advantages import beta_weights, group_advantages
-from heterorl.learner.loss.denominators import expected_learner_log_denominator, group_log_denominator, masked_mean
+from heterorl.learner.loss.group import (
+    beta_weights,
+    expected_learner_log_denominator,
+    group_advantages,
+    group_log_denominator,
+    masked_mean,
+)
 
 F64 = torch.float64
 MEANS = torch.tensor([-0.47, -0.5, -0.675, -1.2], dtype=F64)

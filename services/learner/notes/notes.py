@@ -25,7 +25,7 @@ from heterorl.common.types.common import Float32Array
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup
 from heterorl.common.types.sample import EvaluationSample
 from heterorl.learner.notes.reading import Reader
-from heterorl.learner.train.ratios import LogRatios
+from heterorl.learner.train.report import LogRatios
 
 _LOG = logging.getLogger(__name__)
 MAX_WAITING = 256

@@ -13,7 +13,7 @@ from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.train.config import Fsdp2BackendConfig
 from heterorl.learner.train.kernels import apply_liger, choose_attention
-from heterorl.learner.train.reference import KEY
+from heterorl.learner.train.model import REFERENCE_KEY
 
 
 def open_reference(
@@ -33,11 +33,11 @@ def open_reference(
     try:
         opened = open_together(model_dir, config, ranks)
     except ConfigError as error:
-        raise ConfigError(KEY, str(error), action=error.action) from error
+        raise ConfigError(REFERENCE_KEY, str(error), action=error.action) from error
     model = opened.model.requires_grad_(False)
     shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
     if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in model.state_dict().items()):
-        raise ConfigError(KEY, f"{model_dir} has other shapes than the learner's model")
+        raise ConfigError(REFERENCE_KEY, f"{model_dir} has other shapes than the learner's model")
     choose_attention(model, config)
     apply_liger(model, config)
     return opened

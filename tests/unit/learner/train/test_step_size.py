@@ -7,8 +7,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import TorchBackendConfig
-from heterorl.learner.train.update.schedule import Schedule
+from heterorl.learner.train.config import Schedule, TorchBackendConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 

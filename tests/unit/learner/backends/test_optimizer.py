@@ -9,11 +9,11 @@ from safetensors import safe_open
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.learner.backends.state import build_optimizer, moments_of
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
 from heterorl.learner.train.kernels import choose_attention
-from heterorl.learner.train.update.optimizer import build_optimizer, moments_of
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
 LORA = LoraConfig(rank=2, target_modules=("q_proj",))

@@ -1,9 +1,12 @@
-"""Notes of groups that are kept as samples, sent beside the training.
+"""Notes of groups that are kept as samples, sent beside the training: texts, and the distance to who drew them.
 
     trained     remembers a group whose note is wanted, until its version is out     session
     published   its note goes into the queue, and so does that of a rejected group   session, feed
     evaluated   what an evaluation generated goes into the queue too                 session
     run         makes one note after another in a thread, and sends it               a queue of few
+
+A prompt is shown as the task has it, its messages under their roles. One whose tokens are others than the task and the
+template give is shown as the model read it.
 
 Guarantees: nothing waits for a note, and no note fails a step: what is beyond the bounds of the queue, cannot be read
 or is refused is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
@@ -17,17 +20,22 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import HeterorlError
+from heterorl.common.errors import HeterorlError, PromptRefused
 from heterorl.common.process.metrics import SAMPLE_NOTES
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.common import Float32Array
+from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.texts import Texts
+from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup
-from heterorl.common.types.sample import EvaluationSample
-from heterorl.learner.notes.reading import Reader
+from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, shown_answer
 from heterorl.learner.train.report import LogRatios
 
 _LOG = logging.getLogger(__name__)
+_NONE = np.zeros(0, np.float32)
 MAX_WAITING = 256
 """Notes in the queue, and groups of steps that are in no version yet."""
 MAX_WAITING_BYTES = 256 << 20
@@ -37,6 +45,52 @@ FINISH_S = 5.0
 EVALUATIONS_AT_ONCE = 32
 """Held-out prompts in one message."""
 _Ratios = Mapping[int, Float32Array]
+
+
+class Reader:
+    """Reads groups with the run's tokenizer, and their answers in its task."""
+
+    def __init__(self, prompter: Prompter, task: Task) -> None:
+        self._prompter = prompter
+        self._task = task
+        self._texts = Texts(decode=prompter.decode, decode_given=self._decode_raw)
+
+    def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
+        """What is said of a group.
+
+        Args:
+            group: its prompt and its tokens are read.
+            ratios: by number of the rollout, log p - log q of each drawn token; of those that were trained on.
+            limit_bytes: about the largest message; beyond it the numbers of tokens are left out.
+        """
+        prompt, answer = self._asked(group)
+        rollouts = []
+        for number, rollout in enumerate(group.rollouts):
+            text, ends = self._texts.read(rollout.token_ids, rollout.spans)
+            ratios_N = ratios.get(number, _NONE)
+            rollouts.append(RolloutNote(completion=text, reward_parts=(), log_ratios=ratios_N, token_ends=ends))
+        if _num_bytes(prompt, rollouts) > limit_bytes:
+            rollouts = [RolloutNote(completion=rollout.completion, reward_parts=()) for rollout in rollouts]
+        return SampleNote(group=group.id, prompt=prompt, answer=answer, rollouts=tuple(rollouts))
+
+    def _asked(self, group: Group) -> tuple[str, str]:
+        """A group's prompt and expected answer."""
+        answer = ""
+        # A prompt that the task does not have was rejected, and its group is kept to be read.
+        with contextlib.suppress(LookupError, PromptRefused):
+            asked = self._task.prompt(group.prompt_index)
+            answer = shown_answer(asked.answer)
+            if np.array_equal(self._prompter.encode_prompt(asked), group.prompt_token_ids):
+                return asked.shown, answer
+        return self._decode_raw(group.prompt_token_ids), answer
+
+    def _decode_raw(self, token_ids: Int32Array) -> str:
+        return self._prompter.decode(token_ids, keeps_special=True)
+
+
+def _num_bytes(prompt: str, rollouts: Sequence[RolloutNote]) -> int:
+    texts = len(prompt.encode()) + sum(len(rollout.completion.encode()) for rollout in rollouts)
+    return texts + sum(4 * len(rollout.log_ratios) + 3 * len(rollout.token_ends) for rollout in rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.texts import Texts
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span
-from heterorl.learner.notes.reading import Reader
+from heterorl.learner.notes import Reader
 
 CORPUS = ["what is 12 + 34? the answer is 46.", "let us think step by step, then say it", "naive cafe 123 \u00e9\u4e2d"]
 

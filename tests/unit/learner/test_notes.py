@@ -10,8 +10,8 @@ from heterorl.common.errors import StaleEpoch
 from heterorl.common.process.metrics import SAMPLE_NOTES
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import EvaluationSample, SampleNote
-from heterorl.learner.notes import notes as module
-from heterorl.learner.notes.notes import Notes
+from heterorl.learner import notes as module
+from heterorl.learner.notes import Notes
 from tests.support.learner_world import queued
 
 

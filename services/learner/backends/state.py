@@ -31,7 +31,7 @@ from torch import nn
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
-from heterorl.learner.backends.loading.tensor_file import TensorFile
+from heterorl.learner.backends.tensor_file import TensorFile
 from heterorl.learner.train.config import OptimizerName
 
 STEP = "step"

@@ -24,7 +24,7 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backends.loading.opened import fill, open_model
+from heterorl.learner.backends.loading import fill, open_model
 from heterorl.learner.backends.state import build_optimizer, copy_state, read_state
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of

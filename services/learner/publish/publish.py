@@ -35,7 +35,7 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.engine import DividedArena
+from heterorl.learner.backends.ranks.versions import DividedArena
 from heterorl.learner.backends.weights import Weights, divided, maker_of, whole_of
 from heterorl.learner.observe import observe_version
 from heterorl.learner.publish.canary import Canary

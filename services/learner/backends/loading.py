@@ -1,5 +1,7 @@
 """A model directory, opened: the model without its weights, and the weights by the model's own names.
 
+No rank holds more of them than it keeps: they are read one tensor at a time, or block by block while a model computes.
+
 Guarantees: what is read is bit for bit what transformers loads. Where names or values in the files are not the model's
 own (experts that are merged, quantised weights, tied tensors that differ, files that are not safetensors), transformers
 reads the whole model, and the log says so.
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,81 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model.adapters import digest_of
+from heterorl.common.model.building import BUILDING
 from heterorl.common.model.directory import first_line
+from heterorl.common.model.positions import hold_positions
 from heterorl.common.model.tensors import published_tensors
 from heterorl.common.types.common import Digest
-from heterorl.learner.backends.loading.empty import empty_model, replace_parameters
-from heterorl.learner.backends.loading.tensor_file import TensorFile, weight_files
+from heterorl.learner.backends.tensor_file import TensorFile, weight_files
 from heterorl.learner.train.model import load_model, prepare
 
 _LOG = logging.getLogger(__name__)
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+_Places = list[tuple[nn.Module, str, nn.Parameter]]
+
+
+def empty_model(model_dir: str) -> nn.Module:
+    """A causal language model whose parameters are on the meta device; its buffers are real, as they are computed.
+
+    Raises:
+        ConfigError: there is no such model, or its code needs values.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+        with BUILDING, _parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    hold_positions(model)
+    return model
+
+
+def replace_parameters(
+    model: nn.Module, make: Callable[[str, nn.Parameter], torch.Tensor]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Put other parameters in the place of a model's, one at a time as they are asked for; what is tied stays tied.
+
+    Args:
+        model: any module.
+        make: the tensor for a parameter and its name.
+
+    Returns:
+        The new parameters by name, each already in its place.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in model.modules():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((owner, attribute))
+    for name, parameter in list(model.named_parameters()):
+        new = nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
+        for owner, attribute in places[id(parameter)]:
+            owner._parameters[attribute] = new
+        yield name, new
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While it lasts, modules of this process register parameters without storage; BUILDING is held.
+
+    Not torch's meta device: buffers such as the frequencies of positions are computed, and in no file.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # One that is on meta already is tied to another: it must stay that object.
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    module: Any = nn.Module
+    module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        module.register_parameter = register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,3 +258,62 @@ def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str
             raise _NotByName(f"{' and '.join(found)} are tied and differ")
         where.update(dict.fromkeys(names, found[0]))
     return where
+
+
+@contextmanager
+def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
+    """The model with fp32 weights for forward passes without gradients; afterwards it has none again.
+
+    Memory: embeddings and head, and one block of the outermost lists of modules. Blocks, not single modules: within a
+    block, modules read each other's weights.
+    """
+    model = opened.model
+    names = {id(owner): name for name, owner in model.named_modules()}
+    blocks = list(blocks_of(model))
+    inside = {id(owner) for block in blocks for owner in block.modules()}
+    held: dict[int, _Places] = {}
+
+    def read(owners: Iterable[nn.Module]) -> _Places:
+        places, made = [], dict[int, nn.Parameter]()
+        for owner in owners:
+            for attribute, meta in list(owner._parameters.items()):
+                if meta is None:
+                    continue
+                if id(meta) not in made:
+                    name = f"{names[id(owner)]}.{attribute}".lstrip(".")
+                    values = opened.flat(name).to(torch.float32).view(meta.shape)
+                    made[id(meta)] = nn.Parameter(values, requires_grad=False)
+                places.append((owner, attribute, meta))
+                owner._parameters[attribute] = made[id(meta)]
+        return places
+
+    def begin(block: nn.Module, _: Any) -> None:
+        held[id(block)] = read(block.modules())
+
+    def end(block: nn.Module, _: Any, __: Any) -> None:
+        _put_back(held.pop(id(block)))
+
+    hooks = [block.register_forward_pre_hook(begin) for block in blocks]
+    hooks += [block.register_forward_hook(end) for block in blocks]
+    outside = read(owner for owner in model.modules() if id(owner) not in inside)
+    try:
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for places in (outside, *held.values()):
+            _put_back(places)
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules, such as a model's layers."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child.children()
+        else:
+            yield from blocks_of(child)
+
+
+def _put_back(places: _Places) -> None:
+    for owner, attribute, meta in places:
+        owner._parameters[attribute] = meta

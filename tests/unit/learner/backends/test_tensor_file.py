@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from heterorl.common.errors import CorruptStore
-from heterorl.learner.backends.loading.tensor_file import TensorFile
+from heterorl.learner.backends.tensor_file import TensorFile
 
 
 def test_pieces_are_read_from_a_file_of_the_torch_backend(tmp_path):

@@ -15,9 +15,9 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 OPEN = """
 import sys
 import torch
-from heterorl.learner.backends.loading.opened import fill, open_model
-from heterorl.learner.backends.loading.tensor_file import weight_files
-from heterorl.learner.backends.ranks.alike import model_digest
+from heterorl.learner.backends.loading import fill, open_model
+from heterorl.learner.backends.tensor_file import weight_files
+from heterorl.learner.backends.ranks.company import model_digest
 name, directory = sys.argv[1:]
 opened = open_model(name, may_hold=False)
 assert all(parameter.is_meta for parameter in opened.model.parameters())

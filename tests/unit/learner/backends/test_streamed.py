@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.loading.opened import open_model
-from heterorl.learner.backends.loading.streamed import streamed
+from heterorl.learner.backends.loading import open_model, streamed
 from heterorl.learner.train.model import check_forward, load_model
 from tests.support.training import VOCAB_SIZE, tiny_model
 

@@ -11,16 +11,12 @@ from heterorl.common.model import packages
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.model.lora import LoraConfig
 from heterorl.learner import assembly
-from heterorl.learner.backends.fsdp2 import backend as fsdp2_backend
-from heterorl.learner.backends.fsdp2 import state
-from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
-from heterorl.learner.backends.fsdp2.sharding import piece_of
-from heterorl.learner.backends.fsdp2.state import ShardedState
+from heterorl.learner.backends import fsdp2, zero
+from heterorl.learner.backends.fsdp2 import Fsdp2Backend, ShardedState, piece_of
 from heterorl.learner.backends.ranks.division import check_experts
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.ranks.state import Piece
-from heterorl.learner.backends.zero import backend as zero_backend
-from heterorl.learner.backends.zero.backend import DeepSpeedBackend
+from heterorl.learner.backends.zero import DeepSpeedBackend
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig
@@ -55,8 +51,8 @@ def test_rows_of_each_rank_are_those_of_torch_chunk(num_rows, world_size):
 
 def test_rows_that_leave_the_storage_of_the_optimizer_are_refused_on_all_ranks(monkeypatch):
     """As releases of torch before 2.10 do to padded rows at the first pass."""
-    monkeypatch.setattr(state, "local_part", lambda parameter: parameter.detach())
-    monkeypatch.setattr(state, "piece_of", lambda shape, **_: Piece(start=0, size=shape.numel()))
+    monkeypatch.setattr(fsdp2, "local_part", lambda parameter: parameter.detach())
+    monkeypatch.setattr(fsdp2, "piece_of", lambda shape, **_: Piece(start=0, size=shape.numel()))
 
     def work(ranks):
         parameter = nn.Parameter(torch.zeros(5 - ranks.rank, 2))
@@ -87,9 +83,9 @@ def test_experts_that_are_modules_of_their_own_are_refused_where_ranks_meet_diff
 @pytest.mark.parametrize(
     ("module", "backend", "config"),
     [
-        (fsdp2_backend, Fsdp2Backend, Fsdp2BackendConfig()),
-        (zero_backend, DeepSpeedBackend, DeepSpeedBackendConfig(stage=3)),
-        (zero_backend, DeepSpeedBackend, DeepSpeedBackendConfig(stage=2)),
+        (fsdp2, Fsdp2Backend, Fsdp2BackendConfig()),
+        (zero, DeepSpeedBackend, DeepSpeedBackendConfig(stage=3)),
+        (zero, DeepSpeedBackend, DeepSpeedBackendConfig(stage=2)),
     ],
     ids=["fsdp2", "zero-3", "zero-2"],
 )
@@ -110,7 +106,7 @@ def test_backend_whose_ranks_reduce_by_parameter_asks_for_the_experts_of_its_mod
         return SimpleNamespace(model=model)
 
     monkeypatch.setattr(module, "open_together", open_together)
-    monkeypatch.setattr(module, "shard" if module is fsdp2_backend else "build_engine", build_engine)
+    monkeypatch.setattr(module, "shard" if module is fsdp2 else "build_engine", build_engine)
     loss, sampling = GepoConfig(), SamplingConfig(max_new_tokens=16).semantics()
     options = {"lora": LoraConfig()} if backend is Fsdp2Backend else {}
 
@@ -153,7 +149,7 @@ def test_reference_is_opened_and_checked_before_ligers_kernels_are_in_the_proces
             "backend": {"kind": "fsdp2", "threads": 1, "micro_batch_tokens": 64},
         }
     )
-    module = "heterorl.learner.backends.fsdp2.backend"
+    module = "heterorl.learner.backends.fsdp2"
     ranks = Ranks(1, first_on_path=patched_path(tmp_path / "path", module, "module.apply_liger = apply_liger", LIGER))
 
     assert ranks.ask(config, [["train", 0]])[0]["is_applied"]

@@ -12,7 +12,6 @@ import torch
 
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.directory import first_line
-from heterorl.learner.backends.loading.tensor_file import TYPE_NAMES, TYPES, TensorFile
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.state import MOMENTS, DividedState, Key
 from heterorl.learner.backends.state import (
@@ -22,6 +21,7 @@ from heterorl.learner.backends.state import (
     check_random_state,
     check_state,
 )
+from heterorl.learner.backends.tensor_file import TYPE_NAMES, TYPES, TensorFile
 
 
 class RelayedFile:

@@ -11,9 +11,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.building import load_pretrained
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.loading import opened as opened_module
-from heterorl.learner.backends.loading.empty import replace_parameters
-from heterorl.learner.backends.loading.opened import fill, open_model
+from heterorl.learner.backends import loading
+from heterorl.learner.backends.loading import fill, open_model, replace_parameters
 from heterorl.learner.train.model import load_model
 from tests.support.families import write_family
 from tests.support.training import tiny_model
@@ -146,14 +145,14 @@ def test_files_that_are_not_the_model_by_name_are_left_to_transformers(tmp_path,
 def test_buffer_of_another_type_than_fp32_is_left_to_transformers(tmp_path, caplog, monkeypatch):
     directory = _saved(tmp_path)
     _change(directory, lambda values: values | {"counts": torch.ones(2, dtype=torch.bfloat16)})
-    empty_model = opened_module.empty_model
+    empty_model = loading.empty_model
 
     def with_buffer(model_dir):
         model = empty_model(model_dir)
         model.register_buffer("counts", torch.zeros(2, dtype=torch.bfloat16))
         return model
 
-    monkeypatch.setattr(opened_module, "empty_model", with_buffer)
+    monkeypatch.setattr(loading, "empty_model", with_buffer)
     with caplog.at_level(logging.WARNING, logger="heterorl"):
         opened = open_model(directory)
 

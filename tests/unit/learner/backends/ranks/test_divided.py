@@ -10,7 +10,7 @@ from heterorl.common.weights.arena import Arena, Layout, TensorSpec, digest_inte
 from heterorl.common.weights.codec import Method
 from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, write_coded, write_delta, write_snapshot
 from heterorl.learner.backends.ranks.state import Piece
-from heterorl.learner.backends.ranks.versions.divided import DividedVersions, source_of
+from heterorl.learner.backends.ranks.versions import DividedVersions, source_of
 from tests.support.thread_ranks import on_all_ranks
 
 SHAPES = {"a": (7, 5), "b": (), "c": (0, 4), "d": (3,), "e": (11, 3), "table": (2, 2)}

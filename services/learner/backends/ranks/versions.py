@@ -1,4 +1,9 @@
-"""The published weights of a few versions, of which each rank has its chunks. All ranks call together.
+"""Published weights divided among the ranks: rounded, compared and coded by all of them, chunk by chunk.
+
+    tensors     cut by the engine: by rows, or wherever its flat buffers end
+    chunks      cut by the layout, regardless of tensors; chunk c belongs to rank c mod (number of ranks)
+
+All ranks know the pieces of all, so who sends what is computed and never sent. All ranks call together.
 
     stage     masters rounded to the published type and sent to those whose chunks they lie in, a chunk each at a time
     code      each rank compares and codes its chunks; rank 0 receives coded bytes in the order of the payload
@@ -8,27 +13,89 @@
 Guarantees: bits, coded bytes and digests are those of one process with an arena. A rank holds its chunks, and beside
 them no more than one chunk to receive, what it sends of its pieces for one chunk of each rank, and one coded chunk.
 Must never leave a rank waiting: what is wrong on one is raised on all, when all are through.
+
+A version has a number, and lives as long as rank 0 holds a `DividedArena` of it: each command names those that do, and
+every rank forgets the others before it makes one more.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from heterorl.common.errors import ConfigError, CorruptData, MalformedPayload
 from heterorl.common.model import tensors
-from heterorl.common.weights.arena import Arena, IntArray, Layout, digest_integers, zeros
+from heterorl.common.types.common import Digest
+from heterorl.common.weights.arena import WIDTH, Arena, IntArray, Layout, digest_integers, state_root, zeros
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
 from heterorl.common.weights.parallel import in_order
+from heterorl.common.weights.payload import CodedChunk
 from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.commands import Command, Do
 from heterorl.learner.backends.ranks.state import DividedState, Piece
-from heterorl.learner.backends.ranks.versions.exchange import Exchange, Segment
 
 Source = Callable[[int], tuple[int, bytes]]
 """Method and bytes of a chunk that is coded without a state before it."""
 _BROKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Elements of one tensor that one rank has and that lie in one chunk.
+
+    Example: Segment(name="lm_head.weight", start=128, size=64, place=0): elements 128 to 191 of the rank's piece are
+    the first 64 of the chunk.
+    """
+
+    name: str
+    start: int
+    size: int
+    place: int
+
+
+class Exchange:
+    """Where the elements of every chunk come from."""
+
+    def __init__(self, layout: Layout, tables: Sequence[Mapping[str, Piece]]) -> None:
+        """Sort the tensors by their places.
+
+        Args:
+            layout: of the published weights.
+            tables: each rank's pieces by the names of the model, tied ones once.
+        """
+        self._chunks = layout.chunks
+        self._tables = tables
+        self._places: dict[int, list[tuple[int, str]]] = {width: [] for width in layout.lengths}
+        for name in tables[0]:
+            spec = layout.spec(name)
+            if spec.num_elements:
+                self._places[WIDTH[spec.dtype]].append((layout.offsets[spec.name], name))
+        for places in self._places.values():
+            places.sort()
+
+    def segments(self, chunk_number: int, *, rank: int) -> list[Segment]:
+        """What a rank has of a chunk, by place; nothing of one that does not exist."""
+        if chunk_number >= len(self._chunks):
+            return []
+        chunk = self._chunks[chunk_number]
+        places = self._places[chunk.width]
+        found = []
+        # From the tensor that the chunk begins in.
+        for offset, name in places[max(0, bisect.bisect_right(places, (chunk.start, "\U0010ffff")) - 1) :]:
+            if offset >= chunk.stop:
+                break
+            piece = self._tables[rank][name]
+            begin = max(chunk.start, offset + piece.start)
+            end = min(chunk.stop, offset + piece.start + piece.size)
+            if begin < end:
+                start = begin - offset - piece.start
+                found.append(Segment(name=name, start=start, size=end - begin, place=begin - chunk.start))
+        return found
 
 
 def source_of(arena: Arena) -> Source:
@@ -244,3 +311,106 @@ class DividedVersions:
         if size:
             self._ranks.receive(data, rank=rank)
         return method, data.numpy().tobytes(), num_changed
+
+
+class DividedArena:
+    """Rank 0's name for a version's weights, of which each rank has its chunks; never changed."""
+
+    def __init__(self, engine: VersionEngine, *, number: int, digests: tuple[bytes, ...]) -> None:
+        self.layout: Layout = engine.layout
+        self.number = number
+        self.digests = digests
+        self._engine = engine
+
+    def state_root(self, *, threads: int = 1) -> Digest:  # noqa: ARG002 - as an arena's
+        """Identity of the state; of digests that are there already."""
+        return state_root(self.layout.layout_id, self.digests)
+
+    def whole(self) -> Arena:
+        """All of it on this rank; while no step computes."""
+        return self._engine.whole(self)
+
+    def code(self, before: DividedArena | None, *, threads: int) -> Iterator[CodedChunk]:
+        """Every chunk coded, in order; while no step computes. Whoever stops early must let it run to its end."""
+        coded = self._engine.code(self, before, threads=threads)
+        for (method, data, num_changed), digest in zip(coded, self.digests, strict=True):
+            yield method, data, num_changed, digest
+
+
+class VersionEngine:
+    """One rank's versions. All but `obey` are for rank 0, while no step computes: every call is one of all ranks."""
+
+    def __init__(self, held: DividedVersions, *, tell: Callable[[Command], Command]) -> None:
+        """Begin without versions.
+
+        Args:
+            held: this rank's chunks.
+            tell: sends a command to the other ranks.
+        """
+        self.layout = held.layout
+        self._held = held
+        self._tell = tell
+        self._arenas: WeakValueDictionary[int, DividedArena] = WeakValueDictionary()
+        self._newest = 0
+
+    def stage(self, *, published: DividedArena | None) -> DividedArena:
+        """See DividedBackend."""
+        command = self._say(Do.STAGE, before=published)
+        return self._named(command, self._held.stage(command.version, published=_number(command.before)))
+
+    def divide(self, source: Source) -> DividedArena:
+        """See DividedBackend."""
+        command = self._say(Do.DIVIDE)
+        return self._named(command, self._held.divide(command.version, source))
+
+    def code(
+        self, arena: DividedArena, before: DividedArena | None, *, threads: int
+    ) -> Iterator[tuple[int, bytes, int]]:
+        """See `DividedVersions.code`."""
+        command = self._say(Do.CODE, arena, before=before, threads=threads)
+        yield from self._held.code(command.version, before=_number(command.before), threads=threads)
+
+    def whole(self, arena: DividedArena) -> Arena:
+        """See `DividedVersions.whole`."""
+        found = self._held.whole(self._say(Do.WHOLE, arena).version)
+        assert found is not None, "rank 0 receives"
+        return found
+
+    def obey(self, command: Command) -> None:
+        """Do the part of another rank than 0."""
+        self._held.keep(command.kept)
+        before = _number(command.before)
+        if command.do is Do.STAGE:
+            self._held.stage(command.version, published=before)
+        elif command.do is Do.DIVIDE:
+            self._held.divide(command.version, None)
+        elif command.do is Do.CODE:
+            for _ in self._held.code(command.version, before=before, threads=command.threads):
+                pass
+        else:
+            assert command.do is Do.WHOLE, command.do
+            self._held.whole(command.version)
+
+    def _say(
+        self, do: Do, arena: DividedArena | None = None, *, before: DividedArena | None = None, threads: int = 1
+    ) -> Command:
+        if arena is None:
+            self._newest += 1
+        command = Command(
+            do=do,
+            version=self._newest if arena is None else arena.number,
+            before=-1 if before is None else before.number,
+            kept=tuple(self._arenas),
+            threads=threads,
+        )
+        self._held.keep(command.kept)
+        return self._tell(command)
+
+    def _named(self, command: Command, digests: tuple[bytes, ...]) -> DividedArena:
+        arena = DividedArena(self, number=command.version, digests=digests)
+        self._arenas[command.version] = arena
+        return arena
+
+
+def _number(stated: int) -> int | None:
+    return None if stated < 0 else stated

@@ -9,10 +9,16 @@ import torch
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.slices.attention import SlicedAttention, check_model, install
-from heterorl.learner.backends.slices.engine import SlicedEngine
-from heterorl.learner.backends.slices.exchange import columns_for_heads, heads_for_columns, whole_of_parts
-from heterorl.learner.backends.slices.layout import cut
+from heterorl.learner.backends.slices import (
+    SlicedAttention,
+    SlicedEngine,
+    check_model,
+    columns_for_heads,
+    cut,
+    heads_for_columns,
+    install,
+    whole_of_parts,
+)
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
 from heterorl.learner.train.micro_batch import collate

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 
 import grpc.aio
 
-from heterorl.common.rpc.allocator import keep_freed_frames
-from heterorl.common.rpc.options import link_options
+from heterorl.common.rpc.options import keep_freed_frames, link_options
 from heterorl.common.weights.container import FRAME_BYTES
 from heterorl.coordinator.store.files import write_all
 from heterorl.v1 import policy_pb2

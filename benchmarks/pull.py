@@ -48,8 +48,8 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.pull import PulledVersion, Puller
-from heterorl.common.rpc.allocator import keep_freed_frames
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.options import keep_freed_frames
 from heterorl.common.types.common import Contract, Digest, LogprobMode, SamplingSemantics
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec

@@ -32,8 +32,8 @@ from rich.table import Table
 from benchmarks.pull import contract_of, free_port
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.rpc.allocator import keep_freed_frames
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.options import keep_freed_frames
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers, state_root

@@ -24,7 +24,7 @@ from heterorl.cli.service_config import load_service
 
 if TYPE_CHECKING:
     from heterorl.common.identity.tls import TlsConfig
-    from heterorl.common.rpc.backup import Backup
+    from heterorl.common.rpc.roles import Backup
 
 
 def backup(
@@ -49,8 +49,8 @@ def backup(
 
 
 async def _ask(address: str, *, tls: TlsConfig, name: str) -> Backup:
-    from heterorl.common.rpc.backup import BackupClient
     from heterorl.common.rpc.retry import RetryPolicy
+    from heterorl.common.rpc.roles import BackupClient
 
     async with BackupClient(address, tls=tls, policy=RetryPolicy(budget_s=30.0)) as client:
         return await client.backup(name=name)

@@ -14,7 +14,7 @@ import heterorl
 from heterorl.cli.service_config import Service, load_service
 from heterorl.common.errors import DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
-from heterorl.common.types.facts import facts_of
+from heterorl.common.types.run import facts_of
 
 NUM_COUNTED = 5_000
 """Prompts whose tokens are counted, evenly spread over the task."""

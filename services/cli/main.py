@@ -104,7 +104,7 @@ def _serve(
     # Lines of gRPC's core below errors are of links that heterorl names itself; read once, before its import.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from heterorl.common.process import logs
-    from heterorl.common.rpc.allocator import keep_freed_frames
+    from heterorl.common.rpc.options import keep_freed_frames
 
     logs.configure(style=log, fields=_who(service))
     loaded = load_service(service, config, overrides or ())
@@ -145,7 +145,8 @@ def learner(
     On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Rank 0
     alone reads the configuration and knows the coordinator.
     """
-    from heterorl.learner.backends.ranks.place import end_with_agent, place_of
+    from heterorl.learner.backends.ranks.place import place_of
+    from heterorl.learner.launcher import end_with_agent
 
     place = place_of(os.environ)
     if place is None:

@@ -121,7 +121,7 @@ def join(
     from heterorl.certs.join import join as get
     from heterorl.certs.tokens import parse_token
     from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
-    from heterorl.common.rpc.health import check_health
+    from heterorl.common.rpc.link import check_health
 
     check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)

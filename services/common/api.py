@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
-from heterorl.common.types.common import Contract, Digest, SiteId, StepReport
+from heterorl.common.types.common import Contract, Digest, LearnerProgress, SiteId, StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationGrant, EvaluationSet, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PublishRequest, PullPlan, SignedManifest
 from heterorl.common.types.rollout import (
@@ -41,7 +41,6 @@ from heterorl.common.types.sample import (
     SampleNote,
     SamplePage,
 )
-from heterorl.common.types.step import LearnerProgress
 
 PieceFrames = Callable[[int, int], AsyncGenerator[bytes, None]]
 """Frames of [offset, stop) of a payload, from its beginning each time that it is called."""

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, LeaseHeld
-from heterorl.common.types.common import Contract
+from heterorl.common.types.common import Contract, LearnerProgress
 from heterorl.common.types.policy import LeaseGrant, stated_version
-from heterorl.common.types.step import LearnerProgress
 from heterorl.common.wire.statement import check_statement
 from heterorl.coordinator.groups import group_size
 from heterorl.coordinator.parts import Parts

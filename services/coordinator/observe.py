@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome, ReturnReason
-from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
+from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, quarantined_sites
 from heterorl.common.types.sample import SampleKind
-from heterorl.common.types.standstill import quarantined_sites
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.samples import ring
 from heterorl.coordinator.store.connection import Connection

@@ -17,9 +17,9 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
-from heterorl.common.types.facts import changes, with_changes
 from heterorl.common.types.policy import NO_VERSION, PullPlan, stated_version, version_or_none
 from heterorl.common.types.run import (
+    RELEASE,
     CanaryReport,
     CanaryVerdict,
     Command,
@@ -27,8 +27,10 @@ from heterorl.common.types.run import (
     RegisterAnswer,
     Registration,
     RunStatus,
+    changed_facts,
+    describe_standstill,
+    with_changes,
 )
-from heterorl.common.types.standstill import RELEASE, describe
 from heterorl.coordinator import status
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.evaluations import plan as evaluations
@@ -223,7 +225,9 @@ class RunColumn:
         if bool(sites) != self._is_idle:
             self._is_idle = bool(sites)
             level = logging.ERROR if sites else logging.WARNING
-            _LOG.log(level, "%s", describe(sites) or "the run goes on: a site that answers is not in quarantine")
+            _LOG.log(
+                level, "%s", describe_standstill(sites) or "the run goes on: a site that answers is not in quarantine"
+            )
 
     async def note_revoked(self, serials: frozenset[int]) -> None:
         """Keep in the log of audit which certificates are refused."""
@@ -238,7 +242,7 @@ class RunColumn:
             lineage.check_epoch(connection, epoch)
             before = json.loads(get_meta(connection, status.FACTS) or "{}")
             (step,) = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
-            words = changes(before, facts) if before else ""
+            words = changed_facts(before, facts) if before else ""
             said = with_changes(before, facts, words=words, step=int(step))
             set_meta(connection, status.FACTS, json.dumps(said))
             if words:

@@ -15,9 +15,14 @@ from heterorl.common.types.sample import (
     SamplePage,
     SampleSummary,
 )
-from heterorl.common.wire.sample import StoredSample, sample_of
-from heterorl.common.wire.sample_lists import check_limit, next_page
-from heterorl.common.wire.sample_notes import evaluation_to_bytes, note_to_bytes
+from heterorl.common.wire.sample import (
+    StoredSample,
+    check_limit,
+    evaluation_to_bytes,
+    next_page,
+    note_to_bytes,
+    sample_of,
+)
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.samples import listing, ring
 from heterorl.coordinator.store.connection import Connection

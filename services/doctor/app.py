@@ -19,8 +19,8 @@ from heterorl.common.identity.credentials import read_material
 from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
 from heterorl.common.identity.revocation import Revocations
 from heterorl.common.identity.tls import TlsConfig, check_tls
-from heterorl.common.rpc.diagnosis import Diagnosis, DiagnosisClient
 from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.roles import Diagnosis, DiagnosisClient
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import statement_from_bytes
 from heterorl.doctor import link, machine, network, node

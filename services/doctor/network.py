@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from heterorl.common.errors import HeterorlError, Unreachable
 from heterorl.common.identity.identity import Identity, read_identity
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
+from heterorl.common.rpc.roles import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
 from heterorl.common.weights.parallel import num_threads
 from heterorl.doctor.check import TIMEOUT, Trouble
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from heterorl.common.identity.identity import Role
-from heterorl.common.rpc.diagnosis import Diagnosis
+from heterorl.common.rpc.roles import Diagnosis
 from heterorl.common.types.common import Contract
 from heterorl.coordinator.versions.lease import contract_difference
 from heterorl.doctor.check import Check, Trouble, fail, ok, skip, warn

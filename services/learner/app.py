@@ -50,21 +50,24 @@ from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.weights.parallel import num_threads
 from heterorl.learner.assembly import Parts, assemble
 from heterorl.learner.backends.ranks.place import Place
-from heterorl.learner.checks.examiner import Examiner, RecentVersions
+from heterorl.learner.checks.examiner import Examiner
+from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.notes import Reader
+from heterorl.learner.notes.reading import Reader
 from heterorl.learner.observe import observe_start
 from heterorl.learner.progress import Busy, progress_of
 from heterorl.learner.publish.checkpoint import CheckpointStore, cadence
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.leader import Leader, RunResult, Term
-from heterorl.learner.run.lease import hold_directory
-from heterorl.learner.run.restore import PublishedVersions, Restorer
+from heterorl.learner.run.incarnation import hold_directory
+from heterorl.learner.run.leader import Leader, Term
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import write_run_file
+from heterorl.learner.run.run_result import RunResult
 
 _LOG = logging.getLogger(__name__)
 

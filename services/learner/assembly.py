@@ -219,7 +219,7 @@ def _check_divided(config: LearnerConfig) -> None:
     if isinstance(config.backend, DeepSpeedBackendConfig):
         if config.lora.is_on:
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
-        from heterorl.learner.backends.zero import import_deepspeed
+        from heterorl.learner.backends.zero.engine import import_deepspeed
 
         # Before the other ranks begin, which would all miss it.
         import_deepspeed(config.backend.device)
@@ -235,7 +235,7 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
         options = options.model_copy(update={"overlap_checkpoint": False})
     # Only the chosen one is imported: FSDP2 brings torch.distributed.fsdp and sympy, 640 modules.
     if isinstance(options, Fsdp2BackendConfig):
-        from heterorl.learner.backends.fsdp2 import Fsdp2Backend
+        from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
 
         return Fsdp2Backend(
             model_dir=config.model_dir,
@@ -248,7 +248,7 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
             replays_routing=config.sampling.router_replay == "rollout",
         )
     assert isinstance(options, DeepSpeedBackendConfig)
-    from heterorl.learner.backends.zero import DeepSpeedBackend
+    from heterorl.learner.backends.zero.backend import DeepSpeedBackend
 
     return DeepSpeedBackend(
         model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, ranks=ranks, passes=passes

@@ -8,7 +8,6 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from heterorl.common.direct.connections import Allowed, Host
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import SamplingConfig
@@ -16,7 +15,8 @@ from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.rpc.bandwidth import BandwidthConfig
+from heterorl.common.rpc.direct import Allowed, Host
+from heterorl.common.rpc.options import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.judge import VerificationConfig

@@ -23,7 +23,8 @@ from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.learner.backends.loading import digest_of_opened, empty_model, open_model
+from heterorl.learner.backends.loading.empty import empty_model
+from heterorl.learner.backends.loading.opened import digest_of_opened, open_model
 from heterorl.learner.backends.state import read_lora
 from heterorl.learner.export_files import Read, Report, snapshot_reader, tensor_of, write_weights
 from heterorl.learner.publish.checkpoint import (

@@ -37,7 +37,7 @@ from heterorl.common.weights.arena import (
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.file_plan import FilePlan
 from heterorl.common.weights.payload import PayloadChunks
-from heterorl.learner.backends.tensor_file import INDEX_FILE, TYPE_NAMES
+from heterorl.learner.backends.loading.tensor_file import INDEX_FILE, TYPE_NAMES
 
 Report = Callable[[int, int], None]
 """Told how many bytes are written, of how many."""

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepReport
 from heterorl.common.types.policy import Manifest, PayloadKind
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.common.types.step import CompletionNumbers, LearnerPhase
 
 _LOG = logging.getLogger(__name__)
 _NONE: Mapping[str, float] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
-from heterorl.common.types.step import LearnerPhase, LearnerProgress, StepTimes
+from heterorl.common.types.common import LearnerPhase, LearnerProgress, StepTimes
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process import logs
-from heterorl.common.rpc.allocator import keep_freed_frames
+from heterorl.common.rpc.options import keep_freed_frames
 from heterorl.learner.backends.ranks.place import Place, local_place
 
 _LOG = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from heterorl.common.rpc.budget import Budget
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.options import server_options
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.series import Series
-from heterorl.common.wire.metrics import series_to_pb
+from heterorl.common.types.common import Series
+from heterorl.common.wire.common import series_to_pb
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.config import RelayConfig
 from heterorl.relay.door import Door

@@ -18,8 +18,7 @@ from pathlib import Path
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.files import make_directory, sync_directory, try_lock
 from heterorl.common.process.metrics import RELAY_CACHE_BYTES
-from heterorl.common.types.common import Digest
-from heterorl.common.types.digests import file_name, is_digest
+from heterorl.common.types.common import Digest, file_name, is_digest
 
 
 class CacheDirectory:

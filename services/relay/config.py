@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from heterorl.common.direct.connections import Allowed, Host
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.address import Addresses, Listen
 from heterorl.common.process.config import Config
-from heterorl.common.rpc.bandwidth import BandwidthConfig
+from heterorl.common.rpc.direct import Allowed, Host
+from heterorl.common.rpc.options import BandwidthConfig
 
 
 class RelayConfig(Config):

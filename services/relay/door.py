@@ -21,8 +21,7 @@ from heterorl.common.identity.carried import refuse_node
 from heterorl.common.identity.handshake import certificate_of, identify
 from heterorl.common.identity.identity import Identity, Refusal, RefusalReason
 from heterorl.common.process.metrics import IDENTITY_REFUSALS, RELAY_CALLS
-from heterorl.common.rpc.budget import Budget
-from heterorl.common.rpc.lanes import Holder, Room
+from heterorl.common.rpc.budget import Budget, Holder, Room
 
 EXPIRED_RETRY_S = 5.0
 RETRY_AFTER_S = 1.0

@@ -25,7 +25,7 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.reader import DamagedFile, PayloadReader
 from heterorl.common.pull.spool import RunningDigest
-from heterorl.common.rpc.roles.weights import WeightCalls
+from heterorl.common.rpc.roles import WeightCalls
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PullPlan
 from heterorl.common.weights.container import FRAME_BYTES

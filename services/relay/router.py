@@ -26,10 +26,10 @@ from heterorl.common.errors import HeterorlError, InvalidRequest, RemoteError, U
 from heterorl.common.identity.carried import NODE_KEY
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.metrics import RPC_SECONDS
-from heterorl.common.rpc.lanes import Room
+from heterorl.common.rpc.budget import Room
 from heterorl.common.rpc.link import Link
 from heterorl.common.rpc.status import reason_of, to_status
-from heterorl.common.types.digests import digest_field
+from heterorl.common.types.common import digest_field
 from heterorl.common.wire.policy import frame_checksum, plan_to_pb
 from heterorl.relay.door import Door, Node
 from heterorl.relay.weights import Weights

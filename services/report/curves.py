@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from heterorl.common.types.common import StepReport
-from heterorl.common.types.step import CompletionNumbers, LearnerPhase, StepTimes
+from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepReport, StepTimes
 from heterorl.report.figures import STRONG, WEAK
 
 TITLES = {

@@ -12,7 +12,7 @@ from typing import Any
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.common.types.facts import facts_of
+from heterorl.common.types.run import facts_of
 from heterorl.coordinator.evaluations.results import listed
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store

@@ -10,7 +10,7 @@ from heterorl.common.api import OperatorApi
 from heterorl.common.errors import OperatorError, RemoteError
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.common.types.incarnations import fold
+from heterorl.common.types.run import fold_incarnations
 from heterorl.report.files import read_journal
 from heterorl.report.past_run import PastRun, SiteTotals, newer_facts
 
@@ -47,7 +47,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
             dropped=site.newest.groups_dropped,
             incarnations=site.starts,
         )
-        for site in fold(status.sites)
+        for site in fold_incarnations(status.sites)
     )
     own = None if journal is None else read_journal(journal)
     run = PastRun(

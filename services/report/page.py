@@ -15,7 +15,7 @@ from jinja2 import Environment
 import heterorl
 from heterorl.common.evaluation.rows import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.facts import changed_steps
+from heterorl.common.types.run import changed_steps
 from heterorl.report import curves
 from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
 from heterorl.report.look import CARDS, HEAD, NOTES, STYLE, columns_of

@@ -9,8 +9,7 @@ from typing import Any
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.common.types.facts import with_changes
-from heterorl.common.types.run import LedgerCounts
+from heterorl.common.types.run import LedgerCounts, with_changes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from heterorl.common.direct.connections import Allowed, Host
 from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
@@ -16,7 +15,8 @@ from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.rpc.bandwidth import BandwidthConfig
+from heterorl.common.rpc.direct import Allowed, Host
+from heterorl.common.rpc.options import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.sampler.acceptance import JoinConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay

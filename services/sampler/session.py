@@ -30,11 +30,10 @@ from heterorl.common.errors import (
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.common.types.run import Command, Heartbeat, Registration
-from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.record import VersionRecord, check_head
 

@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Gate())
 import heterorl.cli.main, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli.live.status
 import heterorl.certs.desk, heterorl.certs.join, heterorl.report.files, heterorl.cli.live.top
 import heterorl.doctor.app, heterorl.cli.doctor; heterorl.cli.doctor.guess_role(None, [])
-import heterorl.common.process.logs, heterorl.common.rpc.client, heterorl.common.rpc.health, heterorl.common.rpc.retry
+import heterorl.common.process.logs, heterorl.common.rpc.client, heterorl.common.rpc.link, heterorl.common.rpc.retry
 """
 
 

@@ -20,7 +20,9 @@ DECISIONS = [
     "learner/loss/objectives.py",
     "learner/loss/policy_loss.py",
     "learner/loss/importance.py",
-    "learner/loss/group.py",
+    "learner/loss/masks.py",
+    "learner/loss/advantages.py",
+    "learner/loss/denominators.py",
     "sampler/policy/delay.py",
 ]
 FOLDERS = {"heterorl": "services", "heterorl_research": "research"}

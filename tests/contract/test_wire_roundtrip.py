@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 from heterorl.common.errors import InvalidRequest, MalformedPayload
 from heterorl.common.types.common import (
     NO_LORA,
+    CompletionNumbers,
     Contract,
+    LearnerPhase,
+    LearnerProgress,
     LogprobMode,
     LoraSettings,
+    PartMean,
     SamplingSemantics,
+    SiteTokens,
     StepReport,
+    StepTimes,
+    digest_field,
     report_from_row,
 )
-from heterorl.common.types.digests import digest_field
 from heterorl.common.types.evaluation import (
     Estimate,
     Evaluation,
@@ -61,14 +67,6 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
     SiteStatus,
-)
-from heterorl.common.types.step import (
-    CompletionNumbers,
-    LearnerPhase,
-    LearnerProgress,
-    PartMean,
-    SiteTokens,
-    StepTimes,
 )
 from heterorl.common.wire.common import (
     contract_from_bytes,

@@ -22,15 +22,22 @@ from heterorl.common.types.sample import (
     SampleSummary,
     rollout_json,
 )
-from heterorl.common.wire.sample import StoredSample, outline, sample_from_pb, sample_of, stored_to_pb
-from heterorl.common.wire.sample_lists import list_from_pb, list_request_from_pb, list_request_to_pb, list_to_pb
-from heterorl.common.wire.sample_notes import (
+from heterorl.common.wire.sample import (
+    StoredSample,
     evaluation_from_pb,
     evaluation_to_bytes,
     evaluation_to_pb,
+    list_from_pb,
+    list_request_from_pb,
+    list_request_to_pb,
+    list_to_pb,
     note_from_pb,
     note_to_bytes,
     note_to_pb,
+    outline,
+    sample_from_pb,
+    sample_of,
+    stored_to_pb,
 )
 from heterorl.common.wire.seal import seal
 from heterorl.v1 import sample_pb2

@@ -14,7 +14,7 @@ from heterorl.cli.audit import verify_log
 from heterorl.cli.main import app
 from heterorl.cli.verify import SOUND, verify_directory
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
-from heterorl.common.rpc.backup import BackupClient
+from heterorl.common.rpc.roles import BackupClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

@@ -11,7 +11,7 @@ import pytest
 from heterorl.common import errors
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc import budget
-from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
+from heterorl.common.rpc.roles import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.rpc import door

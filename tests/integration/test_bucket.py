@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from heterorl.common.direct import reads
 from heterorl.common.errors import Busy, ConfigError, CorruptData, PayloadMissing, UnknownVersion, Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull import fetch
 from heterorl.common.pull.pull import Puller
+from heterorl.common.rpc import direct as reads
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

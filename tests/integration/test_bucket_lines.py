@@ -10,10 +10,10 @@ import threading
 import numpy as np
 import pytest
 
-from heterorl.common.direct import writes
 from heterorl.common.errors import Busy
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
+from heterorl.common.rpc import direct
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.payload import file_digest
@@ -139,7 +139,7 @@ async def test_put_that_breaks_off_is_gone_on_with_from_the_piece_that_is_missin
     run, bucket, prefix, line, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(incoming, "PIECE_BYTES", MIB)
-    monkeypatch.setattr(writes, "AGAIN_S", 0.01)
+    monkeypatch.setattr(direct, "AGAIN_S", 0.01)
     payload, before = payload_at(tmp_path / "payload"), received()
     how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
     data = (tmp_path / "payload").read_bytes()
@@ -209,7 +209,7 @@ class _Refusing(http.server.BaseHTTPRequestHandler):
 
 async def test_what_was_put_before_the_store_refused_is_not_streamed_again(run, tmp_path, monkeypatch):
     monkeypatch.setattr(incoming, "PIECE_BYTES", MIB)
-    monkeypatch.setattr(writes, "AGAIN_S", 0.01)
+    monkeypatch.setattr(direct, "AGAIN_S", 0.01)
     payload, before = payload_at(tmp_path / "payload"), received()
     stand_in = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
     threading.Thread(target=stand_in.serve_forever, daemon=True).start()
@@ -231,4 +231,4 @@ async def test_what_was_put_before_the_store_refused_is_not_streamed_again(run, 
         await asyncio.to_thread(stand_in.shutdown)
         stand_in.server_close()
     assert received() - before == SIZE - 2 * MIB
-    assert len(asked) == writes.TRIES + 1
+    assert len(asked) == direct.TRIES + 1

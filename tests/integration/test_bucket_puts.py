@@ -11,11 +11,11 @@ import urllib.request
 import numpy as np
 import pytest
 
-from heterorl.common.direct import writes
 from heterorl.common.errors import DigestMismatch, InvalidRequest, PayloadMissing, StaleEpoch, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
+from heterorl.common.rpc import direct
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutPlace
 from heterorl.common.weights.payload import file_digest
@@ -194,7 +194,7 @@ async def test_put_that_fails_is_streamed_and_said_without_the_address(run, tmp_
 
 
 async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(bucket, prefix, tmp_path, monkeypatch):
-    monkeypatch.setattr(writes, "PAUSE_S", 0.0)
+    monkeypatch.setattr(direct, "PUT_PAUSE_S", 0.0)
     payload = payload_at(tmp_path / "payload")
     data = (tmp_path / "payload").read_bytes()
     relay = Relay(f"127.0.0.1:{bucket.port}", one_way_s=0.0)

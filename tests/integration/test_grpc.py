@@ -17,15 +17,14 @@ from heterorl.common.errors import PortInUse
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
-from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.options import BandwidthConfig
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.status import from_rpc_error
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import Digest, LearnerPhase, LearnerProgress
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.types.rollout import DropReason, PushStatus, Rejection, ReturnReason
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.types.step import LearnerPhase, LearnerProgress
 from heterorl.common.wire.policy import frame_checksum
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -20,7 +20,7 @@ from heterorl.common.identity.carried import NODE_KEY
 from heterorl.common.identity.signing import new_key
 from heterorl.common.identity.trust import Trust
 from heterorl.common.rpc import budget
-from heterorl.common.rpc.health import check_health
+from heterorl.common.rpc.link import check_health
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.policy import SignedManifest
 from heterorl.v1 import run_pb2

@@ -21,10 +21,9 @@ from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.common import Digest, SourceReport
+from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, SiteTokens, SourceReport, StepTimes
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.sample import RolloutNote, SampleNote
-from heterorl.common.types.step import CompletionNumbers, PartMean, SiteTokens, StepTimes
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.track.rows import TextTable, evaluation_row, row_of
 from heterorl.track.to_mlflow import Mlflow

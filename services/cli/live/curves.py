@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from heterorl.common.types.common import StepReport
-from heterorl.common.types.step import LearnerPhase, LearnerProgress, StepTimes
+from heterorl.common.types.common import LearnerPhase, LearnerProgress, StepReport, StepTimes
 
 MAX_SHOWN = 6
 """Reward parts and sites in a line."""

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.types.incarnations import NEVER_S, Folded, fold
-from heterorl.common.types.run import SiteStatus
+from heterorl.common.types.run import NEVER_S, Folded, SiteStatus, fold_incarnations
 
 _WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen")
 _STATE = ("flavour", "starts", "canary", "failed", "refused", "apply", "quota")
@@ -19,7 +18,7 @@ _STATE = ("flavour", "starts", "canary", "failed", "refused", "apply", "quota")
 
 def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -> tuple[Table, ...]:
     """One line a site: one table where all columns fit, and otherwise two, each with the names of the sites."""
-    rows = [(_work(site, head_version), _state(site)) for site in fold(sites)]
+    rows = [(_work(site, head_version), _state(site)) for site in fold_incarnations(sites)]
     flat = Table(*_WORK, *_STATE, title="sites")
     for work, state in rows:
         flat.add_row(*work, *state)
@@ -37,7 +36,7 @@ def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -
 
 def work_lines(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[str, list[str]]:
     """The head and a line a site of the table of work, without a frame."""
-    rows = [[cell.plain for cell in _work(site, head_version)] for site in fold(sites)]
+    rows = [[cell.plain for cell in _work(site, head_version)] for site in fold_incarnations(sites)]
     widths = [max(map(cell_len, column)) for column in zip(_WORK, *rows, strict=True)]
     head, *lines = (
         "  ".join(f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -12,10 +12,7 @@ from rich.text import Text
 from heterorl.cli.live.curves import progress_words, report_rows
 from heterorl.cli.live.sites import site_tables
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.facts import steps_wanted
-from heterorl.common.types.incarnations import fold
-from heterorl.common.types.run import RunStatus
-from heterorl.common.types.standstill import describe, quarantined_sites
+from heterorl.common.types.run import RunStatus, describe_standstill, fold_incarnations, quarantined_sites, steps_wanted
 
 STANDS_STILL = "STANDS STILL"
 
@@ -35,7 +32,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     """A run's state as plain JSON values; enum keys become their values."""
     result: dict[str, Any] = plain(status)
     result["ledger"]["is_balanced"] = status.ledger.is_balanced
-    result["standstill"] = describe(quarantined_sites(status))
+    result["standstill"] = describe_standstill(quarantined_sites(status))
     return result
 
 
@@ -87,10 +84,10 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
     for form in status.flavours:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
-    stands_still = describe(quarantined_sites(status))
+    stands_still = describe_standstill(quarantined_sites(status))
     if stands_still:
         rows.insert(0, (STANDS_STILL, stands_still))
-    for site in [entry.newest for entry in fold(status.sites)]:
+    for site in [entry.newest for entry in fold_incarnations(status.sites)]:
         if site.quarantine:
             rows.append((f"quarantine of {site.site}", site.quarantine))
         if site.problem:

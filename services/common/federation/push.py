@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.federation.series import series_of
 from heterorl.common.process.clock import Clock
-from heterorl.common.types.series import Series
+from heterorl.common.types.common import Series
 
 _LOG = logging.getLogger(__name__)
 UNWANTED_S = 300.0

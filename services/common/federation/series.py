@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process import metrics
 from heterorl.common.process.metrics import Service
-from heterorl.common.types.series import Series
+from heterorl.common.types.common import Series
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from heterorl.common.errors import Draining, LeaseHeld, QuotaExceeded, RemoteError, StoreFull, Unreachable
 from heterorl.common.process.clock import Clock
-from heterorl.common.types.words import MAX_ASKED_S, peer_seconds
+from heterorl.common.types.common import MAX_ASKED_S, peer_seconds
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

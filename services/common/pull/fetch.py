@@ -25,8 +25,8 @@ from heterorl.common.pull.link_estimate import LinkEstimate
 from heterorl.common.pull.ranges import Gap, Piece, find_gaps
 from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, num_reserved, settle
 from heterorl.common.rpc.calls import Calls
-from heterorl.common.rpc.roles.weights import WeightCalls
-from heterorl.common.types.digests import file_name
+from heterorl.common.rpc.roles import WeightCalls
+from heterorl.common.types.common import file_name
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.container import FRAME_BYTES
 

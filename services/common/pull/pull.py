@@ -27,9 +27,8 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.ladder import BELOW, Failure, Ladder, Rung
 from heterorl.common.pull.way import Way
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PlanKind, PullPlan
-from heterorl.common.types.words import peer_words
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state

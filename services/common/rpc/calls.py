@@ -15,10 +15,9 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, RPC_SECONDS
 from heterorl.common.rpc import retry
-from heterorl.common.rpc.bandwidth import BandwidthConfig, TokenBucket
 from heterorl.common.rpc.link import Link
-from heterorl.common.rpc.outage import Outage
-from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.options import BandwidthConfig, TokenBucket
+from heterorl.common.rpc.retry import Outage, RetryPolicy
 from heterorl.common.rpc.status import from_rpc_error, reason_of
 
 CALL_TIMEOUT_S = 20.0

@@ -10,14 +10,12 @@ from typing import Any
 import grpc.aio
 
 from heterorl.common.api import PieceFrames
-from heterorl.common.direct.writes import DirectWrites
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.calls import once, readable, timed
-from heterorl.common.rpc.roles.evaluation import EvaluationCalls
-from heterorl.common.rpc.roles.learner import LearnerCalls
-from heterorl.common.rpc.roles.weights import WeightCalls
-from heterorl.common.types.common import Digest, SiteId, StepReport
+from heterorl.common.rpc.direct import DirectWrites
+from heterorl.common.rpc.roles import EvaluationCalls, LearnerCalls, WeightCalls
+from heterorl.common.types.common import Digest, Series, SiteId, StepReport
 from heterorl.common.types.policy import PublishRequest, PutPlace
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, ReturnReason, SealedGroup, WorkGrant
 from heterorl.common.types.run import (
@@ -30,9 +28,7 @@ from heterorl.common.types.run import (
     RunStatus,
 )
 from heterorl.common.types.sample import Sample, SampleFilter, SampleList, SamplePage
-from heterorl.common.types.series import Series
-from heterorl.common.wire.common import report_from_pb
-from heterorl.common.wire.metrics import series_to_pb
+from heterorl.common.wire.common import report_from_pb, series_to_pb
 from heterorl.common.wire.policy import frame_checksum, publish_to_pb
 from heterorl.common.wire.rollout import (
     group_id_to_pb,
@@ -51,8 +47,7 @@ from heterorl.common.wire.run import (
     status_from_pb,
     verdict_from_pb,
 )
-from heterorl.common.wire.sample import sample_from_pb
-from heterorl.common.wire.sample_lists import list_from_pb, list_request_to_pb
+from heterorl.common.wire.sample import list_from_pb, list_request_to_pb, sample_from_pb
 from heterorl.common.wire.seal import sealed
 from heterorl.v1 import metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 

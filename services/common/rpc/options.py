@@ -1,4 +1,4 @@
-"""gRPC settings for long, lossy links; both ends use the same.
+"""Settings of long, lossy links: gRPC's options, which both ends share, bandwidth caps, memory for frames.
 
 Keepalive alone does not notice a stopped peer for over a minute: the http2 ping timeout and unlimited pings do,
 in seconds. gRPC's own retries are off, because ours carry idempotency keys. Its channels dial again at most seconds
@@ -10,11 +10,18 @@ this it would ask the proxy for 127.0.0.1.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
+from dataclasses import dataclass, field
 from urllib.request import proxy_bypass
 
+from pydantic import Field
+
 from heterorl.common.process.address import is_loopback
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.config import Config
 
 _LOG = logging.getLogger(__name__)
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -69,3 +76,72 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
+
+
+BURST_S = 0.25
+"""Unused allowance that is kept, as seconds at the cap."""
+
+
+class BandwidthConfig(Config):
+    """What this process may use of its site's link; weights and rollouts count, small messages do not."""
+
+    down_bytes_per_s: float = Field(default=0.0, ge=0.0)
+    """Bytes a second received; 0 is no cap."""
+    up_bytes_per_s: float = Field(default=0.0, ge=0.0)
+    """Bytes a second sent; 0 is no cap."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenBucket:
+    """Lets `bytes_per_s` through; what is taken beyond the allowance is a debt that the taker waits for.
+
+    A single take may be larger than the bucket, and the mean rate is exact over any long time, however takes are sized.
+    """
+
+    bytes_per_s: float
+    clock: Clock
+    _allowance: float = field(init=False, default=0.0)
+    _at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._at = self.clock.monotonic()
+
+    async def take(self, num_bytes: int) -> float:
+        """Count bytes and wait until they are paid for; returns the seconds waited. Takers are served in order."""
+        if not self.bytes_per_s:
+            return 0.0
+        now = self.clock.monotonic()
+        earned = (now - self._at) * self.bytes_per_s
+        self._at = now
+        self._allowance = min(BURST_S * self.bytes_per_s, self._allowance + earned) - num_bytes
+        wait_s = max(0.0, -self._allowance / self.bytes_per_s)
+        if wait_s:
+            await self.clock.sleep(wait_s)
+        return wait_s
+
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+MMAP_BYTES = 8 << 20
+"""Blocks up to this size come from a heap; larger ones are still given back at once."""
+TRIM_BYTES = 32 << 20
+"""Free memory that a heap keeps at its end, and never more than it once needed."""
+MAX_HEAPS = 2
+"""Heaps of a process; with one for each thread, each would keep what its thread once needed."""
+
+
+def keep_freed_frames() -> bool:
+    """Have the C library keep what is freed; returns whether it listens: glibc on Linux does.
+
+    It gives blocks of a frame's size back to the kernel when they are freed and asks for them again at the next frame:
+    some 500 page faults for each MiB, more time than the copying, the checksums and the digest together.
+    """
+    if sys.platform != "linux":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    options = ((_M_MMAP_THRESHOLD, MMAP_BYTES), (_M_TRIM_THRESHOLD, TRIM_BYTES), (_M_ARENA_MAX, MAX_HEAPS))
+    answers = [mallopt(option, value) for option, value in options]
+    return all(answer == 1 for answer in answers)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,8 +15,73 @@ import grpc.aio
 from heterorl.common.errors import HeterorlError, RemoteError, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
-from heterorl.common.rpc.outage import Outage
 from heterorl.common.rpc.status import from_rpc_error
+from heterorl.common.types.common import peer_words
+
+_LOG = logging.getLogger(__name__)
+SAY_AFTER_S = 2.0
+"""A link that heals sooner is not worth a line."""
+SILENT_S = 4.0
+"""A call that nobody answered for so long counts as failing, where no other was answered meanwhile."""
+FIRST_EVERY_S = 10.0
+LAST_EVERY_S = 600.0
+
+
+class Outage:
+    """Says that the other end of a link does not answer: within seconds, then ever more rarely, and when it does again.
+
+    All calls over the link tell what they saw.
+    """
+
+    def __init__(self, address: str, *, clock: Clock) -> None:
+        self._address = address
+        self._clock = clock
+        self._since: float | None = None
+        self._answered_at = clock.monotonic()
+        self._say_at = 0.0
+        self._every_s = FIRST_EVERY_S
+        self._is_said = False
+
+    def failed(self, problem: str) -> None:
+        """A call was not answered."""
+        self._note(problem, since=self._clock.monotonic())
+
+    def answered(self) -> None:
+        """A call was answered, be it by a refusal."""
+        now = self._clock.monotonic()
+        if self._is_said and self._since is not None:
+            _LOG.info("the coordinator at %s answers again, after %.0f s", self._address, now - self._since)
+        self._since, self._is_said, self._every_s = None, False, FIRST_EVERY_S
+        self._answered_at = now
+
+    @contextlib.contextmanager
+    def watching(self, name: str) -> Iterator[None]:
+        """Look at a call: one that hangs is told while it hangs."""
+        timer = asyncio.get_running_loop().call_later(SILENT_S, self._hung, name)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _hung(self, name: str) -> None:
+        now = self._clock.monotonic()
+        if now - self._answered_at >= SILENT_S:
+            self._note(f"{name} has no answer for {SILENT_S:g} s", since=now - SILENT_S)
+
+    def _note(self, problem: str, *, since: float) -> None:
+        now = self._clock.monotonic()
+        if self._since is None:
+            self._since, self._say_at = since, since + SAY_AFTER_S
+        if now < self._say_at:
+            return
+        _LOG.warning(
+            "the coordinator at %s has not answered for %.0f s, going on: %s",
+            self._address, now - self._since, peer_words(problem),
+        )  # fmt: skip
+        self._is_said = True
+        self._say_at = now + self._every_s
+        self._every_s = min(LAST_EVERY_S, 2 * self._every_s)
+
 
 ResultT = TypeVar("ResultT")
 

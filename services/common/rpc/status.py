@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from heterorl.common import errors
 from heterorl.common.errors import HeterorlError, RemoteError
-from heterorl.common.types.words import peer_seconds, peer_words
+from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.v1 import errors_pb2
 
 _R = errors_pb2.ErrorReason

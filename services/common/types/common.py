@@ -1,8 +1,9 @@
-"""Values that all three columns use: names, the contract of a run, the semantics of sampling, the report of a step."""
+"""Values that all three columns use: names, digests, the contract of a run, sampling, the report of a step."""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NewType
@@ -10,7 +11,7 @@ from typing import Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from heterorl.common.types.step import CompletionNumbers, StepTimes, completions_from_row
+from heterorl.common.errors import InvalidRequest, MalformedPayload
 
 SiteId = NewType("SiteId", str)
 
@@ -177,3 +178,159 @@ def report_from_row(row: Mapping[str, Any]) -> StepReport:
         values["times"] = StepTimes(**values["times"])
     values["sources"] = tuple(SourceReport(**source) for source in values.get("sources", ()))
     return StepReport(**values)
+
+
+MAX_REPORTED_PARTS = 32
+"""Names of reward parts in a report: those that most completions have."""
+MAX_REPORTED_SITES = 32
+"""Sites in a report: those of which most tokens came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartMean:
+    """Mean of one named part of the reward, over the completions that have it."""
+
+    name: str
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteTokens:
+    """What one site made of the groups of a step."""
+
+    site: str
+    num_groups: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionNumbers:
+    """The completions of a step's groups; lengths in tokens, the end token included.
+
+    Example: CompletionNumbers(length_mean=212.5, length_p95=498.0, length_max=512, length_high_reward=180.0,
+        length_low_reward=245.0, truncated_fraction=0.04, uniform_fraction=0.25,
+        reward_parts=(PartMean(name="correct", mean=0.5),), sites=())
+    """
+
+    length_mean: float
+    length_p95: float
+    length_max: int
+    length_high_reward: float | None = None
+    """Mean over completions whose reward is above the step's mean; None without any, as where all rewards are equal."""
+    length_low_reward: float | None = None
+    """Mean over the others; None without any."""
+    truncated_fraction: float
+    """Share of completions that were cut at the longest length."""
+    uniform_fraction: float
+    """Share of groups in which all rewards are equal, so that no completion is better than another."""
+    reward_parts: tuple[PartMean, ...] = ()
+    sites: tuple[SiteTokens, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the time went since the step before ended, seconds; what is left of `period_s` is bookkeeping.
+
+    `examining_s` is time without enough groups while some were being checked, so the checks hold the step up;
+    `waiting_s` the rest of the time without enough groups, so the samplers or the link do. `publishing_s` rounds and
+    copies the weights of a version and waits for a publication that takes longer than its step.
+    """
+
+    period_s: float
+    waiting_s: float
+    examining_s: float
+    computing_s: float
+    evaluating_s: float
+    publishing_s: float
+
+
+class LearnerPhase(enum.Enum):
+    """What a learner's trainer is doing."""
+
+    WAITING = "waiting"
+    EXAMINING = "examining"
+    COMPUTING = "computing"
+    EVALUATING = "evaluating"
+    PUBLISHING = "publishing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerProgress:
+    """Where a learner stands: the step under way, and while it computes, how many of its micro-batches are done."""
+
+    step: int
+    phase: LearnerPhase
+    phase_s: float
+    """Seconds since the phase began."""
+    micro_batches_done: int = 0
+    micro_batches: int = 0
+    """0 where they are not counted yet."""
+
+
+def completions_from_row(row: Mapping[str, Any]) -> CompletionNumbers:
+    """What `dataclasses.asdict` made of one."""
+    nested = {
+        "reward_parts": tuple(PartMean(**part) for part in row["reward_parts"]),
+        "sites": tuple(SiteTokens(**site) for site in row["sites"]),
+    }
+    return CompletionNumbers(**{**row, **nested})
+
+
+DIGEST_CHARACTERS = 64
+_HEX = frozenset("0123456789abcdef")
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text is a blake3-256 in lower-case hex and nothing else."""
+    return len(text) == DIGEST_CHARACTERS and _HEX.issuperset(text)
+
+
+def digest_field(key: str, text: str) -> Digest:
+    """Check a digest that came from a peer, so that it can never be a path.
+
+    Raises:
+        InvalidRequest: not 64 lower-case hexadecimal digits.
+    """
+    if not is_digest(text):
+        raise InvalidRequest(f"{key}: not a blake3 digest in lower-case hex")
+    return Digest(text)
+
+
+def file_name(digest: str) -> str:
+    """The name of the file that holds this content.
+
+    Raises:
+        MalformedPayload: not a digest, whoever forgot to check it.
+    """
+    if not is_digest(digest):
+        raise MalformedPayload("a payload is named by something that is no digest")
+    return digest
+
+
+MOST = 300
+MAX_ASKED_S = 600.0
+"""The longest wait that a peer may ask for at once; it can ask again."""
+
+
+def peer_words(text: str, *, most: int = MOST) -> str:
+    """What a peer wrote without what would begin a line of its own, move a cursor or fill a disk."""
+    line = "".join(c if c.isprintable() else " " for c in text[: 4 * most])
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
+def peer_seconds(seconds: float) -> float:
+    """A wait that a peer asks for: what is no number counts as none, and none is without end."""
+    return min(max(0.0, seconds), MAX_ASKED_S) if math.isfinite(seconds) else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """All numbers of one name; `labels` has each one's labels as they stand between the braces of the text format.
+
+    Example:
+        Series(name="heterorl_sampler_groups_total", labels=('outcome="pushed"',), values=(3.0,))
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    values: tuple[float, ...]

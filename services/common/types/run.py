@@ -1,14 +1,19 @@
-"""Values about a run: sites and their reports, the canary, the ledger, status."""
+"""Values about a run: sites and their reports, the canary, the ledger, status, standstill, the learner's facts."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Mapping
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from heterorl.common.types.common import Contract, SiteId, StepReport
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types.common import Contract, LearnerProgress, SiteId, StepReport
 from heterorl.common.types.rollout import DropReason, ReturnReason
-from heterorl.common.types.step import LearnerProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,3 +214,162 @@ class CanaryVerdict:
 
     difference: float | None
     quarantine: str
+
+
+NEVER_S = -1.0
+"""Seen so long ago: not since the coordinator started."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A site as its newest incarnation is, with the counts of all of them; `starts` is how many there were."""
+
+    newest: SiteStatus
+    starts: int
+
+
+def fold_incarnations(sites: Sequence[SiteStatus]) -> list[Folded]:
+    """One entry a site, in the order in which sites first come; a quarantine is the site's, not one incarnation's."""
+    by_site: dict[str, list[SiteStatus]] = {}
+    for status in sites:
+        by_site.setdefault(status.site, []).append(status)
+    folded = []
+    for own in by_site.values():
+        seen = [status for status in own if status.last_seen_s > NEVER_S]
+        newest = min(seen, key=lambda status: status.last_seen_s) if seen else own[-1]
+        whole = dataclasses.replace(
+            newest,
+            groups_accepted=sum(status.groups_accepted for status in own),
+            groups_dropped=sum(status.groups_dropped for status in own),
+            work_leased=sum(status.work_leased for status in own),
+            work_away=sum(status.work_away for status in own),
+        )
+        folded.append(Folded(newest=whole, starts=len(own)))
+    return folded
+
+
+ACTIVE_S = 120.0
+"""A site that was silent for so long is not counted: it does no work, in quarantine or not."""
+_SHOWN = 5
+RELEASE = "heterorl sites release SITE HOST:PORT --reason TEXT"
+
+
+def quarantined_sites(status: RunStatus) -> tuple[str, ...]:
+    """The sites that answer, sorted, if there are some and all of them are in quarantine; otherwise none.
+
+    Such a run stands still: no work means no groups, no groups no version, and only a new version could end a
+    quarantine by the canary. A person must.
+    """
+    # -1 is not seen yet; a clock that is read after the site's call says a little less than 0.
+    active = {site.site: site.quarantine for site in status.sites if -1.0 < site.last_seen_s < ACTIVE_S}
+    return () if status.is_draining or not all(active.values()) else tuple(sorted(active))
+
+
+def describe_standstill(sites: Sequence[str]) -> str:
+    """What to say of a run that stands still; empty where none of `sites` keeps it."""
+    if not sites:
+        return ""
+    more = f" and {len(sites) - _SHOWN} more" if len(sites) > _SHOWN else ""
+    return (
+        f"the run stands still: every site that answers is in quarantine ({', '.join(sites[:_SHOWN])}{more}) and no"
+        f" work is handed out, so no new version comes. Where a site is right: {RELEASE}. After a canary it works until"
+        " its next version is scored; if that is off again, compare learner and site, or raise the coordinator's"
+        " canary_threshold"
+    )
+
+
+STEPS_WANTED = "steps wanted"
+CHANGED = "changed after step"
+"""Begins the name of a fact that the coordinator adds: what a start changed, and after which step."""
+MAX_CHANGES = 20
+"""Of the newest; earlier ones stay in the log of audit."""
+_DIGEST = "configuration"
+MAX_FACTS, MAX_CHARACTERS = 64, 300
+_FACTS = (
+    ("model", "config.model_dir"),
+    ("task", "config.task.name"),
+    ("reward", "config.task.reward"),
+    ("loss", "config.loss.kind"),
+    ("own loss", "config.loss.function"),
+    ("learning rate", "config.backend.lr"),
+    ("learning rate falls", "config.backend.lr_schedule"),
+    ("group size, answers", "config.group_size"),
+    ("groups a step", "config.groups_per_step"),
+    ("steps a version", "config.steps_per_version"),
+    (STEPS_WANTED, "config.max_steps"),
+    ("new tokens, at most", "config.sampling.max_new_tokens"),
+    ("temperature", "config.sampling.temperature"),
+    ("chat template", "config.use_chat_template"),
+    ("adapters, rank", "config.lora.rank"),
+    ("backend", "config.backend.kind"),
+    ("device", "config.backend.device"),
+    ("computed in", "config.backend.compute_dtype"),
+    ("published in", "config.backend.published_dtype"),
+    ("learner's heterorl", "heterorl_version"),
+)
+
+
+def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
+    """What a learner's run.json says: `heterorl_version` and `config`; what is not there or empty is left out."""
+    facts = {}
+    for name, path in _FACTS:
+        value: Any = run
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value not in (None, "", 0, False):
+            facts[name] = "".join(c for c in str(value) if c.isprintable())[:MAX_CHARACTERS]
+    if facts:
+        digest = hashlib.sha256(json.dumps(run.get("config"), sort_keys=True).encode()).hexdigest()
+        facts[_DIGEST] = f"{digest[:12]} (SHA-256 of its keys and values)"
+    return facts
+
+
+def parse_facts(facts: Mapping[str, str]) -> dict[str, str]:
+    """Facts as another machine sent them.
+
+    Raises:
+        InvalidRequest: there are too many, or one is too long or not printable.
+    """
+    if len(facts) > MAX_FACTS:
+        raise InvalidRequest(f"{len(facts)} facts, at most {MAX_FACTS} are kept")
+    for name, value in facts.items():
+        if not re.fullmatch(r"[a-z][a-z0-9 ,.'_-]{0,63}", name):
+            raise InvalidRequest(f"{name[:64]!r} is no name of a fact")
+        if len(value) > MAX_CHARACTERS or not value.isprintable():
+            raise InvalidRequest(f"fact {name}: at most {MAX_CHARACTERS} printable characters")
+    return dict(facts)
+
+
+def changed_facts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """What one start's facts say otherwise than those of the start before, in words; empty where nothing is."""
+    names = [name for name in {**before, **after} if not name.startswith(CHANGED) and name != _DIGEST]
+    said = [
+        f"{name} {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+    if not said and before.get(_DIGEST) != after.get(_DIGEST):
+        said = ["keys that are not among these facts (the learner's log names them)"]
+    return ", ".join(said)
+
+
+def with_changes(before: Mapping[str, str], after: Mapping[str, str], *, words: str, step: int) -> dict[str, str]:
+    """New facts, and what starts have changed: those that were known, and `words` after a step."""
+    known = {name: value for name, value in before.items() if name.startswith(CHANGED)}
+    if words:
+        name = f"{CHANGED} {step}"
+        known[name] = f"{known[name]}, then {words}" if name in known else words
+        known[name] = known[name][:MAX_CHARACTERS]
+    return {**after, **dict(list(known.items())[-MAX_CHANGES:])}
+
+
+def changed_steps(facts: Mapping[str, str]) -> tuple[int, ...]:
+    """The steps after which a start changed something."""
+    numbers = (name.removeprefix(CHANGED).strip() for name in facts if name.startswith(CHANGED))
+    return tuple(int(number) for number in numbers if number.isdecimal())
+
+
+def steps_wanted(facts: Mapping[str, str]) -> int:
+    """Steps that the run is to take; 0 where nobody said."""
+    text = facts.get(STEPS_WANTED, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,12}", text) else 0

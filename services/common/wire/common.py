@@ -1,9 +1,9 @@
-"""Protobuf <-> the values of all columns: the contract, the report of a step; and limits of the wire."""
+"""Protobuf <-> the values of all columns: the contract, the report of a step, series; and limits of the wire."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import blake3
@@ -11,23 +11,22 @@ import blake3
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import (
     NO_LORA,
+    CompletionNumbers,
     Contract,
     Digest,
-    LogprobMode,
-    LoraSettings,
-    SamplingSemantics,
-    SourceReport,
-    StepReport,
-)
-from heterorl.common.types.step import (
-    CompletionNumbers,
     LearnerPhase,
     LearnerProgress,
+    LogprobMode,
+    LoraSettings,
     PartMean,
+    SamplingSemantics,
+    Series,
     SiteTokens,
+    SourceReport,
+    StepReport,
     StepTimes,
 )
-from heterorl.v1 import common_pb2
+from heterorl.v1 import common_pb2, metrics_pb2
 
 MAX_INT32 = 2**31 - 1
 
@@ -228,3 +227,13 @@ def progress_from_pb(message: common_pb2.LearnerProgress) -> LearnerProgress | N
     if phase is None:
         return None
     return LearnerProgress(**(_fields(message, LearnerProgress.__slots__) | {"phase": phase}))
+
+
+def series_to_pb(series: Sequence[Series]) -> list[metrics_pb2.MetricSeries]:
+    """Convert series."""
+    return [metrics_pb2.MetricSeries(name=one.name, labels=one.labels, values=one.values) for one in series]
+
+
+def series_from_pb(messages: Iterable[metrics_pb2.MetricSeries]) -> list[Series]:
+    """Convert series; whether they are a node's own measurements, their reader judges."""
+    return [Series(name=one.name, labels=tuple(one.labels), values=tuple(one.values)) for one in messages]

@@ -6,8 +6,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.types.common import Digest
-from heterorl.common.types.digests import digest_field
+from heterorl.common.types.common import Digest, digest_field
 from heterorl.common.types.policy import (
     FlavourVersion,
     LeaseGrant,

@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.common import SiteId
+from heterorl.common.types.common import SiteId, peer_words
 from heterorl.common.types.rollout import (
     DropReason,
     GroupId,
@@ -23,7 +23,6 @@ from heterorl.common.types.rollout import (
     WorkAssignment,
     WorkGrant,
 )
-from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import MAX_INT64
 from heterorl.common.wire.seal import open_group, read_sealed, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from heterorl.common.types.common import SiteId
-from heterorl.common.types.digests import digest_field as digest_field
+from heterorl.common.types.common import SiteId, peer_words
+from heterorl.common.types.common import digest_field as digest_field
 from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
@@ -17,7 +17,6 @@ from heterorl.common.types.run import (
     RunStatus,
     SiteStatus,
 )
-from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import (
     contract_from_pb,
     contract_to_pb,

@@ -1,4 +1,4 @@
-"""Protobuf <-> kept samples: lines of a list, and whole samples.
+"""Protobuf <-> kept samples: what is said of them, lines and pages of a list, and whole samples.
 
 What is kept is bytes: of a group its canonical ones (heterorl.common.wire.seal), of a note and of an evaluation those
 of their messages. `outline` reads of a group what a list needs.
@@ -10,25 +10,154 @@ import math
 import statistics
 from dataclasses import dataclass
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import FinishReason, Group
+from heterorl.common.types.common import Float32Array, Int32Array, SiteId
+from heterorl.common.types.rollout import FinishReason, Group, RewardPart
 from heterorl.common.types.sample import (
+    MAX_PAGE,
     EvaluationSample,
     RolloutNote,
     Sample,
+    SampleFilter,
     SampleKind,
+    SampleList,
     SampleNote,
+    SamplePage,
     SampleRollout,
     SampleSummary,
 )
-from heterorl.common.wire.columns import FIRST_LOST, columns_of
+from heterorl.common.wire.columns import FINISH, FINISH_OF, FIRST_LOST, columns_of
+from heterorl.common.wire.common import MAX_INT32
 from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
-from heterorl.common.wire.sample_notes import evaluation_from_pb, floats, ids, note_from_pb
 from heterorl.common.wire.seal import group_message, open_group, read_sealed
 from heterorl.v1 import rollout_pb2, sample_pb2
+
+
+def note_to_pb(value: SampleNote) -> sample_pb2.SampleNote:
+    """Convert a note."""
+    return sample_pb2.SampleNote(
+        group=group_id_to_pb(value.group),
+        prompt=_text(value.prompt),
+        answer=_text(value.answer),
+        rollouts=[
+            sample_pb2.RolloutNote(
+                completion=_text(rollout.completion),
+                reward_parts=_parts_to_pb(rollout.reward_parts),
+                log_ratios=rollout.log_ratios.tolist(),
+                token_ends=rollout.token_ends.tolist(),
+            )
+            for rollout in value.rollouts
+        ],
+    )
+
+
+def note_from_pb(message: sample_pb2.SampleNote) -> SampleNote:
+    """Convert a note."""
+    return SampleNote(
+        group=group_id_from_pb(message.group),
+        prompt=message.prompt,
+        answer=message.answer,
+        rollouts=tuple(
+            RolloutNote(
+                completion=rollout.completion,
+                reward_parts=_parts_from_pb(rollout.reward_parts),
+                log_ratios=floats(rollout.log_ratios),
+                token_ends=ids(rollout.token_ends),
+            )
+            for rollout in message.rollouts
+        ),
+    )
+
+
+def note_to_bytes(value: SampleNote) -> bytes:
+    """Serialise a note for the store."""
+    return note_to_pb(value).SerializeToString(deterministic=True)
+
+
+def evaluation_to_pb(value: EvaluationSample) -> sample_pb2.EvaluationSample:
+    """Convert an evaluation."""
+    return sample_pb2.EvaluationSample(
+        version=value.version,
+        task_set=_text(value.task_set),
+        site=value.site,
+        prompt_index=value.prompt_index,
+        prompt=_text(value.prompt),
+        answer=_text(value.answer),
+        rollouts=[
+            sample_pb2.EvaluatedRollout(
+                completion=_text(rollout.completion),
+                reward=rollout.reward,
+                reward_parts=_parts_to_pb(rollout.reward_parts),
+                finish_reason=FINISH[rollout.finish_reason],
+                token_ids=rollout.token_ids.tolist(),
+                logprobs=rollout.sampler_logprobs.tolist(),
+            )
+            for rollout in value.rollouts
+        ],
+    )
+
+
+def evaluation_from_pb(message: sample_pb2.EvaluationSample) -> EvaluationSample:
+    """Convert an evaluation.
+
+    Raises:
+        InvalidRequest: a reason of an ending is not stated.
+    """
+    return EvaluationSample(
+        version=message.version,
+        task_set=message.task_set,
+        site=SiteId(message.site),
+        prompt_index=message.prompt_index,
+        prompt=message.prompt,
+        answer=message.answer,
+        rollouts=tuple(_evaluated(rollout) for rollout in message.rollouts),
+    )
+
+
+def _evaluated(message: sample_pb2.EvaluatedRollout) -> SampleRollout:
+    finish = FINISH_OF.get(message.finish_reason)
+    if finish is None:
+        raise InvalidRequest(f"evaluations.rollouts.finish_reason: {message.finish_reason} is not a reason")
+    return SampleRollout(
+        completion=message.completion,
+        token_ids=ids(message.token_ids),
+        sampler_logprobs=floats(message.logprobs),
+        reward=message.reward,
+        reward_parts=_parts_from_pb(message.reward_parts),
+        finish_reason=finish,
+    )
+
+
+def evaluation_to_bytes(value: EvaluationSample) -> bytes:
+    """Serialise an evaluation for the store."""
+    return evaluation_to_pb(value).SerializeToString(deterministic=True)
+
+
+def _parts_to_pb(parts: tuple[RewardPart, ...]) -> list[rollout_pb2.RewardPart]:
+    return [rollout_pb2.RewardPart(name=part.name, value=part.value) for part in parts]
+
+
+def _parts_from_pb(parts: object) -> tuple[RewardPart, ...]:
+    return tuple(RewardPart(name=part.name, value=part.value) for part in parts)  # type: ignore[attr-defined]
+
+
+def floats(values: object) -> Float32Array:
+    """Numbers of a message."""
+    return np.array(values, np.float32)
+
+
+def ids(values: object) -> Int32Array:
+    """The same, of whole numbers; one beyond int32 is clamped."""
+    return np.minimum(np.array(values, np.int64), MAX_INT32).astype(np.int32)
+
+
+def _text(text: str) -> str:
+    # A lone surrogate, which JSON can name, has no UTF-8 and would fail the whole message.
+    return text.encode("utf-8", "replace").decode("utf-8")
+
 
 _KIND = {
     SampleKind.CONSUMED: sample_pb2.SAMPLE_KIND_CONSUMED,
@@ -205,3 +334,85 @@ def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> 
         prompt_token_ids=group.prompt_token_ids,
         rollouts=tuple(rollouts),
     )
+
+
+_OPTIONAL = ("first_version", "last_version", "min_reward", "max_reward", "is_truncated")
+
+
+def list_request_to_pb(wanted: SampleFilter, page: SamplePage) -> sample_pb2.ListSamplesRequest:
+    """Convert what is asked for."""
+    stated = {name: got for name in _OPTIONAL if (got := getattr(wanted, name)) is not None}
+    return sample_pb2.ListSamplesRequest(
+        site=wanted.site,
+        kind=kind_to_pb(wanted.kind),
+        kept_because=wanted.kept_because,
+        limit=page.limit,
+        before=page.before,
+        after=page.after,
+        is_oldest_first=page.is_oldest_first,
+        **stated,
+    )
+
+
+def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[SampleFilter, SamplePage]:
+    """Convert what is asked for.
+
+    Raises:
+        InvalidRequest: the kind is newer than this program, a number is none, or the page is too long.
+    """
+    kind = kind_from_pb(message.kind)
+    if kind is None and message.kind:
+        raise InvalidRequest(f"kind: {message.kind} is not a kind")
+    stated = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    for name in ("min_reward", "max_reward"):
+        if math.isnan(stated.get(name, 0.0)):
+            raise InvalidRequest(f"{name}: not a number")
+    check_limit(message.limit)
+    wanted = SampleFilter(site=SiteId(message.site), kind=kind, kept_because=message.kept_because, **stated)
+    page = SamplePage(
+        limit=message.limit, before=message.before, after=message.after, is_oldest_first=message.is_oldest_first
+    )
+    return wanted, page
+
+
+def check_limit(limit: int) -> None:
+    """Refuse a page that is too long, or none.
+
+    Raises:
+        InvalidRequest: it is.
+    """
+    if not 1 <= limit <= MAX_PAGE:
+        raise InvalidRequest(f"limit: {limit} is not in 1..{MAX_PAGE}")
+
+
+def list_to_pb(value: SampleList) -> sample_pb2.ListSamplesResponse:
+    """Convert a page."""
+    message = sample_pb2.ListSamplesResponse(
+        samples=[summary_to_pb(summary) for summary in value.samples],
+        num_kept=value.num_kept,
+        kept_bytes=value.kept_bytes,
+        limit_bytes=value.limit_bytes,
+    )
+    if value.next_page is not None:
+        message.looked_up_to = value.next_page.after if value.next_page.is_oldest_first else value.next_page.before
+    return message
+
+
+def list_from_pb(message: sample_pb2.ListSamplesResponse, page: SamplePage) -> SampleList:
+    """Convert the answer to the question for a page."""
+    following = None
+    if message.HasField("looked_up_to"):
+        following = next_page(page, message.looked_up_to)
+    return SampleList(
+        samples=tuple(summary_from_pb(summary) for summary in message.samples),
+        next_page=following,
+        num_kept=message.num_kept,
+        kept_bytes=message.kept_bytes,
+        limit_bytes=message.limit_bytes,
+    )
+
+
+def next_page(page: SamplePage, looked_up_to: int) -> SamplePage:
+    """The page behind one that ended at an id."""
+    before, after = (page.before, looked_up_to) if page.is_oldest_first else (looked_up_to, page.after)
+    return SamplePage(limit=page.limit, before=before, after=after, is_oldest_first=page.is_oldest_first)

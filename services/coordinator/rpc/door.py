@@ -29,8 +29,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from heterorl.common.errors import InvalidRequest, QuotaExceeded
 from heterorl.common.identity.identity import Identity, Peer, Role
 from heterorl.common.process.threads import in_thread
-from heterorl.common.rpc.budget import Budget
-from heterorl.common.rpc.lanes import OF_SITE, Holder, Room
+from heterorl.common.rpc.budget import OF_SITE, Budget, Holder, Room
 from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.coordinator.rpc.access import RULES, Gate
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, can_be_long, check, parse

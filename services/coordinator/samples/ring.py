@@ -28,8 +28,7 @@ from heterorl.common.types.sample import (
     SampleNote,
     kind_of,
 )
-from heterorl.common.wire.sample import Outline, outline, outline_of_evaluation
-from heterorl.common.wire.sample_notes import evaluation_to_bytes
+from heterorl.common.wire.sample import Outline, evaluation_to_bytes, outline, outline_of_evaluation
 from heterorl.coordinator.store.connection import Connection
 
 SHARES = {

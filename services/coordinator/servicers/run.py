@@ -11,13 +11,11 @@ import grpc.aio
 from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process.threads import in_thread
-from heterorl.common.rpc.backup import backup_to_pb
-from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
+from heterorl.common.rpc.roles import MAX_ANSWER_BYTES, Diagnosis, backup_to_pb, diagnosis_to_pb
 from heterorl.common.types.common import Contract, SiteId
-from heterorl.common.types.facts import parse_facts
 from heterorl.common.types.policy import NO_VERSION
-from heterorl.common.wire.common import report_to_pb
-from heterorl.common.wire.metrics import series_from_pb
+from heterorl.common.types.run import parse_facts
+from heterorl.common.wire.common import report_to_pb, series_from_pb
 from heterorl.common.wire.run import (
     canary_from_pb,
     commands_to_pb,
@@ -27,9 +25,7 @@ from heterorl.common.wire.run import (
     status_to_pb,
     verdict_to_pb,
 )
-from heterorl.common.wire.sample import stored_to_pb
-from heterorl.common.wire.sample_lists import list_request_from_pb, list_to_pb
-from heterorl.common.wire.sample_notes import evaluation_from_pb, note_from_pb
+from heterorl.common.wire.sample import evaluation_from_pb, list_request_from_pb, list_to_pb, note_from_pb, stored_to_pb
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.run import RunColumn

@@ -16,7 +16,7 @@ from heterorl.common.errors import InvalidRequest, QuotaExceeded
 from heterorl.common.federation import series
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import Service
-from heterorl.common.types.series import Series
+from heterorl.common.types.common import Series
 
 KEPT_S = 60.0
 """From a push until its numbers are no longer shown; longer than the interval of any node that is to be watched."""

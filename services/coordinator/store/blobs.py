@@ -20,8 +20,7 @@ from pathlib import Path
 from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
-from heterorl.common.types.common import Digest
-from heterorl.common.types.digests import is_digest
+from heterorl.common.types.common import Digest, is_digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.files import (
     cut,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from heterorl.common.types.common import Contract, LoraSettings, SamplingSemantics
-from heterorl.common.types.step import LearnerProgress
+from heterorl.common.types.common import Contract, LearnerProgress, LoraSettings, SamplingSemantics
 
 _KEYS = {
     "lora.base_digest": "model_dir (the base model under the adapters)",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.train.report import LogRatios
+from heterorl.learner.train.ratios import LogRatios
 
 if TYPE_CHECKING:
     from torch import nn

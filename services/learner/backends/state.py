@@ -1,11 +1,4 @@
-"""The optimizers, and trainable state as files: safetensors for tensors, JSON for counters, no pickle.
-
-    adamw       two moments as large as the parameter: 8 bytes of each element; any piece of a parameter by itself
-    adafactor   arXiv 1804.04235: of a matrix the mean square of each row and of each column, of a vector of each
-                element, and no first moment
-
-Adafactor needs whole matrices: columns, the size of a parameter and that of its update are sums over all rows, so a
-rank that has some of them would take another step than one that has all.
+"""Trainable state as files: safetensors for tensors, JSON for counters, no pickle.
 
     weights.safetensors     fp32 masters by parameter name, tied ones once
     optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `random/cpu`, `random/cuda`
@@ -20,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,43 +24,14 @@ from torch import nn
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
-from heterorl.learner.backends.tensor_file import TensorFile
-from heterorl.learner.train.config import OptimizerName
+from heterorl.learner.backends.loading.tensor_file import TensorFile
+from heterorl.learner.train.update.optimizer import STEP, moments_of
+from heterorl.learner.train.update.schedule import OptimizerName
 
-STEP = "step"
-"""Beside the moments of every parameter: how many steps they have seen."""
-_EPSILONS = (1e-16, 1e-3)
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 COUNTERS_FILE = "state.json"
 FORMAT = 1
-
-
-def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    *,
-    optimizer: OptimizerName,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> torch.optim.Optimizer:
-    """The optimizer that is configured, before its first step."""
-    if optimizer == "adafactor":
-        # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
-        return torch.optim.Adafactor(parameters, lr=lr, eps=_EPSILONS, weight_decay=weight_decay)
-    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-
-
-def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
-    """Names and shapes of what is kept of a parameter beside its count of steps; all of it fp32."""
-    if optimizer == "adamw":
-        return {"exp_avg": shape, "exp_avg_sq": shape}
-    if len(shape) < 2:
-        return {"variance": shape}
-    return {
-        "row_var": torch.Size((*shape[:-1], 1)),
-        "col_var": torch.Size((*shape[:-2], 1, shape[-1])),
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -24,18 +24,20 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backends.loading import fill, open_model
-from heterorl.learner.backends.state import build_optimizer, copy_state, read_state
+from heterorl.learner.backends.loading.opened import fill, open_model
+from heterorl.learner.backends.state import copy_state, read_state
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.progress import PassCount
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_forward
-from heterorl.learner.train.model import check_forward, load_reference
-from heterorl.learner.train.report import LogRatios, wanted_log_ratios
+from heterorl.learner.train.model import check_forward
+from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
+from heterorl.learner.train.reference import load_reference
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
+from heterorl.learner.train.update.optimizer import build_optimizer
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, PayloadInfo
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.ranks.backend import DividedBackend
-from heterorl.learner.backends.ranks.versions import DividedArena, source_of
+from heterorl.learner.backends.ranks.versions.divided import source_of
+from heterorl.learner.backends.ranks.versions.engine import DividedArena
 
 Weights = Arena | DividedArena
 

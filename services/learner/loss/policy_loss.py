@@ -13,8 +13,8 @@ import torch
 
 from heterorl.learner.loss import importance
 from heterorl.learner.loss.custom import LossBatch, batch_of, terms_of
-from heterorl.learner.loss.group import masked_mean
-from heterorl.learner.loss.importance import has_not_drifted
+from heterorl.learner.loss.denominators import masked_mean
+from heterorl.learner.loss.masks import has_not_drifted
 from heterorl.learner.loss.objectives import (
     LossInputs,
     LossTerms,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
@@ -35,35 +35,20 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions import DividedArena
+from heterorl.learner.backends.ranks.versions.engine import DividedArena
 from heterorl.learner.backends.weights import Weights, divided, maker_of, whole_of
 from heterorl.learner.observe import observe_version
 from heterorl.learner.publish.canary import Canary
-from heterorl.learner.publish.checkpoint import Begun, CheckpointStore, Cursor, cursor_of
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.commit import commit
+from heterorl.learner.publish.cursor import Cursor, cursor_of
+from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
 from heterorl.learner.publish.flavours import EncodedFlavour, Flavours, QuantisedFlavour
 from heterorl.learner.publish.journal import Journal
-from heterorl.learner.publish.upload import commit, upload_all
+from heterorl.learner.publish.upload import upload_all
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draft:
-    """The next version as its step left it; nothing here changes when the next step does.
-
-    `arena` has the rounded weights, `forms` the flavours of them; `canary` are the log-probs of the agreed tokens,
-    computed now because the model that is trained computes them; `begun` is the checkpoint, where one is due.
-    `encoded` is what all ranks have encoded already; None where this process does it, beside the next step.
-    """
-
-    version: int
-    step: int
-    arena: Weights
-    canary: tuple[float, ...]
-    forms: tuple[QuantisedFlavour, ...]
-    begun: Begun | None
-    encoded: Encoded | None = None
 
 
 class Publisher:

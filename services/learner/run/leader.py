@@ -1,4 +1,4 @@
-"""Leading a run: the lease, its renewal, the sessions between which versions go back or resume, and where it left."""
+"""Leading a run: the lease, its renewal, and the sessions between which versions go back or resume."""
 
 from __future__ import annotations
 
@@ -19,53 +19,27 @@ from heterorl.common.types.policy import NO_VERSION, LeaseGrant
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.admission import Limits
 from heterorl.learner.checks.examiner import Examiner
-from heterorl.learner.checks.uniform import RewardSignal
+from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
-from heterorl.learner.notes import Notes, Reader
+from heterorl.learner.notes.notes import Notes
+from heterorl.learner.notes.reading import Reader
 from heterorl.learner.progress import StepWatch
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.feed import Inbox, feed
-from heterorl.learner.run.lease import acquire, check_groups, check_messages, read_incarnation, renew
+from heterorl.learner.run.feed import feed
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.incarnation import read_incarnation
+from heterorl.learner.run.lease import acquire, check_groups, check_messages, renew
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import describe_run
+from heterorl.learner.run.run_result import RunResult
 from heterorl.learner.run.selection import Selection
 from heterorl.learner.run.session import Outcome, Session
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """Where a learner left.
-
-    `step` optimizer steps are in its weights, of which `num_unpublished` are in no version; `version` is the newest
-    that is known to be committed (-1: none), and the next one may be when `is_undecided`. `is_finished` when max_steps
-    is reached; `has_begun` once it held the weights of `version`.
-    """
-
-    step: int
-    version: int
-    is_finished: bool
-    num_unpublished: int = 0
-    is_undecided: bool = False
-    has_begun: bool = True
-
-    def __str__(self) -> str:
-        """The last line of a learner's log."""
-        if not self.has_begun:
-            where = "before the first version" if self.version < 0 else f"before it went on from version {self.version}"
-            return f"stopped {where}"
-        text = f"stopped at step {self.step - self.num_unpublished}, version {self.version}"
-        if self.is_undecided:
-            text += f"; version {self.version + 1} was on its way, the next start asks whether it arrived"
-        elif self.num_unpublished:
-            steps = f"{self.num_unpublished} step" + "s" * (self.num_unpublished > 1)
-            text += f"; {steps} after it not yet published: the groups return to the queue"
-        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,92 +1,23 @@
-"""Who leads: the state directory, which one process at a time may use, and the learner's lease.
-
-    state_dir/incarnation    "<32 hex digits> <number of the file's inode>"
-
-Guarantees: a restart is told from a second learner. Every start from the same directory has the same random name, also
-after SIGKILL; a directory that was copied has another one, because its file has another inode. Such a learner, and one
-whose file was lost, waits once for the end of a lease; nothing else depends on the name. The lease is taken once and
-renewed by a task of its own, so that no long step can lose it.
-"""
+"""The learner's lease: taken once, renewed by a task of its own, so that no long step can lose it."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import math
-import os
-import re
-import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
-from typing import IO
+from collections.abc import Awaitable, Callable, Sequence
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import ConfigError, DiskFull
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.files import make_directory, replacing, try_lock
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.progress import StepWatch
 
 _LOG = logging.getLogger(__name__)
-INCARNATION_FILE = "incarnation"
-_LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")
 MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0
 RENEWALS_PER_TERM = 3
 """Two renewals may be lost before the lease is anybody's."""
-
-
-@contextlib.contextmanager
-def hold_directory(path: Path) -> Iterator[Path]:
-    """Create the directory and hold its lock, which ends with the process however that ends.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
-    make_directory(path)
-    with (path / "lock").open("w") as file:
-        if not try_lock(file):
-            raise ConfigError("state_dir", f"{path} is used by another learner", action="stop it first")
-        yield path
-
-
-def read_incarnation(directory: Path) -> str:
-    """The name of the learner whose state this directory has; made where there is none.
-
-    Raises:
-        DiskFull: it cannot be written.
-    """
-    path = directory / INCARNATION_FILE
-    try:
-        with path.open(encoding="ascii") as file:
-            found = _LINE.fullmatch(file.read(256))
-            if found and int(found[2]) == _inode(file):
-                return found[1]
-    except FileNotFoundError:
-        pass
-    except ValueError:
-        # Bytes that are no ASCII: what a disk made of it is nobody's name.
-        pass
-    return _make(path)
-
-
-def _make(path: Path) -> str:
-    name = secrets.token_hex(16)
-    try:
-        # A rename keeps the inode.
-        with replacing(path) as file:
-            file.write(f"{name} {_inode(file)}\n".encode("ascii"))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(str(path.parent)) from error
-        raise
-    return name
-
-
-def _inode(file: IO[bytes] | IO[str]) -> int:
-    return os.fstat(file.fileno()).st_ino
 
 
 async def acquire(

@@ -31,7 +31,8 @@ from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.weights import whole_of
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.restore import PublishedVersions, Restorer
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import RemoteError, StaleEpoch
 from heterorl.common.process.files import replacing
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.facts import facts_of
+from heterorl.common.types.run import facts_of
 from heterorl.learner.config import LearnerConfig
 
 _LOG = logging.getLogger(__name__)

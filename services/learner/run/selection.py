@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from heterorl.common.api import LearnerApi
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
+from heterorl.common.types.common import LearnerPhase
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection
-from heterorl.common.types.step import LearnerPhase
 from heterorl.common.types.trajectory import without_stale
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.weights import Weights, whole_of
@@ -22,10 +22,10 @@ from heterorl.learner.checks.judge import judge_log_ratios
 from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.uniform import split_uniform
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.notes import Notes
+from heterorl.learner.notes.notes import Notes
 from heterorl.learner.progress import StepWatch
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.feed import Inbox
+from heterorl.learner.run.inbox import Inbox
 
 _LOG = logging.getLogger(__name__)
 

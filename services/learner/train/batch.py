@@ -15,9 +15,10 @@ import torch
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, Rollout
 from heterorl.common.types.trajectory import Strip, strips_of
+from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.custom import LossBatch
-from heterorl.learner.loss.group import beta_weights, group_advantages, group_log_denominator, log_denominators
+from heterorl.learner.loss.denominators import group_log_denominator, log_denominators
 from heterorl.learner.loss.rule import Rule, rule_of
 
 

@@ -12,15 +12,15 @@ from fractions import Fraction
 
 import numpy as np
 
-from heterorl.common.types.common import SourceReport
-from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout
-from heterorl.common.types.step import (
+from heterorl.common.types.common import (
     MAX_REPORTED_PARTS,
     MAX_REPORTED_SITES,
     CompletionNumbers,
     PartMean,
     SiteTokens,
+    SourceReport,
 )
+from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout
 
 
 def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:

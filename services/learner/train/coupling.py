@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from heterorl.learner.loss.custom import LossBatch, batch_of
-from heterorl.learner.loss.group import expected_learner_log_denominator
-from heterorl.learner.loss.importance import within_second_moment
+from heterorl.learner.loss.denominators import expected_learner_log_denominator
+from heterorl.learner.loss.masks import within_second_moment
 from heterorl.learner.loss.objectives import token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule

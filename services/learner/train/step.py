@@ -19,12 +19,11 @@ from heterorl.common.model.routing import RouterReplay
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.group import log_denominators, masked_mean
+from heterorl.learner.loss.denominators import log_denominators, masked_mean
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import Batch, TrainingSequence
-from heterorl.learner.train.config import Schedule
 from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
@@ -38,6 +37,7 @@ from heterorl.learner.train.report import (
     step_size_factor,
     summed,
 )
+from heterorl.learner.train.update.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

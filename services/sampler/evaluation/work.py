@@ -36,8 +36,8 @@ from heterorl.common.errors import (
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.evaluation import MAX_PARTS, PART_SAMPLES, EvaluationPart, PromptResult, without_texts
-from heterorl.common.types.words import peer_seconds, peer_words
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.drawing import Drawing
 from heterorl.sampler.evaluation.sets import SiteSet

@@ -9,7 +9,7 @@ import random
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
-from heterorl.common.rpc.diagnosis import DiagnosisClient
+from heterorl.common.rpc.roles import DiagnosisClient
 from heterorl.common.wire.statement import Statement, statement_from_bytes
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.joining.adoption import Adopted, adopt

@@ -21,8 +21,8 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.tracing import TRACER
+from heterorl.common.types.common import peer_words
 from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
-from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
 
 _LOG = logging.getLogger(__name__)

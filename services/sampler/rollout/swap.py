@@ -23,11 +23,9 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
-from heterorl.common.types.run import CanaryReport
-from heterorl.common.types.standstill import RELEASE
-from heterorl.common.types.words import peer_words
+from heterorl.common.types.run import RELEASE, CanaryReport
 from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.session import NO_ROOT, Reported, Session
 

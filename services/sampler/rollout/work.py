@@ -11,8 +11,8 @@ from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unre
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.task import Task
+from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.rollout import ReturnReason, WorkAssignment
-from heterorl.common.types.words import peer_seconds, peer_words
 from heterorl.sampler.session import Session
 
 _LOG = logging.getLogger(__name__)

@@ -24,9 +24,8 @@ from heterorl.cli.live.status import status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config import load, parse_override
-from heterorl.common.types.incarnations import fold
 from heterorl.common.types.rollout import DropReason
-from heterorl.common.types.run import FlavourStatus, LedgerCounts, RunStatus, SiteStatus
+from heterorl.common.types.run import FlavourStatus, LedgerCounts, RunStatus, SiteStatus, fold_incarnations
 from heterorl.coordinator.config import CoordinatorConfig
 from tests.support.run import REPORT
 
@@ -366,7 +365,7 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
     older = dataclasses.replace(newest, incarnation="mid", policy_version=5, last_seen_s=300.0)
     never = dataclasses.replace(site, site="eu-1")
 
-    us, eu = fold([site, newest, older, never])
+    us, eu = fold_incarnations([site, newest, older, never])
 
     assert (us.newest.incarnation, us.newest.policy_version, us.starts) == ("new", 7, 3)
     assert (us.newest.groups_accepted, us.newest.groups_dropped, us.newest.work_leased) == (9, 3, 6)

@@ -25,12 +25,10 @@ from heterorl.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )  # fmt: skip
-from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.facts import changed_steps
+from heterorl.common.types.common import Digest, LearnerPhase, LearnerProgress, SiteId
 from heterorl.common.types.policy import PlanKind
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, RewardPart, Span
-from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.types.step import LearnerPhase, LearnerProgress
+from heterorl.common.types.run import Command, Heartbeat, changed_steps
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.identity.identity import Identity, Role
-from heterorl.common.rpc.diagnosis import Diagnosis
+from heterorl.common.rpc.roles import Diagnosis
 from heterorl.common.types.common import LoraSettings
 from heterorl.doctor import link, node
 from heterorl.doctor.check import Check, Level, Trouble, checks_json, checks_table, exit_code, fail, ok, skip, warn

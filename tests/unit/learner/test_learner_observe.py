@@ -4,9 +4,8 @@ import dataclasses
 import math
 
 from heterorl.common.process.metrics import REGISTRY
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, SiteTokens
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
-from heterorl.common.types.step import CompletionNumbers, PartMean, SiteTokens
 from heterorl.learner.observe import observe_start, observe_step, observe_version
 from tests.support.learner_world import queued
 from tests.support.run import REPORT

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.common.types.step import LearnerPhase, StepTimes
+from heterorl.common.types.common import LearnerPhase, StepTimes
 from heterorl.learner.progress import PassCount, progress_of
 from tests.support.clock import ManualClock
 

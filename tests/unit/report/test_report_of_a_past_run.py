@@ -15,8 +15,8 @@ import heterorl
 from heterorl.cli.main import app
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.facts import changed_steps
-from heterorl.common.types.step import CompletionNumbers, PartMean, StepTimes
+from heterorl.common.types.common import CompletionNumbers, PartMean, StepTimes
+from heterorl.common.types.run import changed_steps
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner.config import LearnerConfig

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from heterorl.common.types.common import SourceReport, StepReport
-from heterorl.common.types.step import CompletionNumbers, PartMean, SiteTokens, StepTimes
+from heterorl.common.types.common import CompletionNumbers, PartMean, SiteTokens, SourceReport, StepReport, StepTimes
 from heterorl.track.rows import row_of
 from tests.support.run import REPORT
 

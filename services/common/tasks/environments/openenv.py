@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.task import Message
-from heterorl.common.types.words import peer_words
+from heterorl.common.types.common import peer_words
 
 MAX_BYTES = 1 << 20
 """Of one message of the server."""

@@ -30,7 +30,7 @@ from heterorl.common.tasks.environments.endpoint import Endpoint, over
 from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.rewards.files import reward_files
 from heterorl.common.tasks.task import Message
-from heterorl.common.types.words import peer_words
+from heterorl.common.types.common import peer_words
 
 CALLED = Path(__file__).parent / "called.py"
 MAX_TAIL_BYTES = 65_536

@@ -12,9 +12,8 @@ from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.tasks.thoughts import answer_of
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
-from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import bytes_digest
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import RewardError
-from heterorl.common.types.words import peer_words
+from heterorl.common.types.common import peer_words
 
 SCRIPT = Path(__file__).parent / "worker.py"
 START_TIMEOUT_S = 120.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from heterorl.common.types.common import Digest
-from heterorl.common.types.digests import is_digest
+from heterorl.common.types.common import Digest, is_digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.files import file_size, name_file

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError, CorruptStore
-from heterorl.common.types.common import Digest
-from heterorl.common.types.digests import file_name, is_digest
+from heterorl.common.types.common import Digest, file_name, is_digest
 from heterorl.coordinator.store.bucket.client import PART_BYTES, BucketClient
 from heterorl.coordinator.store.files import open_file, write_all
 

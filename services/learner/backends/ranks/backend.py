@@ -26,18 +26,20 @@ from heterorl.common.types.common import NO_LORA, LoraSettings, SamplingSemantic
 from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner import progress
-from heterorl.learner.backends.ranks.checkpoints import Writing, write_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoints.beside import Writing
+from heterorl.learner.backends.ranks.checkpoints.read import open_together
+from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
 from heterorl.learner.backends.ranks.collectives import Collectives, MetByAll, make_together
 from heterorl.learner.backends.ranks.commands import AGREED, Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.division import Division, settle_untrained
 from heterorl.learner.backends.ranks.passes import Passes
-from heterorl.learner.backends.ranks.restoring import open_together
-from heterorl.learner.backends.ranks.versions import DividedArena, DividedVersions, Source, VersionEngine
+from heterorl.learner.backends.ranks.versions.divided import DividedVersions, Source
+from heterorl.learner.backends.ranks.versions.engine import DividedArena, VersionEngine
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import RanksConfig
-from heterorl.learner.train.report import LogRatios, wanted_log_ratios
+from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
 from heterorl.learner.train.step import StepEnd, end_step
 
 _LOG = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from heterorl.cli.live.curves import progress_words, report_rows, series, time_words
-from heterorl.common.types.step import (
+from heterorl.common.types.common import (
     CompletionNumbers,
     LearnerPhase,
     LearnerProgress,

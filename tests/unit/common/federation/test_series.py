@@ -12,7 +12,7 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.federation import series as series_room
 from heterorl.common.federation.series import LIMITS, Limit, lines_of, page, rendered, series_of
 from heterorl.common.process import metrics
-from heterorl.common.types.series import Series
+from heterorl.common.types.common import Series
 
 OF_A = {"run": "r", "service": "sampler", "instance": "site-a", "site": "site-a"}
 TOKENS, RPCS = "heterorl_tokens_total", "heterorl_rpc_seconds_count"

@@ -15,7 +15,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process.clock import ring_or_time
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.words import peer_seconds
+from heterorl.common.types.common import peer_seconds
 from tests.support.clock import ManualClock
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest, QuotaExceeded
 from heterorl.common.rpc import budget as budget_module
-from heterorl.common.rpc.budget import OF_HOLDER, OF_PRIVILEGED, SHORT_BYTES, Budget
-from heterorl.common.rpc.lanes import Holder, Lane
+from heterorl.common.rpc.budget import OF_HOLDER, OF_PRIVILEGED, SHORT_BYTES, Budget, Holder, Lane
 
 EVIL, HONEST = (Holder(f"sampler {name}", False, is_proven=True) for name in ("evil", "honest"))
 LEARNER = Holder("learner main", True, is_proven=True)

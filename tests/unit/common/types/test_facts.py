@@ -6,9 +6,9 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest, RemoteError, StaleEpoch
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.facts import (
+from heterorl.common.types.run import (
+    changed_facts,
     changed_steps,
-    changes,
     facts_of,
     parse_facts,
     steps_wanted,
@@ -71,8 +71,8 @@ async def test_operators_see_them_and_only_the_learner_says_them(tmp_path):
 def test_a_key_that_is_no_fact_is_a_change_all_the_same():
     before, after = (facts_of(run_of(metrics_port=port)) for port in (1, 2))
 
-    assert "keys that are not among these facts" in changes(before, after)
-    assert changes(before, before) == ""
+    assert "keys that are not among these facts" in changed_facts(before, after)
+    assert changed_facts(before, before) == ""
 
 
 def test_changes_are_bounded_and_the_newest_stay():

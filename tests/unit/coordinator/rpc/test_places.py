@@ -4,8 +4,7 @@ import contextlib
 
 from heterorl.common.errors import QuotaExceeded
 from heterorl.common.identity.identity import Identity, LocalPeer, Role
-from heterorl.common.rpc.budget import SHORT, SHORT_BYTES
-from heterorl.common.rpc.lanes import Holder
+from heterorl.common.rpc.budget import SHORT, SHORT_BYTES, Holder
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import Text, bound_of
 from heterorl.coordinator.rpc.door import Shares, holder_of

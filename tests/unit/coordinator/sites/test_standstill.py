@@ -12,8 +12,16 @@ from heterorl.cli.live.top import View, frame
 from heterorl.common.errors import Quarantined
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.run import CanaryReport, LedgerCounts, RunStatus, SiteStatus
-from heterorl.common.types.standstill import ACTIVE_S, RELEASE, describe, quarantined_sites
+from heterorl.common.types.run import (
+    ACTIVE_S,
+    RELEASE,
+    CanaryReport,
+    LedgerCounts,
+    RunStatus,
+    SiteStatus,
+    describe_standstill,
+    quarantined_sites,
+)
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -63,7 +71,7 @@ OUT = _site("us-1", quarantine="off")
 )
 def test_run_stands_still_when_all_that_answer_are_in_quarantine(status, expected):
     assert quarantined_sites(status) == expected
-    assert bool(describe(expected)) == bool(expected)
+    assert bool(describe_standstill(expected)) == bool(expected)
 
 
 def test_people_and_programs_are_told_first_and_with_the_command():
@@ -81,9 +89,9 @@ def test_people_and_programs_are_told_first_and_with_the_command():
         assert "STANDS STILL the run stands still: every site that answers is in quarantine (us-1)" in page
         assert page.index("STANDS STILL") < page.index("version 1")
         assert RELEASE in page
-    assert status_json(status)["standstill"] == describe(("us-1",))
+    assert status_json(status)["standstill"] == describe_standstill(("us-1",))
     assert status_json(_status(_site()))["standstill"] == ""
-    many = describe(tuple(f"site-{number}" for number in range(9)))
+    many = describe_standstill(tuple(f"site-{number}" for number in range(9)))
     assert "site-4 and 4 more" in many
     assert "site-5" not in many
 

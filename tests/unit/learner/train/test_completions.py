@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from heterorl.common.types.common import SiteId
+from heterorl.common.types.common import MAX_REPORTED_PARTS, MAX_REPORTED_SITES, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart
-from heterorl.common.types.step import MAX_REPORTED_PARTS, MAX_REPORTED_SITES
 from heterorl.learner.train.completions import completion_numbers, has_signal
 from tests.support.learner_world import make_group
 

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 import heterorl
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.ranks import meeting
+from heterorl.learner.backends.ranks import meeting, rounds
 from heterorl.learner.backends.ranks.collectives import RanksDiffer
-from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart, enter_round, open_round
+from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart
 from heterorl.learner.backends.ranks.place import Place, local_place
+from heterorl.learner.backends.ranks.rounds import enter_round, open_round
 
 
 def _place(rank, world_size=3):
@@ -22,7 +23,7 @@ def _place(rank, world_size=3):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """What waits for ever by mistake gives up before the test's own time is over."""
-    monkeypatch.setattr(meeting, "CONNECT", meeting.datetime.timedelta(seconds=50))
+    monkeypatch.setattr(rounds, "CONNECT", rounds.datetime.timedelta(seconds=50))
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_ranks_of_a_new_round_never_hear_what_was_said_in_the_last(places):
         met = _met(places, first=number)
         met[0].say(f"run {number}")
         assert met[1].hear() == f"run {number}"
-        meeting.append(met)
+        rounds.append(met)
 
     rounds[1][1].note_end()
     rounds[1][0].end()
@@ -129,11 +130,11 @@ def test_rank_waits_for_the_end_of_rank_0_no_longer_than_it_is_said_to(places, m
     with pytest.raises(RanksDiffer, match=r"rank 1 in 0\.3 s"):
         met[1].hear(within_s=0.3)
 
-    assert 0.3 < sum(slept) <= 0.3 + 2 * meeting.POLL_S
+    assert 0.3 < sum(slept) <= 0.3 + 2 * rounds.POLL_S
 
 
 def test_rank_that_nobody_welcomes_gives_up(connect, monkeypatch):
-    monkeypatch.setattr(meeting, "CONNECT", meeting.datetime.timedelta(seconds=0.2))
+    monkeypatch.setattr(rounds, "CONNECT", rounds.datetime.timedelta(seconds=0.2))
 
     with pytest.raises(RuntimeError, match="nothing is heard of rank 0"):
         enter_round(connect(), _place(1))
@@ -150,7 +151,7 @@ def _versions(monkeypatch, releases):
         def __version__(self):
             return releases[here.rank]
 
-    monkeypatch.setattr(meeting, "heterorl", Release())
+    monkeypatch.setattr(rounds, "heterorl", Release())
 
     def meet(place):
         here.rank = place.rank
@@ -215,7 +216,7 @@ def test_release_that_does_not_say_what_it_is_is_another_one(connect, run, old):
 @pytest.mark.parametrize(("names", "counted"), [(("a", "b"), [1, 1]), (("a", "a"), [2, 2])])
 def test_ranks_without_a_stated_number_of_a_machine_count_equal_names(tmp_path, monkeypatch, names, counted):
     hosts = iter(names)
-    monkeypatch.setattr(meeting.socket, "gethostname", lambda: next(hosts))
+    monkeypatch.setattr(rounds.socket, "gethostname", lambda: next(hosts))
     places = [
         Place(rank=rank, local_rank=0, world_size=2, local_world_size=0, file=tmp_path / "store") for rank in range(2)
     ]

@@ -1,1 +1,0 @@
-"""The calls of a client by who makes them: pullers, the learner, sites that evaluate. Open `weights` first."""

@@ -34,11 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from heterorl.coordinator.groups.queue import LEASE_BYTES, LEASE_STEP
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.engine import Engine
+from heterorl.coordinator.store.engine import Connection, Engine
 from heterorl.coordinator.store.postgres.engine import open_store
-from heterorl.coordinator.store.sqlite.engine import SqliteEngine
+from heterorl.coordinator.store.sqlite import SqliteEngine
 from tests.support.postgres import PostgresServer
 
 COUNTS = {4_567: 16_384, 226_891: 768, 2_000_000: 128}

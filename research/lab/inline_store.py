@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from heterorl.common.errors import Draining
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.engine import Connection
 
 ResultT = TypeVar("ResultT")
 

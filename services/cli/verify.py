@@ -12,8 +12,16 @@ from rich.text import Text
 
 from heterorl.common.types.policy import Manifest
 from heterorl.coordinator.offline.history import History, read_histories
-from heterorl.coordinator.offline.payloads import check_payloads, num_rebuilt, rebuildable, replay, with_offered
-from heterorl.coordinator.offline.verify import Check, Report, check_manifests
+from heterorl.coordinator.offline.verify import (
+    Check,
+    Report,
+    check_manifests,
+    check_payloads,
+    num_rebuilt,
+    rebuildable,
+    replay,
+    with_offered,
+)
 
 SOUND, FAULTY = 0, 2
 MAX_SHOWN = 50

@@ -39,8 +39,7 @@ from heterorl.coordinator.servicers.run import (
     RunServicer,
     SampleServicer,
 )
-from heterorl.coordinator.sites.page import MetricsPage
-from heterorl.coordinator.sites.reported import Reported
+from heterorl.coordinator.sites.reported import MetricsPage, Reported
 from heterorl.coordinator.store.choice import claimed, standby_at
 from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.engine import Engine

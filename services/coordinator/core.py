@@ -14,27 +14,26 @@ from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.pull.reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.evaluation import EvaluationColumn
-from heterorl.coordinator.groups import group_size, queue
+from heterorl.coordinator.groups import admission, queue
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.lease import LearnerLease
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.composer import Composer
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
-from heterorl.coordinator.payloads.leases import PullLeases
-from heterorl.coordinator.payloads.merging.cache import Merges
-from heterorl.coordinator.payloads.merging.composer import Composer
+from heterorl.coordinator.payloads.merges import Merges
 from heterorl.coordinator.payloads.opening import open_payloads
+from heterorl.coordinator.payloads.retention import PullLeases
 from heterorl.coordinator.policy import PolicyColumn
+from heterorl.coordinator.ring import Ring
 from heterorl.coordinator.rollout import RolloutColumn
 from heterorl.coordinator.run import RunColumn
 from heterorl.coordinator.sample import SampleColumn
-from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.choice import open_engine
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
-from heterorl.coordinator.store.engine import Engine
+from heterorl.coordinator.store.engine import Connection, Engine
 from heterorl.coordinator.store.room import Room, operators_error
 from heterorl.coordinator.versions import lineage
 
@@ -262,6 +261,6 @@ def _start(connection: Connection, config: CoordinatorConfig) -> None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
     contract = lineage.read_contract(connection)
-    problem = "" if contract is None else group_size.problem_of(contract, config)
+    problem = "" if contract is None else admission.contract_problem(contract, config)
     if problem:
-        raise ConfigError("max_message_bytes", problem, action=group_size.ACTION)
+        raise ConfigError("max_message_bytes", problem, action=admission.SIZE_ACTION)

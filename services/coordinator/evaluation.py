@@ -24,8 +24,8 @@ from heterorl.coordinator.evaluations import results as scores
 from heterorl.coordinator.evaluations.choice import Asker, choose
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import quarantine
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)

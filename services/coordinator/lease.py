@@ -9,16 +9,15 @@ from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.common import Contract, LearnerProgress
 from heterorl.common.types.policy import LeaseGrant, stated_version
 from heterorl.common.wire.statement import check_statement
-from heterorl.coordinator.groups import group_size
+from heterorl.coordinator.groups import admission
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage, rollback
 from heterorl.coordinator.versions.flavours import check_names, offer
-from heterorl.coordinator.versions.lease import Lease, decide_acquire
-from heterorl.coordinator.versions.lineage import keep_statement
+from heterorl.coordinator.versions.lineage import Lease, decide_acquire, keep_statement
 
 _LOG = logging.getLogger(__name__)
 MAX_INCARNATION = 64
@@ -56,9 +55,9 @@ class LearnerLease:
         check_names(flavours)
         if statement:
             check_statement(statement, contract)
-        problem = group_size.problem_of(contract, self._parts.config)
+        problem = admission.contract_problem(contract, self._parts.config)
         if problem:
-            raise InvalidRequest(problem, action=group_size.ACTION)
+            raise InvalidRequest(problem, action=admission.SIZE_ACTION)
         now = self._parts.clock.monotonic()
 
         def operation(connection: Connection) -> tuple[int, int | None, str, str]:

@@ -14,9 +14,9 @@ from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome, ReturnReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, quarantined_sites
 from heterorl.common.types.sample import SampleKind
+from heterorl.coordinator import ring
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.samples import ring
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 
 SILENCE_LIMIT_S = 86_400.0

@@ -13,18 +13,18 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
 from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.composer import Composer
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
-from heterorl.coordinator.payloads.leases import PullLeases
-from heterorl.coordinator.payloads.merging.cache import Merges
-from heterorl.coordinator.payloads.merging.composer import Composer
+from heterorl.coordinator.payloads.merges import Merges
+from heterorl.coordinator.payloads.retention import PullLeases
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.home import Copies, Home, Incoming
 from heterorl.coordinator.store.room import Room
-from heterorl.coordinator.versions.lease import Standing
+from heterorl.coordinator.versions.lineage import Standing
 
 ResultT = TypeVar("ResultT")
 

@@ -39,10 +39,10 @@ from heterorl.coordinator import status
 from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.parts import Parts
-from heterorl.coordinator.payloads.merging.spans import worth_merging
-from heterorl.coordinator.sites import canary
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.payloads.merges import worth_merging
+from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import set_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import flavours, lineage, plans, rollback
 from heterorl.coordinator.versions.chain import Chain
 
@@ -145,7 +145,7 @@ class PolicyColumn:
             self._parts.queue.drop_abandoned(connection, abandoned)
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
             flavours.write_versions(connection, request, parsed)
-            canary.write_stated(connection, manifest.version, request)
+            quarantine.write_canary(connection, manifest.version, request)
             set_meta(connection, "encode_s", str(request.encode_s))
             rollback.settle(connection, manifest)
             config = self._parts.config

@@ -27,15 +27,15 @@ from heterorl.common.types.rollout import (
     WorkGrant,
 )
 from heterorl.common.wire.rollout import opened
-from heterorl.coordinator.groups import horizon, queue, returns, work
+from heterorl.coordinator.groups import horizon, queue, work
 from heterorl.coordinator.groups.intake import Arrival, arrival_of
 from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
 from heterorl.coordinator.parts import Parts
-from heterorl.coordinator.sites import quarantine, shares
+from heterorl.coordinator.sites import quarantine, quotas
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain
 
@@ -84,7 +84,7 @@ class RolloutColumn:
             quarantine.check_site(connection, site)
             self._parts.deadlines.look(connection, now)
             if head - policy_version <= self._parts.config.max_staleness_versions:
-                shares.note_asked(connection, site, now)
+                quotas.note_asked(connection, site, now)
             again = work.handed_before(connection, site=site, incarnation=incarnation, request_id=request_id)
             if again:
                 return self._parts.deadlines.begin(
@@ -115,7 +115,7 @@ class RolloutColumn:
     def _pace(self, connection: Connection, holder: Holder, now: float) -> Pace:
         config = self._parts.config
         limit = config.outstanding_limit
-        share = shares.allowance(
+        share = quotas.allowance(
             connection, holder[0], limit=limit, at_least=config.groups_per_version,
             works_ahead=declared(connection, holder).ahead_s > 0, now=now,
         )  # fmt: skip
@@ -134,11 +134,11 @@ class RolloutColumn:
         if len(assignments) > MAX_ASSIGNMENTS:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
-        def operation(connection: Connection) -> list[returns.Closed]:
+        def operation(connection: Connection) -> list[work.Closed]:
             self._parts.sites.require(connection, site, incarnation)
-            return returns.take(connection, (site, incarnation), assignments, reason, config=self._parts.config)
+            return work.take_back(connection, (site, incarnation), assignments, reason, config=self._parts.config)
 
-        returns.say(await self._parts.database.run(operation))
+        work.say_closed(await self._parts.database.run(operation))
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""

@@ -37,12 +37,11 @@ from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
-from heterorl.coordinator.sites import audit, canary, quarantine, watermark
+from heterorl.coordinator.sites import audit, incarnations, quarantine
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.sites import Holder
-from heterorl.coordinator.store import repeats
-from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.database import Database, answer_to_order, get_meta, remember_order, set_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import flavours, lineage, rollback
 
 _LOG = logging.getLogger(__name__)
@@ -127,10 +126,10 @@ class RunColumn:
 
         def operation(connection: Connection) -> tuple[CanaryVerdict, bool]:
             self._parts.sites.require(connection, report.site, report.incarnation)
-            before = canary.read_quarantines(connection).get(report.site, "")
+            before = quarantine.read_canary_reasons(connection).get(report.site, "")
             flavour = self._parts.sites.flavour(connection, report.site, report.incarnation)
             threshold = self._parts.config.canary_threshold
-            verdict = canary.compare(connection, report, threshold=threshold, flavour=flavour)
+            verdict = quarantine.compare_canary(connection, report, threshold=threshold, flavour=flavour)
             change = (report.site, bool(verdict.quarantine))
             is_said = bool(before) != change[1] and report.version > self._told.get(change, NO_VERSION)
             if is_said:
@@ -202,10 +201,10 @@ class RunColumn:
         now = self._parts.clock.wall()
 
         def operation(connection: Connection) -> str:
-            before = repeats.answer_to(connection, f"release/{site}", request_id)
+            before = answer_to_order(connection, f"release/{site}", request_id)
             if before is None:
                 before = quarantine.release(connection, site, reason=reason, now=now)
-                repeats.remember(connection, f"release/{site}", request_id, before)
+                remember_order(connection, f"release/{site}", request_id, before)
             return before
 
         before = await self._parts.change(operation)
@@ -319,7 +318,7 @@ class Beats:
 
 def commands_of(connection: Connection, holders: Iterable[Holder], config: CoordinatorConfig) -> Commands:
     """What holders are told; those that are not registered are left out."""
-    wide = watermark.wide_gaps(connection, holders)
+    wide = incarnations.wide_gaps(connection, holders)
     if config.is_finished(lineage.head_version(connection)):
         # The last version is to be evaluated: who drains does that first.
         last = (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,)

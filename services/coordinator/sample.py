@@ -23,9 +23,9 @@ from heterorl.common.wire.sample import (
     note_to_bytes,
     sample_of,
 )
+from heterorl.coordinator import ring
 from heterorl.coordinator.parts import Parts
-from heterorl.coordinator.samples import listing, ring
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 
 END_OF_IDS = 1 << 63
@@ -91,9 +91,7 @@ class SampleColumn:
         )
 
     async def _look(self, wanted: SampleFilter, page: SamplePage, found: list[SampleSummary]) -> SamplePage | None:
-        some, looked_up_to = await self._parts.database.run(
-            lambda connection: listing.read_page(connection, wanted, page)
-        )
+        some, looked_up_to = await self._parts.database.run(lambda connection: ring.read_page(connection, wanted, page))
         found += some
         return None if looked_up_to is None else next_page(page, looked_up_to)
 
@@ -105,4 +103,4 @@ class SampleColumn:
         """The same, as it lies in the store."""
         if not 0 <= sample_id < END_OF_IDS:
             raise UnknownSample(f"sample {sample_id} is not kept")
-        return await self._parts.database.run(lambda connection: listing.read_sample(connection, sample_id))
+        return await self._parts.database.run(lambda connection: ring.read_sample(connection, sample_id))

@@ -9,17 +9,17 @@ from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import difficulty, ledger
+from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.payloads import index
-from heterorl.coordinator.sites import lost_members, quarantine
+from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.sites.sites import Sites
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import flavours, lineage, rollback
 from heterorl.coordinator.versions.chain import Chain
-from heterorl.coordinator.versions.lease import Standing
+from heterorl.coordinator.versions.lineage import Standing
 
 FACTS = "facts"
 """Where the store keeps what the learner said of the run."""
@@ -80,7 +80,7 @@ def run_status(
             quotas=quotas,
             rule=quarantine.rule_of(config),
             holdings=deadlines.holdings(connection, now),
-            problems=lost_members.problems(connection, config.max_lost_share),
+            problems=quarantine.lost_problems(connection, config.max_lost_share),
         ),
         last_report=report_from_row(json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),
@@ -98,5 +98,7 @@ def run_status(
         store_problem=store_problem,
         progress=progress,
         progress_age_s=age_s,
-        prompts=difficulty.counts(connection, config.difficulty, num_prompts=contract.num_prompts if contract else 0),
+        prompts=schedule.prompt_counts(
+            connection, config.difficulty, num_prompts=contract.num_prompts if contract else 0
+        ),
     )

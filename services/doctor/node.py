@@ -7,7 +7,7 @@ import re
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.roles import Diagnosis
 from heterorl.common.types.common import Contract
-from heterorl.coordinator.versions.lease import contract_difference
+from heterorl.coordinator.versions.lineage import contract_difference
 from heterorl.doctor.check import Check, Trouble, fail, ok, skip, warn
 from heterorl.doctor.machine import Device, Disk, Versions, same_base
 

@@ -12,10 +12,10 @@ from tests.support.tools import tool
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = [
-    "coordinator/versions/lease.py",
+    "coordinator/versions/lineage.py",
     "coordinator/groups/schedule.py",
     "coordinator/groups/ledger.py",
-    "coordinator/versions/path.py",
+    "coordinator/versions/plans.py",
     "common/weights/manifest.py",
     "learner/loss/objectives.py",
     "learner/loss/policy_loss.py",

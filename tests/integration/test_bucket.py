@@ -16,7 +16,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import opening
-from heterorl.coordinator.store.bucket.client import read_credentials
+from heterorl.coordinator.store.bucket.objects import read_credentials
 from tests.support.bucket import SECRET
 from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock

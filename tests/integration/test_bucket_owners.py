@@ -8,7 +8,7 @@ from heterorl.common.pull.pull import Puller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline.restore import restore
-from heterorl.coordinator.store.bucket.client import BucketClient
+from heterorl.coordinator.store.bucket.objects import BucketClient
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
 from tests.support.relayed import LargeRun

@@ -21,7 +21,7 @@ from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutP
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.store.bucket import incoming
+from heterorl.coordinator.store.bucket import home
 from heterorl.demo.processes import start, stop
 from heterorl.learner.publish.upload import upload
 from heterorl.v1 import policy_pb2
@@ -242,9 +242,9 @@ async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(bucket, pre
         place._clock = clock
         async with learner(run) as client:
             assert await put(client, run, payload, tmp_path / "payload")
-        others = [f"{number:064x}" for number in range(incoming.MAX_OPEN)]
+        others = [f"{number:064x}" for number in range(home.MAX_OPEN)]
         urls = [(await place.place(digest, 100)).url for digest in others]
-        assert [bool(url) for url in urls] == [True] * (incoming.MAX_OPEN - 1) + [False]
+        assert [bool(url) for url in urls] == [True] * (home.MAX_OPEN - 1) + [False]
         assert (await place.place(payload.digest, SIZE)).offset == SIZE, "the same payload again is none more"
         assert await place.place(others[0], payloads.put_bytes + 1) == NO_PLACE
 

@@ -17,7 +17,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.sites import canary
+from heterorl.coordinator.sites import quarantine
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner
@@ -112,7 +112,7 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     assert small
     for report, verdict in small:
         assert verdict.difference < 1e-4
-        stated = await core.database.run(lambda connection, v=report.version: canary.read_stated(connection, v))
+        stated = await core.database.run(lambda connection, v=report.version: quarantine.read_canary(connection, v))
         assert np.median(np.abs(np.array(stated) - report.logprobs)) > 1e-4
     # The learner's own weights came back bit by bit after each canary: what it holds is what it published last.
     masters = Arena(parts.backend.layout)

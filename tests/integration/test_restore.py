@@ -106,7 +106,8 @@ async def test_backup_goes_on_in_either_store_and_knows_nothing_that_came_after(
 
 
 async def test_no_row_changes_between_the_stores_and_no_number_is_given_out_twice(url_of, tmp_path):
-    from heterorl.coordinator.store.postgres.transfer import read_into
+    from heterorl.coordinator.store.postgres.engine import connect
+    from heterorl.coordinator.store.postgres.tables import read_into
 
     core = await opened(tmp_path / "data", "")
     run = await begun(core, tmp_path)
@@ -120,7 +121,8 @@ async def test_no_row_changes_between_the_stores_and_no_number_is_given_out_twic
     url = url_of("postgres", "rows")
     for name, target in (("in", url), ("file", "")):
         restore(tmp_path / "data/backups/one", run_id="run", data_dir=tmp_path / name, url=target, now=NOW)
-    read_into(url, tmp_path / "out.sqlite")
+    with connect(url) as raw:
+        read_into(raw, tmp_path / "out.sqlite")
 
     expected = rows(tmp_path / "file" / "coordinator.sqlite")
     assert len(expected["groups"]) == 5
@@ -168,18 +170,18 @@ async def test_backup_of_postgres_under_traffic_is_one_moment(url_of, tmp_path):
 
 
 async def test_what_is_committed_between_two_tables_is_in_neither(url_of, tmp_path, monkeypatch):
-    from heterorl.coordinator.store.postgres import transfer
+    from heterorl.coordinator.store.postgres import tables
 
     core = await opened(tmp_path / "data", url_of("postgres", "moment"))
     run = await begun(core, tmp_path)
     await run.push(2)
-    loop, real = asyncio.get_running_loop(), transfer._read_table
+    loop, real = asyncio.get_running_loop(), tables._read_table
 
     def slow(*words):
         real(*words)
         asyncio.run_coroutine_threadsafe(run.push(1), loop).result(30)
 
-    monkeypatch.setattr(transfer, "_read_table", slow)
+    monkeypatch.setattr(tables, "_read_table", slow)
     await core.backups.make("one")
     pushed = run.sequence
     await core.close()

@@ -16,9 +16,12 @@ psycopg = pytest.importorskip("psycopg")
 
 from heterorl.coordinator.store.postgres import engine as engines  # noqa: E402 - needs psycopg
 from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402
-from heterorl.coordinator.store.postgres.schema import WHOLE, WRITER  # noqa: E402
-from heterorl.coordinator.store.postgres.transfer import write_from  # noqa: E402
-from heterorl.coordinator.store.sqlite.engine import connect  # noqa: E402
+from heterorl.coordinator.store.postgres.tables import (  # noqa: E402
+    WHOLE,
+    WRITER,
+    write_from,
+)
+from heterorl.coordinator.store.sqlite import connect  # noqa: E402
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from heterorl.common.process.clock import SystemClock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads.merging import composer
+from heterorl.coordinator.payloads import composer
 
 
 async def main(directory: Path, num_chunks: int) -> None:

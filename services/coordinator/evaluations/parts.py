@@ -14,8 +14,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import PART_SAMPLES, EvaluationPart, EvaluationSet
 from heterorl.coordinator.evaluations.choice import Job
 from heterorl.coordinator.evaluations.plan import draws_of
-from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.dialect import NUMBERS
+from heterorl.coordinator.store.engine import NUMBERS, Connection
 
 _COLUMNS = "part, job, first, count, task_set, version, draws"
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from heterorl.common.evaluation.config import PlannedSetConfig
 from heterorl.common.types.evaluation import EvaluationDraws
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 
 
 def plan(

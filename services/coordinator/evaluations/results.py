@@ -25,7 +25,7 @@ from heterorl.common.types.evaluation import (
     ScoredSample,
 )
 from heterorl.coordinator.evaluations.plan import draws_of
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 
 _ROW = "job, version, task_set, draws, state, wanted, task_digest, planned, ended, summary, sites"
 _SUMMARY = 9

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.groups.work import Handed
-from heterorl.coordinator.sites import incarnations, shares
+from heterorl.coordinator.sites import incarnations, quotas
 from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Deadlines:
             expired.append(assignment)
         rows.close()
         work.expire(connection, expired)
-        shares.note_expired(connection, holder[0], len(expired))
+        quotas.note_expired(connection, holder[0], len(expired))
         if oldest == math.inf:
             return
         if term.is_away:

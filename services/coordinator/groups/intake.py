@@ -1,15 +1,24 @@
 """Groups as they arrive: known or new, too many or welcome, to be trained on or not; as store operations.
 
+The usual group continues its site's watermark, lost no member and is accepted. Such groups of one operation only gather
+in `_Rows`: what they share is asked once, and rows, accounts, marks and answered work are written when the operation
+ends, or before anything else looks at the store. Every other group goes the way of one group alone (`take`).
+
 Guarantees: every terminal outcome has its row, its account and its place in the watermark in one transaction, that of a
-group which nobody can read too; an id takes effect once (by watermark, never by time).
+group which nobody can read too; an id takes effect once (by watermark, never by time); outcomes and the store
+afterwards are those of the same groups taken one after another.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import MalformedPayload
-from heterorl.common.types.common import Contract
+from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.sample import kind_of
 from heterorl.common.wire.columns import FINISH_OF, columns_of
@@ -17,7 +26,7 @@ from heterorl.common.wire.common import MAX_INT64, bytes_digest
 from heterorl.common.wire.rollout import group_id_from_pb
 from heterorl.common.wire.seal import GroupMessage, canonical, group_message, sealed
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import ages, ledger, work
+from heterorl.coordinator.groups import horizon, ledger, work
 from heterorl.coordinator.groups.admission import (
     Facts,
     content_problem,
@@ -26,11 +35,11 @@ from heterorl.coordinator.groups.admission import (
     judge,
     size_problem,
 )
-from heterorl.coordinator.samples.ring import Ring
-from heterorl.coordinator.sites import lost_members, quarantine, watermark
+from heterorl.coordinator.ring import Ring
+from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 
 RETRY_AFTER_S = 1.0
 
@@ -109,7 +118,7 @@ def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config:
 
 def take(connection: Connection, arrived: Arrival, around: Surroundings) -> PushOutcome:
     """Take one group in, with its outcome."""
-    if watermark.is_known(connection, arrived.id):
+    if incarnations.is_known(connection, arrived.id):
         return _known(connection, arrived)
     wait_s, busy = _busy(connection, arrived, around)
     if busy:
@@ -137,7 +146,7 @@ def record(
     key = (group_id.site, group_id.incarnation)
     row = row_of(arrived, reason, around)
     arrival = connection.execute(insert(1) + " RETURNING arrival", row).fetchone()[0]
-    watermark.remember(connection, group_id)
+    incarnations.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
     column = "dropped" if reason else "accepted"
     connection.execute(f"UPDATE sites SET {column} = {column} + 1 WHERE site = ? AND incarnation = ?", key)
@@ -156,8 +165,8 @@ def record(
 
 def _judge_losses(connection: Connection, arrived: Arrival, bound: float) -> tuple[DropReason | None, str]:
     """Count what a group that is right otherwise lost, and drop it where its site loses too much."""
-    share = lost_members.note(connection, arrived.id.site, len(arrived.lost) / arrived.num_members)
-    problem = lost_members.problem_of(share, bound)
+    share = quarantine.note_lost(connection, arrived.id.site, len(arrived.lost) / arrived.num_members)
+    problem = quarantine.lost_problem(share, bound)
     if not arrived.lost or not problem:
         return None, ""
     return DropReason.LOST_MEMBERS, f"{len(arrived.lost)} of {arrived.num_members} members are lost; site: {problem}"
@@ -193,8 +202,8 @@ def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) ->
 
 def _busy(connection: Connection, arrived: Arrival, around: Surroundings) -> tuple[float, str]:
     group_id = arrived.id
-    known = watermark.read(connection, group_id)
-    if not 0 < group_id.sequence <= known + watermark.MAX_GAP:
+    known = incarnations.watermark_of(connection, group_id)
+    if not 0 < group_id.sequence <= known + incarnations.MAX_GAP:
         text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
         return RETRY_AFTER_S, text
     return quota(arrived, around, pending_bytes=tallies.waiting_bytes(connection, group_id.site))
@@ -227,7 +236,7 @@ def facts_of(
         (group.state_root, group.oldest_version),
     ).fetchone()
     version_of_age = counted_version(group, mask_stale=config.mask_stale)
-    age_s = ages.superseded_s(connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now)
+    age_s = horizon.superseded_s(connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now)
     return Facts(
         head_version=around.head,
         max_staleness_versions=config.max_staleness_versions,
@@ -237,7 +246,7 @@ def facts_of(
         assignment_prompt=prompt,
         is_answered=is_answered,
         quarantine=quarantine.conviction_of(connection, group.id.site),
-        abandoned_version=ages.abandoned_span(connection, group.versions),
+        abandoned_version=horizon.abandoned_span(connection, group.versions),
         mask_stale=config.mask_stale,
     )
 
@@ -257,3 +266,108 @@ def _known(connection: Connection, arrived: Arrival) -> PushOutcome:
     else:
         return PushOutcome(id=group_id, status=PushStatus.DUPLICATE, message="known already")
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=DropReason.CONFLICT, message=text)
+
+
+ROWS_AT_ONCE = 64
+_Incarnation = tuple[SiteId, str]
+
+
+def take_all(connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> list[PushOutcome]:
+    """Take groups in, each with its own outcome."""
+    rows = _Rows(connection, around)
+    rows.look_up(groups)
+    outcomes = [rows.take(arrived) for arrived in groups]
+    rows.write()
+    return outcomes
+
+
+class _Rows:
+    """Groups that are accepted and not yet written, and what was read for them."""
+
+    def __init__(self, connection: Connection, around: Surroundings) -> None:
+        self._connection = connection
+        self._around = around
+        self._accepted: list[Arrival] = []
+        self._answered: set[int] = set()
+        self._marks: dict[_Incarnation, int | None] = {}
+        self._waiting_bytes: dict[SiteId, int] = {}
+        self._facts: dict[tuple[object, ...], Facts] = {}
+        self._work: dict[int, tuple[int | None, bool]] = {}
+        self._asked: dict[int, GroupId] = {}
+
+    def look_up(self, groups: Sequence[Arrival]) -> None:
+        """Read the assignments of groups that may be usual; each once."""
+        wanted = {arrived.assignment: arrived.id for arrived in groups if arrived.sealed is not None}
+        self._work = work.lookup_all(self._connection, list(wanted.items()))
+        self._asked = wanted
+
+    def take(self, arrived: Arrival) -> PushOutcome:
+        """Take one group in."""
+        group, key = arrived.sealed, (arrived.id.site, arrived.id.incarnation)
+        if key not in self._marks:
+            self._marks[key] = incarnations.dense_watermark(self._connection, *key)
+        mark = self._marks[key]
+        is_usual = group is not None and mark is not None and arrived.id.sequence == mark + 1 and not arrived.problem
+        if (
+            not is_usual
+            or arrived.lost
+            or group is None
+            or mark is None
+            or size_problem(arrived.num_bytes, self._around.config.max_group_bytes)
+        ):
+            self.write()
+            return take(self._connection, arrived, self._around)
+        site = arrived.id.site
+        if site not in self._waiting_bytes:
+            self._waiting_bytes[site] = tallies.waiting_bytes(self._connection, site)
+        wait_s, busy = quota(arrived, self._around, pending_bytes=self._waiting_bytes[site])
+        if busy:
+            return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
+        reason, message = judge(group, self._surroundings(group))
+        if reason is not None:
+            self.write()
+            return record(self._connection, arrived, reason, message, self._around)
+        self._accepted.append(arrived)
+        self._answered.add(arrived.assignment)
+        self._marks[key] = mark + 1
+        self._waiting_bytes[site] += arrived.num_bytes
+        return PushOutcome(id=arrived.id, status=PushStatus.ACCEPTED)
+
+    def write(self) -> None:
+        """Write what was accepted, and forget all that was read."""
+        connection = self._connection
+        if self._accepted:
+            # A statement for each would let go of the interpreter for each, and wait for it again.
+            for first in range(0, len(self._accepted), ROWS_AT_ONCE):
+                part = self._accepted[first : first + ROWS_AT_ONCE]
+                some = [row_of(arrived, None, self._around) for arrived in part]
+                connection.execute(insert(len(some)), list(itertools.chain.from_iterable(some)))
+            work.answer_all(connection, [arrived.assignment for arrived in self._accepted])
+            counts = Counter((arrived.id.site, arrived.id.incarnation) for arrived in self._accepted)
+            connection.executemany(
+                "UPDATE sites SET accepted = accepted + ?, watermark = ? WHERE site = ? AND incarnation = ?",
+                [(count, self._marks[key], *key) for key, count in counts.items()],
+            )
+            for site, count in Counter(arrived.id.site for arrived in self._accepted).items():
+                quarantine.note_lost(connection, site, 0.0, groups=count)
+            ledger.add(connection, ledger.ACKED, len(self._accepted))
+        # Of what was looked up, too: whatever comes next may change it.
+        for kept in (self._accepted, self._answered, self._marks, self._waiting_bytes, self._facts, self._asked):
+            kept.clear()
+
+    def _surroundings(self, group: SealedGroup) -> Facts:
+        """What surrounds a group; groups of the same site, version and spans have all but the assignment in common."""
+        if self._asked.get(group.assignment) == group.id:
+            prompt, is_answered = self._work[group.assignment]
+        else:
+            prompt, is_answered = work.lookup(self._connection, group.assignment, group.id)
+        is_answered = is_answered or group.assignment in self._answered
+        key = (group.id.site, group.oldest_version, group.state_root, group.versions)
+        facts = self._facts.get(key)
+        if facts is None:
+            facts = facts_of(
+                self._connection, group, self._around, prompt=prompt, is_answered=is_answered
+            )  # fmt: skip
+            self._facts[key] = facts
+            return facts
+        return dataclasses.replace(facts, assignment_prompt=prompt, is_answered=is_answered)

@@ -1,17 +1,31 @@
-"""The durable queue of whole groups, as store operations.
+"""The durable queue of whole groups, as store operations, and the order in which the learner gets them, which is pure.
 
 Guarantees: a group has exactly one account of the ledger at every commit; an id takes effect once (by watermark, never
-by time); oldest policies first, or as `order` says; a group that became too stale is dropped, counted, and its prompt
-handed out again.
+by time); oldest policies first, or as `lease_order` says; a group that became too stale is dropped, counted, and its
+prompt handed out again. The order is work-conserving (a site's share is a bound only while another site has groups) and
+without starvation: in the fair order every site with groups is served once in each round; in the share order every site
+below its share comes before those above it, and where all are at theirs, those with the least come first. It decides
+when a group is trained on, never whether.
+
+Fair is deficit round robin (Shreedhar and Varghese, 1996) with a cost of 1 for a group and a quantum of 1: what is left
+of a site's deficit is never more than 0, so a round is one group of each site that has one.
+
+Newest first is the queue of the program of arXiv 2508.17850: as soon as there is a group of a newer version than any
+that was taken, the first of the newest version; else the one that came first of those that are at most D versions older
+than the newest that was taken, where D is half of the bound on staleness. That program takes nothing older; a site that
+is always between D and the bound behind would train nothing. Here every `LATE_EVERY`-th group is of those behind the
+window while there are any, the one that will be too old first, and so is each one while the window is empty.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import SiteId
@@ -20,17 +34,95 @@ from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import ages, difficulty, horizon, ledger, work
-from heterorl.coordinator.groups.intake import Arrival, Surroundings
-from heterorl.coordinator.groups.order import Turns, newest_first, oldest_in_window
-from heterorl.coordinator.groups.rows import take_all
+from heterorl.coordinator.groups import horizon, ledger, schedule, work
+from heterorl.coordinator.groups.intake import Arrival, Surroundings, take_all
 from heterorl.coordinator.groups.schedule import seed_of
-from heterorl.coordinator.samples.ring import Ring
+from heterorl.coordinator.ring import Ring
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
-from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.dialect import NUMBERS, OLDEST_OF_EACH_SITE
+from heterorl.coordinator.store.engine import NUMBERS, OLDEST_OF_EACH_SITE, Connection
 from heterorl.coordinator.versions import flavours
+
+Order = Literal["oldest", "fair", "newest"]
+LATE_EVERY = 4
+"""Under newest first, one group of so many is of those behind the window while there are any."""
+
+
+def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int, int, int]:
+    """Rank of a waiting group of a version under newest first: the smallest is next, its last number is `arrival`."""
+    return (0, -version, arrival) if version > newest_taken else (1, 0, arrival)
+
+
+def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
+    """The oldest version that is not late under newest first."""
+    return newest_taken - max_staleness_versions // 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Turns:
+    """The order of sites between leases. `window` is how many groups a batch has, `share` a site's largest part of it.
+
+    In memory: after a restart the first round begins anew. For store operations alone.
+    """
+
+    order: Order
+    share: float
+    window: int
+    _ring: dict[str, None] = field(default_factory=dict)
+    """Sites by whose turn is next."""
+    _recent: deque[str] = field(default_factory=deque)
+    _num_passed: int = 0
+    """Groups that went before late ones since the last late one."""
+
+    def is_late_next(self, *, has_late: bool, has_others: bool) -> bool:
+        """Whether the next group is of those behind the window of newest first; counts it."""
+        if not has_late:
+            return False
+        if has_others and self._num_passed < LATE_EVERY - 1:
+            self._num_passed += 1
+            return False
+        self._num_passed = 0
+        return True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether oldest policies go first, whose they are."""
+        return self.order == "oldest" and self.share >= 1.0
+
+    @property
+    def cap(self) -> int:
+        """Groups of one site among any `window` groups in a row while another site has groups."""
+        return max(1, math.floor(self.share * self.window))
+
+    def next(self, ranks: Mapping[str, tuple[int, ...]]) -> str:
+        """The site that is served now.
+
+        Args:
+            ranks: for each site with groups, the rank of its first one, smallest first: (policy version, arrival), or
+                that of `newest_first` of groups in its window.
+        """
+        assert ranks, "asked only while there are groups"
+        served = Counter(self._recent)
+        counts = {site: served[site] for site in ranks}
+        # Where all are at their share, those with the least of it: two sites under a share of a third get a half each.
+        bound = max(self.cap, min(counts.values()) + 1)
+        below = {site for site in ranks if counts[site] < bound}
+        if self.order != "fair":
+            chosen = min(below, key=lambda site: ranks[site])
+        else:
+            for site in sorted(ranks.keys() - self._ring.keys(), key=lambda site: ranks[site]):
+                self._ring[site] = None
+            chosen = next(site for site in self._ring if site in below)
+            del self._ring[chosen]
+            self._ring[chosen] = None
+            if len(self._ring) > max(1024, 2 * len(ranks)):
+                # Sites that left; those with groups keep their places, however many they are.
+                self._ring = {site: None for site in self._ring if site in ranks}
+        self._recent.append(chosen)
+        while len(self._recent) >= max(1, self.window):
+            self._recent.popleft()
+        return chosen
+
 
 LEASE_BYTES = 4 << 20
 """Leased by one operation, about: it ends with the step that reaches them."""
@@ -91,7 +183,7 @@ class Queue:
                     _LOG.critical("group %s fails its digest or fits no message, and is not trained on", key)
                     group = None
                 reason = DropReason.INVALID
-                if group is not None and ages.abandoned_span(connection, group.versions) is not None:
+                if group is not None and horizon.abandoned_span(connection, group.versions) is not None:
                     # Its oldest token is of the lineage, a later one is not.
                     group, reason = None, DropReason.UNKNOWN_VERSION
                 if group is None:
@@ -156,7 +248,7 @@ class Queue:
 
     def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config
-        return ages.oldest_usable(
+        return horizon.oldest_usable(
             connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
         )
 
@@ -182,7 +274,7 @@ class Queue:
         if missing or stale:
             self.drop(connection, stale, DropReason.STALE_AT_COMMIT)
             return missing + stale, f"{len(missing)} groups are not available, {len(stale)} became too stale"
-        difficulty.note_groups(connection, self._contents(connection, arrivals), self.config.difficulty)
+        schedule.note_rewards(connection, self._contents(connection, arrivals), self.config.difficulty)
         for arrival in arrivals:
             kept = self._content(connection, arrival, SampleKind.CONSUMED)
             if kept is not None:
@@ -219,7 +311,7 @@ class Queue:
             some = list(dict.fromkeys(arrivals[first : first + DROPPED_AT_ONCE]))
             kept = [self._content(connection, arrival, kind_of(reason)) for arrival in some]
             if reason is DropReason.UNIFORM and self.config.difficulty.is_on:
-                difficulty.note_groups(connection, self._contents(connection, some), self.config.difficulty)
+                schedule.note_rewards(connection, self._contents(connection, some), self.config.difficulty)
             rows = connection.execute(
                 "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
                 f" AND arrival IN {NUMBERS} RETURNING assignment",

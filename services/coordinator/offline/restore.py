@@ -30,16 +30,16 @@ from heterorl.coordinator.offline.history import STORE_FILE, open_store
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.choice import OWNER
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.room import operators_error
-from heterorl.coordinator.store.sqlite.engine import connect as connect_file
+from heterorl.coordinator.store.sqlite import connect as connect_file
 from heterorl.coordinator.versions import lineage
 
 if TYPE_CHECKING:
     import psycopg
 
-    from heterorl.coordinator.store.connection import Cursor
+    from heterorl.coordinator.store.engine import Cursor
 
 EPOCHS_BEYOND = 1 << 20
 """More than the leases that were granted between a backup and its restoration."""
@@ -177,7 +177,7 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
     except ImportError:
         raise DependencyMissing("psycopg", "postgres") from None
     from heterorl.coordinator.store.postgres.engine import connect, lock_soon
-    from heterorl.coordinator.store.postgres.schema import WHOLE, WRITER
+    from heterorl.coordinator.store.postgres.tables import WHOLE, WRITER
 
     with contextlib.closing(connect(url)) as raw:
         if not lock_soon(raw):
@@ -196,7 +196,7 @@ def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
 
 def _write(file: sqlite3.Connection, raw: psycopg.Connection[Any], partial: Path) -> None:
     from heterorl.coordinator.store.postgres.engine import name_store
-    from heterorl.coordinator.store.postgres.transfer import write_from
+    from heterorl.coordinator.store.postgres.tables import write_from
 
     write_from(file, raw)
     with replacing(partial / "postgres", is_durable=True) as mark:

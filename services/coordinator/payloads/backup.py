@@ -35,8 +35,8 @@ from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.choice import OWNER
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.files import typed_error
 from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.versions import lineage
@@ -182,10 +182,12 @@ def _read_out(url: str, path: Path) -> Named:
     """Read a database into a file of SQLite's; blocks."""
     import psycopg
 
-    from heterorl.coordinator.store.postgres.transfer import read_into
+    from heterorl.coordinator.store.postgres.engine import connect
+    from heterorl.coordinator.store.postgres.tables import read_into
 
     try:
-        read_into(url, path)
+        with connect(url) as raw:
+            read_into(raw, path)
         with contextlib.closing(sqlite3.connect(path)) as copy:
             return _named(copy)
     except sqlite3.Error as error:

@@ -19,7 +19,7 @@ from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOAD
 from heterorl.common.pull.reader import DamagedFile
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads import index
-from heterorl.coordinator.payloads.merging.cache import Merges
+from heterorl.coordinator.payloads.merges import Merges
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import BUSY_S, file_size, unreadable

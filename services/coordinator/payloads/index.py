@@ -15,11 +15,11 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.payloads.retention import Graph, Needs, Retirement, decide_retirement
 from heterorl.coordinator.payloads.snapshots import Work
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import TRAINED, Chain, MergedInto, payload_of
-from heterorl.coordinator.versions.path import plan_pull
+from heterorl.coordinator.versions.plans import plan_pull
 
 
 def empty(directory: Path) -> None:

@@ -29,11 +29,10 @@ from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads import index
+from heterorl.coordinator.payloads.composer import lower_priority
 from heterorl.coordinator.payloads.damage import Damage
-from heterorl.coordinator.payloads.leases import PullLeases
-from heterorl.coordinator.payloads.merging.cache import Merges
-from heterorl.coordinator.payloads.merging.composer import lower_priority
-from heterorl.coordinator.payloads.retention import Needs
+from heterorl.coordinator.payloads.merges import Merges
+from heterorl.coordinator.payloads.retention import Needs, PullLeases
 from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import ENDED, Database

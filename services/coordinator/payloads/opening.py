@@ -19,15 +19,12 @@ from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.bucket.client import BucketClient
-from heterorl.coordinator.store.bucket.copies import BucketCopies
-from heterorl.coordinator.store.bucket.files import SCRATCH, CopyFiles
-from heterorl.coordinator.store.bucket.home import BucketHome
-from heterorl.coordinator.store.bucket.incoming import BucketIncoming
-from heterorl.coordinator.store.bucket.objects import Objects
+from heterorl.coordinator.store.bucket.copies import SCRATCH, BucketCopies, CopyFiles
+from heterorl.coordinator.store.bucket.home import BucketHome, BucketIncoming
+from heterorl.coordinator.store.bucket.objects import BucketClient, Objects
 from heterorl.coordinator.store.choice import OWNER
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.home import Copies, Home, Incoming
 
 _LOG = logging.getLogger(__name__)

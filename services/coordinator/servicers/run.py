@@ -31,7 +31,7 @@ from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.run import RunColumn
 from heterorl.coordinator.sample import SampleColumn
 from heterorl.coordinator.sites.reported import Reported
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.lineage import read_statement
 from heterorl.v1 import (

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import blake3
 
-from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.dialect import HAS_AUDIT
+from heterorl.coordinator.store.engine import HAS_AUDIT, Connection
 
 _LOG = logging.getLogger(__name__)
 _HEADER = b"heterorl-audit-1\n"

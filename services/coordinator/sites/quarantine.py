@@ -1,8 +1,16 @@
-"""Sites whose groups failed the learner's checks: their failures, their quarantine, and its end, as store operations.
+"""Which sites are not trusted: by the learner's canary, by its checks, by members they lose; as store operations.
 
-Guarantees: durable; a site is quarantined in the transaction of the failure that is one too many, its pending groups
-are dropped and its work is handed to others in the same one. Only an operator ends it. The quarantine by the canary
-(canary.py) is another one, which ends by itself; `check_site` and `read_reasons` know both.
+    canary     the median difference of a site's log-probs from the learner's is above the threshold: no work, until one
+               of its versions is right or an operator releases it
+    checks     too many of its newest groups failed the learner's checks: its pending groups are dropped and its work is
+               handed to others in the transaction of the failure that is one too many; an operator alone ends it
+    lost       lost_shares: site, share (of lost members, decayed over WINDOW_GROUPS). A site that says which members
+               are lost chooses which rewards its groups have; above `max_lost_share` its groups with lost members are
+               dropped, its whole ones are taken, and the share falls
+
+Guarantees: durable, since a restarted coordinator must not trust what the last one did not; in quarantine a site gets
+no work, so that no rollout says log-probs that its engine did not draw with. `check_site` and `read_reasons` know both
+quarantines.
 """
 
 from __future__ import annotations
@@ -10,13 +18,156 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from heterorl.common.errors import InvalidRequest, Quarantined
 from heterorl.common.types.common import SiteId
+from heterorl.common.types.policy import PublishRequest
 from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.run import CanaryReport, CanaryVerdict
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.sites import audit, canary
+from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
+
+MAX_LOGPROBS = 4096
+KEPT_VERSIONS = 4096
+"""Versions whose canary is kept; no sampler may be so far behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a canary means: the new reason of the quarantine (empty: none), or None to leave things as they are."""
+
+    difference: float | None
+    quarantine: str | None
+
+
+def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: float) -> Judgement:
+    """Decide on a site from its canary and the learner's of the same version."""
+    if not stated or threshold == 0:
+        return Judgement(difference=None, quarantine=None)
+    if len(report.logprobs) != len(stated):
+        reason = f"version {report.version}: {len(report.logprobs)} canary log-probs, the learner has {len(stated)}"
+        return Judgement(difference=None, quarantine=reason)
+    if not np.isfinite(report.logprobs).all():
+        return Judgement(difference=None, quarantine=f"version {report.version}: canary log-probs are not finite")
+    differences = np.abs(np.asarray(stated, np.float64) - np.asarray(report.logprobs, np.float64))
+    difference = float(np.median(differences))
+    reason = f"version {report.version}: canary log-probs are {difference:.3g} nats off (median), allowed {threshold:g}"
+    return Judgement(difference=difference, quarantine=reason if difference > threshold else "")
+
+
+def write_canary(connection: Connection, version: int, request: PublishRequest) -> None:
+    """Set: record the learner's canary of a version, and of each of its flavours.
+
+    Raises:
+        InvalidRequest: too many log-probs, or one that is not finite.
+    """
+    canaries = {"": request.canary, **{entry.flavour: entry.canary for entry in request.flavours}}
+    for flavour, stated in canaries.items():
+        if len(stated) > MAX_LOGPROBS or not np.isfinite(stated).all():
+            raise InvalidRequest(f"canary_logprobs: more than {MAX_LOGPROBS}, or not all finite")
+        if stated:
+            logprobs = np.asarray(stated, "<f4").tobytes()
+            connection.execute(
+                "INSERT INTO canaries VALUES (?, ?, ?) ON CONFLICT (flavour, version)"
+                " DO UPDATE SET logprobs = excluded.logprobs",
+                (version, logprobs, flavour),
+            )
+        oldest = version - KEPT_VERSIONS
+        connection.execute("DELETE FROM canaries WHERE flavour = ? AND version < ?", (flavour, oldest))
+
+
+def read_canary(connection: Connection, version: int, flavour: str = "") -> tuple[float, ...]:
+    """The learner's canary of a version; empty when it stated none."""
+    row = connection.execute(
+        "SELECT logprobs FROM canaries WHERE flavour = ? AND version = ?", (flavour, version)
+    ).fetchone()
+    return tuple(np.frombuffer(row[0], "<f4").tolist()) if row else ()
+
+
+def compare_canary(
+    connection: Connection, report: CanaryReport, *, threshold: float, flavour: str = ""
+) -> CanaryVerdict:
+    """Set: judge a site's canary by what the learner computes with the same weights, and keep the outcome."""
+    if len(report.logprobs) > MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
+    judgement = judge_canary(report, read_canary(connection, report.version, flavour), threshold=threshold)
+    if judgement.quarantine:
+        connection.execute(
+            "INSERT INTO quarantines VALUES (?, ?, ?) ON CONFLICT (site)"
+            " DO UPDATE SET version = excluded.version, reason = excluded.reason",
+            (report.site, report.version, judgement.quarantine),
+        )
+    elif judgement.quarantine is not None:
+        connection.execute("DELETE FROM quarantines WHERE site = ?", (report.site,))
+    return CanaryVerdict(
+        difference=judgement.difference, quarantine=read_canary_reasons(connection).get(report.site, "")
+    )
+
+
+def read_canary_reasons(connection: Connection) -> dict[str, str]:
+    """Reasons by site."""
+    return dict(connection.execute("SELECT site, reason FROM quarantines"))
+
+
+def check_canary(connection: Connection, site: str) -> None:
+    """Refuse a site in quarantine.
+
+    Raises:
+        Quarantined: with the reason.
+    """
+    row = connection.execute("SELECT reason FROM quarantines WHERE site = ?", (site,)).fetchone()
+    if row is not None:
+        raise Quarantined(
+            f"site {site} is in quarantine: {row[0]}",
+            action="reload the weights or correct the engine's settings; a version that scores right ends the"
+            f" quarantine, and so does an operator: heterorl sites release {site} HOST:PORT --reason TEXT",
+            retry_after_s=5.0,
+        )
+
+
+WINDOW_GROUPS = 50
+"""A share moves by so small a part of the difference with each group: an outage of 20 groups is seen, one group not."""
+_SHARES = "SELECT site, share FROM lost_shares"
+
+
+def moved_share(share: float, lost: float) -> float:
+    """A site's share after a group that lost `lost` of its members, 0 to 1."""
+    return share + (lost - share) / WINDOW_GROUPS
+
+
+def lost_problem(share: float, bound: float) -> str:
+    """What to say of a site with such a share; empty while it is within the bound."""
+    if share <= bound:
+        return ""
+    return (
+        f"it loses {share:.1%} of the members of its groups, and max_lost_share is {bound:.1%}: groups with lost"
+        " members are dropped. Its log says why it loses them; whole groups are taken, and the share falls with each"
+    )
+
+
+def note_lost(connection: Connection, site: SiteId, lost: float, *, groups: int = 1) -> float:
+    """Move a site's share by so many groups that lost `lost` of their members each; returns it."""
+    row = connection.execute(f"{_SHARES} WHERE site = ?", (site,)).fetchone()
+    if row is None and not lost:
+        # A site that lost no member yet, as all of single completions, costs no row.
+        return 0.0
+    share = 0.0 if row is None else float(row[1])
+    for _ in range(groups):
+        share = moved_share(share, lost)
+    connection.execute(
+        "INSERT INTO lost_shares VALUES (?, ?) ON CONFLICT (site) DO UPDATE SET share = excluded.share", (site, share)
+    )
+    return share
+
+
+def lost_problems(connection: Connection, bound: float) -> dict[str, str]:
+    """What to say of each site above the bound."""
+    found = {site: lost_problem(float(share), bound) for site, share in connection.execute(_SHARES)}
+    return {site: text for site, text in found.items() if text}
+
 
 REJECTABLE = frozenset(
     {
@@ -114,7 +265,7 @@ def conviction_of(connection: Connection, site: SiteId) -> str:
 
 def read_reasons(connection: Connection) -> dict[str, str]:
     """Reasons of all quarantines of both kinds, by site."""
-    return canary.read_quarantines(connection) | dict(connection.execute("SELECT site, reason FROM convictions"))
+    return read_canary_reasons(connection) | dict(connection.execute("SELECT site, reason FROM convictions"))
 
 
 def count_failures(connection: Connection, rule: Rule) -> dict[str, int]:
@@ -140,7 +291,7 @@ def check_site(connection: Connection, site: SiteId) -> None:
             action=f"an operator ends it: heterorl sites release {site} HOST:PORT --reason TEXT",
             retry_after_s=5.0,
         )
-    canary.check_site(connection, site)
+    check_canary(connection, site)
 
 
 def convicted_sites(connection: Connection) -> list[SiteId]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from heterorl.common.errors import NotRegistered
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, SiteStatus
-from heterorl.coordinator.sites import incarnations, quarantine, watermark
+from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 
 _LOG = logging.getLogger(__name__)
 MAX_SEEN = 16
@@ -145,7 +145,7 @@ class Sites:
         tallies.look_soon(connection, registration.site)
         for forgotten in incarnations.note(connection, *key):
             self._seen.pop((registration.site, forgotten), None)
-        missing = watermark.pass_over(connection, *key, lowest=registration.lowest_sequence)
+        missing = incarnations.pass_over(connection, *key, lowest=registration.lowest_sequence)
         if missing:
             _LOG.warning("site %s, incarnation %s: %d groups that it settled are not known here", *key, missing)
         dense, beyond = connection.execute(

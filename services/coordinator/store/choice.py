@@ -16,7 +16,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.files import make_directory, replacing
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.engine import Engine
-from heterorl.coordinator.store.sqlite.engine import SqliteEngine
+from heterorl.coordinator.store.sqlite import SqliteEngine
 
 if TYPE_CHECKING:
     from heterorl.coordinator.store.postgres.standby import Standby

@@ -5,6 +5,9 @@ a full disk fails them with StoreFull and leaves the store as it was; any other 
 an fsync that failed cannot be repeated, and so is the loss of a database that is elsewhere. Operations that met a full
 disk together run again one by one, so that what needs no room is done. Which database holds the bytes is the engine's
 (`store/engine.py`).
+
+An order that a person gives under an id is remembered in its own transaction with its answer: said again, it has no
+effect again. The newest MAX_KEPT orders of a kind are known, so one whose answer was lost may come late, behind others.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import queue
 import threading
@@ -21,12 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from heterorl.common.errors import CorruptStore, Draining, StoreFull, StoreLost
+from heterorl.common.errors import CorruptStore, Draining, InvalidRequest, StoreFull, StoreLost
 from heterorl.common.process import metrics
-from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.dialect import SET_META
-from heterorl.coordinator.store.engine import Engine, Fault
-from heterorl.coordinator.store.sqlite.engine import SqliteEngine
+from heterorl.coordinator.store.engine import SET_META, Connection, Engine, Fault
+from heterorl.coordinator.store.sqlite import SqliteEngine
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -258,3 +260,33 @@ def get_meta(connection: Connection, key: str) -> str | None:
 def set_meta(connection: Connection, key: str, value: str) -> None:
     """Write one durable setting."""
     connection.execute(SET_META, (key, value))
+
+
+MAX_KEPT = 64
+MAX_REQUEST_ID = 64
+
+
+def answer_to_order(connection: Connection, kind: str, request_id: str) -> str | None:
+    """The answer that this id was given; None when it is new, or states nothing."""
+    return dict(_known_orders(connection, kind)).get(request_id) if request_id else None
+
+
+def remember_order(connection: Connection, kind: str, request_id: str, answer: str) -> None:
+    """Set: note an order that has had its effect.
+
+    Raises:
+        InvalidRequest: the id is too long to be kept.
+    """
+    if len(request_id) > MAX_REQUEST_ID:
+        raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
+    if request_id:
+        kept = [*_known_orders(connection, kind), (request_id, answer)][-MAX_KEPT:]
+        set_meta(connection, _order_key(kind), json.dumps(kept))
+
+
+def _known_orders(connection: Connection, kind: str) -> list[tuple[str, str]]:
+    return [(name, answer) for name, answer in json.loads(get_meta(connection, _order_key(kind)) or "[]")]
+
+
+def _order_key(kind: str) -> str:
+    return f"answered/{kind}"

@@ -9,14 +9,14 @@ tally     groups by state, assignments that count as outstanding (`out`) or that
 waiting   groups and bytes of each site that are pending or with the learner
 out_work  assignments that are out: since when, and whether they are away
 holder    who holds some, and when to look at them again (groups/deadlines.py)
-sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/shares.py)
+sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/quotas.py)
 """
 
 from __future__ import annotations
 
 import sqlite3
 
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.store.engine import Connection
 
 SOON = -1e300
 """An instant before all others: look at the next chance."""

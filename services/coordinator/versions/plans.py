@@ -1,14 +1,104 @@
-"""Plans of pulls, as a store operation: what the caller holds is believed only with its state root."""
+"""Which payloads lead from what a sampler has to what it wants: the cheapest way over its link, as a plan.
+
+Versions are nodes, payloads are edges (a snapshot starts from nothing). Whatever edge is added, a merged delta for
+example, needs no change here. A path of payloads of b_1 ... b_n bytes takes sum(b_i) / bandwidth + n * round_trip
+seconds; in units of the link's bytes it costs
+
+    sum(b_i + object_bytes)        object_bytes = bandwidth * round_trip
+
+so one number describes a link, and each edge has its price. `plan_pull` is pure and asks only for the payloads of
+versions that a cheapest path could visit; `plan` is a store operation, which believes what a caller holds only with its
+state root.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.policy import PayloadRef, PlanKind, PullPlan, stated_version
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind, PullPlan, stated_version, version_or_none
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto
-from heterorl.coordinator.versions.path import plan_pull
+
+
+def plan_pull(
+    into: Callable[[int], Sequence[PayloadRef]],
+    *,
+    have_version: int | None,
+    want_version: int,
+    base_version: int | None = None,
+    object_bytes: int = 0,
+) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
+    """Choose the payloads to apply, in order, and say why.
+
+    Args:
+        into: payloads that lead to a version, sizes not negative; called at most once a version.
+        have_version: what the caller holds; None for nothing.
+        want_version: what the caller wants.
+        base_version: what the caller can rebuild without a transfer, its base model; None for nothing.
+        object_bytes: what each payload costs beside its bytes, not negative.
+
+    Raises:
+        UnknownVersion: no path leads to the version.
+    """
+    if have_version == want_version:
+        return PlanKind.SAME, (), f"version {want_version} is already there"
+    if base_version == want_version:
+        return PlanKind.SAME, (), f"version {want_version} is the caller's base model"
+    # Dijkstra backwards from the goal: only the versions between it and a start are visited.
+    cost: dict[int | None, int] = {want_version: 0}
+    via: dict[int | None, PayloadRef] = {}
+    heap = [(0, *_rank(want_version))]
+    while heap:
+        spent, is_version, number = heapq.heappop(heap)
+        version = number if is_version else None
+        if spent > cost[version]:
+            continue
+        if version is None or version in (have_version, base_version):
+            return _describe(version, want_version, via, spent)
+        for payload in into(version):
+            is_whole = payload.kind is PayloadKind.SNAPSHOT
+            start = None if is_whole else version_or_none(payload.from_version)
+            if start is None and not is_whole:
+                # Nothing can be built from a difference to nothing, whatever is stated.
+                continue
+            total = spent + payload.num_bytes + object_bytes
+            if total < cost.get(start, total + 1):
+                cost[start] = total
+                via[start] = payload
+                heapq.heappush(heap, (total, *_rank(start)))
+    raise UnknownVersion(f"no payloads lead to version {want_version}")
+
+
+def _rank(version: int | None) -> tuple[bool, int]:
+    """Nothing before any version: of ways that cost the same, the one from nothing is taken."""
+    return version is not None, version or 0
+
+
+def _describe(
+    start: int | None, goal: int, via: dict[int | None, PayloadRef], cost: int
+) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
+    path: list[PayloadRef] = []
+    while start != goal:
+        path.append(via[start])
+        start = path[-1].to_version
+    num_bytes = sum(payload.num_bytes for payload in path)
+    if path[0].kind is PayloadKind.SNAPSHOT:
+        kind = PlanKind.SNAPSHOT
+        reason = f"snapshot of version {path[0].to_version} and {len(path) - 1} deltas, {num_bytes} bytes"
+    else:
+        kind = PlanKind.CHAIN
+        if len(path) == 1:
+            kind = PlanKind.MERGED if path[0].kind is PayloadKind.MERGED else PlanKind.DELTA
+        reason = f"{len(path)} deltas from version {path[0].from_version}, {num_bytes} bytes"
+    num_merged = sum(payload.kind is PayloadKind.MERGED for payload in path)
+    if num_merged:
+        reason += f", {num_merged} of them merged"
+    if cost > num_bytes:
+        reason += f", {cost} with what the round trips cost"
+    return kind, tuple(path), reason
+
 
 MAX_MANIFEST_BYTES = 1 << 20
 """Bytes of the manifests in a plan, beyond which only its target's goes; half of the smallest max_message_bytes."""

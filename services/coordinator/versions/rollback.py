@@ -23,9 +23,8 @@ from heterorl.common.types.policy import (
     stated_version,
     version_or_none,
 )
-from heterorl.coordinator.store import repeats
-from heterorl.coordinator.store.connection import Connection
-from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.database import answer_to_order, get_meta, remember_order, set_meta
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage, plans
 from heterorl.coordinator.versions.chain import Chain
 
@@ -43,7 +42,7 @@ def is_known(connection: Connection, request_id: str) -> bool:
     """Whether an order was given under this id: it is said again because an answer was lost."""
     if request_id and get_meta(connection, _EARLIER) == request_id:
         return True
-    return repeats.answer_to(connection, _KIND, request_id) is not None
+    return answer_to_order(connection, _KIND, request_id) is not None
 
 
 def place(connection: Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
@@ -59,7 +58,7 @@ def place(connection: Connection, *, to_version: int | None, request_id: str) ->
         return ()
     ways = () if to_version is None else _ways(connection, to_version)
     set_meta(connection, _ORDER, str(stated_version(to_version)))
-    repeats.remember(connection, _KIND, request_id, "")
+    remember_order(connection, _KIND, request_id, "")
     return ways
 
 

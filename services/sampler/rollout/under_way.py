@@ -2,7 +2,7 @@
 
 A row may end the process that computes it, as by the system's killer for memory: no line of that process can say so.
 The next process in the same state_dir returns what the note names and it does not continue, as if its engine had
-failed under it, so that a row that kills three processes is closed (heterorl.coordinator.groups.returns). What was
+failed under it, so that a row that kills three processes is closed (heterorl.coordinator.groups.work). What was
 answered meanwhile is not held any more, and its return means nothing.
 """
 

@@ -13,7 +13,7 @@ import pytest
 from heterorl.coordinator import core as core_module
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator, open_parts
-from heterorl.coordinator.store.sqlite.engine import SqliteEngine
+from heterorl.coordinator.store.sqlite import SqliteEngine
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

@@ -9,7 +9,7 @@ from heterorl.common.types.run import Command, Heartbeat
 from heterorl.coordinator import run as column
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites import watermark
+from heterorl.coordinator.sites import incarnations
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
@@ -49,7 +49,7 @@ async def test_those_who_wait_together_share_an_operation_and_each_gets_its_own_
     def widen(connection):
         connection.execute(
             "INSERT INTO beyond_watermark (site, incarnation, sequence) VALUES ('site-3', ?, ?)",
-            (core.incarnation, watermark.MAX_GAP),
+            (core.incarnation, incarnations.MAX_GAP),
         )
 
     monkeypatch.setattr(column, "commands_of", counting)

@@ -18,7 +18,7 @@ from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Rejec
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.groups.order import LATE_EVERY
+from heterorl.coordinator.groups.queue import LATE_EVERY
 from tests.support.clock import ManualClock
 from tests.support.examples import examples
 from tests.support.run import CONTRACT, INCARNATION, Run

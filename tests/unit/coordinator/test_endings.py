@@ -12,7 +12,7 @@ from heterorl.common.wire.common import contract_from_pb, contract_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.admission import ending_problem
-from heterorl.coordinator.versions.lease import contract_difference
+from heterorl.coordinator.versions.lineage import contract_difference
 from tests.support.clock import ManualClock
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout

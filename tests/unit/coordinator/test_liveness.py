@@ -17,7 +17,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.rollout import LEASE_BATCH
-from heterorl.coordinator.store.sqlite import engine as sqlite_engine
+from heterorl.coordinator.store import sqlite as sqlite_engine
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 

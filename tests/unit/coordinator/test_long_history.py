@@ -6,8 +6,7 @@ import pytest
 
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads import index
-from heterorl.coordinator.payloads.merging import cache
+from heterorl.coordinator.payloads import index, merges
 from heterorl.coordinator.store.blobs import Locks
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
@@ -67,7 +66,7 @@ async def test_graph_is_read_from_indexes_and_leaves_abandoned_versions_out(core
 
 
 async def test_start_reads_the_states_of_merged_deltas_alone(core):
-    roots = await core.database.run(lambda connection: cache._state_roots(connection, {3, 7}))
+    roots = await core.database.run(lambda connection: merges._state_roots(connection, {3, 7}))
 
     assert roots == {"": {3: "root-3", 7: "root-7"}, "int8": {7: "small-7"}}
 

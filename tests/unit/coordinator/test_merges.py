@@ -16,8 +16,8 @@ from heterorl.common.weights.container import read_chunk, read_header, write_chu
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads.merging import composer as composer_module
-from heterorl.coordinator.payloads.merging.spans import Span
+from heterorl.coordinator.payloads import composer as composer_module
+from heterorl.coordinator.payloads.merges import Span
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, RandomRun, count_composed, merging, published, puller
 

@@ -12,7 +12,7 @@ from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleFi
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.store.sqlite.engine import connect
+from heterorl.coordinator.store.sqlite import connect
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 

@@ -1,19 +1,31 @@
-"""A bucket as the home of payloads: what is there, put there before anybody is told that it is durable.
+"""A bucket as the home of payloads, and the place where learners put theirs until the coordinator has taken them.
 
-Guarantees: a payload is complete when the bucket has it; what is there was listed at the start and is known since, as
-one coordinator alone writes; an upload that the bucket did not take stays as a file and is offered again.
+Guarantees: a payload is complete when the bucket has it, and nobody is told before; what is there was listed at the
+start and is known since, as one coordinator alone writes; an upload that the bucket did not take stays as a file and is
+offered again.
+
+A learner puts a payload piece by piece, each an object of its own: one that breaks off costs one piece, and whoever
+asks again is told which is missing. Such an object is no payload: no plan names it, and its bytes get a payload's name
+only from the copy that the coordinator verified. Addresses that are open at once are bounded, and what nobody took is
+deleted when the address of its last piece is over.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
-from heterorl.common.errors import StoreFull
+from heterorl.common.errors import Busy, DigestMismatch, PayloadMissing, StoreFull
+from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
-from heterorl.coordinator.store.bucket.objects import Objects
-from heterorl.coordinator.store.home import Home
+from heterorl.common.types.policy import NO_PLACE, PutPlace
+from heterorl.coordinator.store.bucket.objects import Objects, Piece
+from heterorl.coordinator.store.database import ENDED
+from heterorl.coordinator.store.home import Home, Incoming
+from heterorl.coordinator.store.steady import Steady
 
 
 class BucketHome(Home):
@@ -122,3 +134,133 @@ class BucketHome(Home):
         there = [digest for digest in digests if digest in self._sizes]
         signed = dict(zip(there, await self._objects.urls(there), strict=True))
         return [signed.get(digest, "") for digest in digests]
+
+
+_LOG = logging.getLogger(__name__)
+PIECE_BYTES = 64 << 20
+MAX_OPEN = 16
+"""Payloads for which there are addresses at once; a learner brings one after another."""
+SWEEP_S = 300.0
+ANSWER_S = 10.0
+"""Until the bucket has said what is there: a learner waits for the answer."""
+
+
+class BucketIncoming(Incoming):
+    """Objects below `incoming` in one bucket. Belongs to the event loop."""
+
+    def __init__(self, objects: Objects, *, clock: Clock, put_bytes: int, lifetime_s: float) -> None:
+        """Put it together; `sweep` comes first.
+
+        Args:
+            objects: of the prefix.
+            clock: for the ends of addresses.
+            put_bytes: the largest payload that has an address.
+            lifetime_s: how long an address lasts.
+        """
+        self._objects = objects
+        self._clock = clock
+        self._put_bytes = put_bytes
+        self._lifetime_s = lifetime_s
+        self._open: dict[Digest, float] = {}
+        """The monotonic instant at which the last address of each is over."""
+        self._read: Counter[Digest] = Counter()
+
+    async def place(self, digest: Digest, num_bytes: int) -> PutPlace:
+        """Where the first piece of a payload that is missing may be put for a while."""
+        now = self._clock.monotonic()
+        self._open = {name: until for name, until in self._open.items() if until > now}
+        if not 0 < num_bytes <= self._put_bytes:
+            return NO_PLACE
+        if digest not in self._open and len(self._open) >= MAX_OPEN:
+            _LOG.warning("payload %s comes through the coordinator: %d others are being put", digest[:12], MAX_OPEN)
+            return NO_PLACE
+        self._open[digest] = now + self._lifetime_s
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                there = whole_pieces(await self._objects.pieces(digest), num_bytes)
+        except TimeoutError:
+            return NO_PLACE
+        offset = sum(piece.num_bytes for piece in there)
+        if offset == num_bytes:
+            return PutPlace(url="", offset=offset, num_bytes=0)
+        url = await self._objects.put_url(digest, offset)
+        return PutPlace(url=url, offset=offset, num_bytes=piece_bytes(offset, num_bytes))
+
+    async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:
+        """Yield what was put as a payload, from a byte on, as far as its pieces are there."""
+        self._read[digest] += 1
+        try:
+            pieces = await self._objects.pieces(digest)
+            there = whole_pieces(pieces, num_bytes)
+            put = sum(piece.num_bytes for piece in there)
+            wrong = [piece for piece in pieces if piece.offset == put and put < num_bytes]
+            if wrong:
+                # Before a byte is read: whoever has the address may put anything there.
+                await self.drop(digest)
+                problem = f"has {put + wrong[0].num_bytes} bytes, not {num_bytes}"
+                raise DigestMismatch(f"what was put as payload {digest[:12]} {problem}")
+            if put <= offset:
+                raise FileNotFoundError
+            for piece in there:
+                skip = max(0, offset - piece.offset)
+                if skip < piece.num_bytes:
+                    async for block in self._objects.read_piece(piece, skip=skip):
+                        yield block
+        except FileNotFoundError:
+            problem = f"payload {digest[:12]} was not put into the bucket, or is no longer there"
+            raise PayloadMissing(problem) from None
+        finally:
+            self._read -= Counter([digest])
+
+    async def drop(self, digest: Digest) -> None:
+        """Delete what was put as a payload; the next sweep does what the bucket refuses."""
+        self._open.pop(digest, None)
+        try:
+            await self._objects.delete_pieces(await self._objects.pieces(digest))
+        except Busy as error:
+            _LOG.info("what was put as payload %s is deleted later: %s", digest[:12], error)
+
+    async def sweep(self) -> None:
+        """Delete what lies there for longer than an address lasts; the rest counts as open.
+
+        Raises:
+            Busy: the bucket does not answer, or refuses.
+            CorruptStore: the prefix is another store's by now.
+        """
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        found: dict[Digest, list[Piece]] = {}
+        for piece in await self._objects.pieces():
+            found.setdefault(piece.digest, []).append(piece)
+        for digest, pieces in found.items():
+            left_s = max(piece.put_at for piece in pieces) + self._lifetime_s - wall
+            if left_s > 0:
+                self._open.setdefault(digest, now + left_s)
+            elif not self._read[digest]:
+                _LOG.info("what was put as payload %s, and not taken, is deleted", digest[:12])
+                await self._objects.delete_pieces(pieces)
+
+    async def run(self) -> None:
+        """Sweep now and then until cancelled; returns when the store ends."""
+        steady = Steady("incoming", self._clock)
+        try:
+            while True:
+                await self._clock.sleep(SWEEP_S)
+                await steady.attempt(self.sweep)
+        except ENDED:
+            return
+
+
+def piece_bytes(offset: int, num_bytes: int) -> int:
+    """Bytes of the piece that begins at a byte of a payload."""
+    return min(PIECE_BYTES, num_bytes - offset)
+
+
+def whole_pieces(pieces: Iterable[Piece], num_bytes: int) -> Sequence[Piece]:
+    """The first pieces of a payload without a gap, each as long as it must be."""
+    at = {piece.offset: piece for piece in pieces}
+    there: list[Piece] = []
+    offset = 0
+    while offset < num_bytes and offset in at and at[offset].num_bytes == piece_bytes(offset, num_bytes):
+        there.append(at[offset])
+        offset += at[offset].num_bytes
+    return there

@@ -6,6 +6,10 @@ became of the lock. A commit is durable when it is answered. A lost connection i
 transaction did is unknown, and another coordinator may have the lock already.
 
 Never through a pooler that hands sessions around: the lock would stay behind in one of them.
+
+An error of PostgreSQL's says that a person must act, or that it passes, or that an operation made a mistake. A session
+that cannot be begun has no code: libpq gives the server's words alone, in the server's language. What those do not
+prove to be a refusal is taken for something that passes, and is asked again.
 """
 
 from __future__ import annotations
@@ -20,17 +24,90 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import psycopg
+from psycopg import errors
 from psycopg.abc import Buffer
 from psycopg.adapt import Dumper
 from psycopg.types.numeric import NumericBinaryLoader
 
-from heterorl.common.errors import CorruptStore, HeterorlError, OperatorError, StoreHeld
-from heterorl.coordinator.store.connection import Cursor
-from heterorl.coordinator.store.dialect import IN_POSTGRES
-from heterorl.coordinator.store.engine import Fault
-from heterorl.coordinator.store.postgres import faults, tallies
-from heterorl.coordinator.store.postgres.schema import WHOLE, WRITER
+from heterorl.common.errors import CorruptStore, DiskFull, HeterorlError, OperatorError, StoreHeld, StoreLost
+from heterorl.coordinator.store.engine import IN_POSTGRES, Cursor, Fault
+from heterorl.coordinator.store.postgres import tables
+from heterorl.coordinator.store.postgres.tables import WHOLE, WRITER
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION
+
+_OPERATION_ERRORS = (errors.IntegrityError, errors.ProgrammingError, errors.DataError, errors.NotSupportedError)
+_DAMAGE = (
+    errors.InternalError_,
+    errors.DataCorrupted,
+    errors.IndexCorrupted,
+    errors.IoError,
+    errors.UndefinedFile,
+    errors.DuplicateFile,
+)
+"""XX000 to XX002, and what class 58 says of the database's own files. Not psycopg's InternalError, which has class 25
+too: a server that is read-only for a while, as managed ones are while their disk is full, has lost nothing."""
+_REFUSALS = (
+    " does not exist",
+    "authentication failed",
+    "no password supplied",
+    "pg_hba.conf",
+    "permission denied",
+    "not permitted to log in",
+    "certificate",
+    "does not support ssl",
+    "invalid integer value",
+    " value: ",
+)
+"""Parts of what a server or libpq says when it will say the same again."""
+
+
+def error_of_connecting(error: psycopg.Error) -> HeterorlError:
+    """Why no session began; never with the url, which libpq repeats where it cannot read it."""
+    if isinstance(error, psycopg.ProgrammingError):
+        return OperatorError("store.url is none that libpq reads", action="compare it with `[store]` in operate.md")
+    words = brief(error)
+    if any(part in words.lower() for part in _REFUSALS):
+        return OperatorError(
+            f"PostgreSQL refuses the session: {words}",
+            action="check store.url, the server and the password (PGPASSFILE or PGPASSWORD)",
+        )
+    return StoreLost(f"PostgreSQL cannot be reached: {words}")
+
+
+def error_of_opening(error: psycopg.Error, *, is_broken: bool) -> HeterorlError:
+    """Why a session could not take the store."""
+    if isinstance(error, errors.DiskFull):
+        return DiskFull("PostgreSQL's data directory")
+    if isinstance(error, errors.LockNotAvailable):
+        return StoreLost(
+            "another session keeps the store's tables locked",
+            action="asked again; pg_locks names the session: end it, or let it end",
+        )
+    if not is_broken and isinstance(error, _OPERATION_ERRORS):
+        return OperatorError(
+            f"PostgreSQL refuses the store's tables: {brief(error)}",
+            action="the user of store.url must own the database or schema, and nobody else's tables may be in it",
+        )
+    if not is_broken and isinstance(error, _DAMAGE):
+        return CorruptStore(f"the store in PostgreSQL cannot be opened: {brief(error)}")
+    return StoreLost(f"PostgreSQL gave the store up: {brief(error)}")
+
+
+def fault_of_statement(error: Exception, *, is_broken: bool) -> Fault:
+    """What an error of a coordinator that has the store says."""
+    if is_broken:
+        return Fault.LOST
+    if isinstance(error, errors.DiskFull):
+        return Fault.FULL
+    if isinstance(error, _OPERATION_ERRORS):
+        return Fault.OPERATION
+    return Fault.FATAL if isinstance(error, _DAMAGE) else Fault.LOST
+
+
+def brief(error: psycopg.Error) -> str:
+    """The error's words in one line."""
+    return " ".join(str(error).split())[:300]
+
 
 _LOG = logging.getLogger(__name__)
 MIN_SERVER = 150000
@@ -170,7 +247,7 @@ class PostgresEngine:
         except psycopg.Error as error:
             is_broken = raw.broken
             raw.close()
-            raise faults.of_opening(error, is_broken=is_broken) from error
+            raise error_of_opening(error, is_broken=is_broken) from error
         except HeterorlError:
             raw.close()
             raise
@@ -213,7 +290,7 @@ class PostgresEngine:
 
     def fault(self, error: Exception) -> Fault:
         """What one of PostgreSQL's errors says."""
-        return faults.of_statement(error, is_broken=self._raw.broken)
+        return fault_of_statement(error, is_broken=self._raw.broken)
 
     def close(self) -> None:
         """End the session, and with it the lock."""
@@ -231,7 +308,7 @@ def connect(url: str) -> psycopg.Connection[Any]:
         raw = psycopg.connect(url, **_LINK)
     except psycopg.Error as error:
         # Without its cause: libpq's words may repeat the url.
-        raise faults.of_connecting(error) from None
+        raise error_of_connecting(error) from None
     try:
         raw.execute(_SESSION)
         _check_server(raw)
@@ -241,7 +318,7 @@ def connect(url: str) -> psycopg.Connection[Any]:
     except psycopg.Error as error:
         is_broken = raw.broken
         raw.close()
-        raise faults.of_opening(error, is_broken=is_broken) from error
+        raise error_of_opening(error, is_broken=is_broken) from error
     except HeterorlError:
         raw.close()
         raise
@@ -288,7 +365,7 @@ def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
     except psycopg.Error as error:
         is_broken = raw.broken
         raw.close()
-        raise faults.of_opening(error, is_broken=is_broken) from error
+        raise error_of_opening(error, is_broken=is_broken) from error
     if not is_ours:
         raw.close()
         raise StoreHeld(f"another coordinator has the store: {holder}")
@@ -340,7 +417,7 @@ def _begin_epoch(raw: psycopg.Connection[Any]) -> tuple[str, int]:
             raise CorruptStore(
                 f"the store has schema {version}, this program needs {SCHEMA_VERSION}", action=ANOTHER_PROGRAM
             )
-        raw.execute(((WHOLE if version == 0 else "") + tallies.BEGIN).encode())
+        raw.execute(((WHOLE if version == 0 else "") + tables.COUNT_ANEW).encode())
         if row is None:
             name_store(raw)
         row = raw.execute(

@@ -10,8 +10,7 @@ from heterorl.common.types.run import PromptCounts
 from heterorl.common.wire.seal import sealed
 from heterorl.coordinator.config import CoordinatorConfig, DifficultyConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.difficulty import MAX_PASSED, decide, note_groups
-from heterorl.coordinator.groups.schedule import prompt_of
+from heterorl.coordinator.groups.schedule import MAX_PASSED, decide_prompt, note_rewards, prompt_of
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of, rollout
 
@@ -69,7 +68,7 @@ async def one_pass(core, run, works):
     ],
 )
 def test_decision(mean, draw, decision):
-    assert decide(mean, WINDOW, draw=draw) == decision
+    assert decide_prompt(mean, WINDOW, draw=draw) == decision
 
 
 def test_window_without_an_inside_is_refused():
@@ -132,7 +131,7 @@ async def test_mean_follows_the_newest_groups(tmp_path):
     work = next(work for work in await run.lease(8) if work.prompt_index % 10 in (1, 2))
     solved = tuple(rollout(run.head, reward=1.0, reward_parts=()) for _ in range(2))
     data = sealed(dataclasses.replace(run.group(work), rollouts=solved)).data
-    await core.parts.database.run(lambda connection: note_groups(connection, [data, data, None], WINDOW))
+    await core.parts.database.run(lambda connection: note_rewards(connection, [data, data, None], WINDOW))
     found = (await core.get_status()).prompts
     assert (found.in_window, found.too_easy, found.too_hard) == (9, 36, 5), "a prompt is counted where it is now"
     await core.close()

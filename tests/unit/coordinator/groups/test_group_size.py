@@ -13,7 +13,7 @@ from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import queue
-from heterorl.coordinator.groups.group_size import problem_of, worst_bytes
+from heterorl.coordinator.groups.admission import contract_problem, worst_bytes
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 
@@ -125,7 +125,7 @@ def _contract(**sampling):
 
 @pytest.mark.parametrize(("tokens", "fits"), [(32_768, True), (40_000, False)])
 def test_worst_group_of_a_contract_is_compared_with_the_limit(tokens, fits):
-    problem = problem_of(_contract(max_new_tokens=tokens), CoordinatorConfig())
+    problem = contract_problem(_contract(max_new_tokens=tokens), CoordinatorConfig())
 
     assert (problem == "") is fits
     if not fits:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.order import LATE_EVERY, Turns, newest_first, oldest_in_window
+from heterorl.coordinator.groups.queue import LATE_EVERY, Turns, newest_first, oldest_in_window
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
 

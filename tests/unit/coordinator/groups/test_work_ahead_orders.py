@@ -17,7 +17,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.sqlite.engine import SqliteEngine
+from heterorl.coordinator.store.sqlite import SqliteEngine
 from heterorl_research.lab.inline_store import InlineDatabase
 from tests.support.clock import ManualClock
 from tests.support.examples import examples

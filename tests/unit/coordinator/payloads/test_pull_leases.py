@@ -2,8 +2,8 @@
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.coordinator.payloads import leases as pull_leases
-from heterorl.coordinator.payloads.leases import PullLeases
+from heterorl.coordinator.payloads import retention as pull_leases
+from heterorl.coordinator.payloads.retention import PullLeases
 
 
 def payloads(*digests):

@@ -11,7 +11,7 @@ from heterorl.common.types.run import CanaryReport
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit
-from heterorl.coordinator.sites.canary import MAX_LOGPROBS, judge
+from heterorl.coordinator.sites.quarantine import MAX_LOGPROBS, judge_canary
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -36,7 +36,7 @@ def report(logprobs, *, version=0, site=SITE, incarnation=INCARNATION):
     ],
 )
 def test_verdict_follows_the_median_over_tokens(offered, is_quarantined):
-    judgement = judge(report(offered), STATED, threshold=0.15)
+    judgement = judge_canary(report(offered), STATED, threshold=0.15)
 
     assert bool(judgement.quarantine) == is_quarantined
     assert judgement.quarantine is not None
@@ -44,8 +44,8 @@ def test_verdict_follows_the_median_over_tokens(offered, is_quarantined):
 
 
 def test_nothing_is_decided_without_the_learners_canary_or_without_a_threshold():
-    assert judge(report(()), (), threshold=0.1).quarantine is None
-    assert judge(report((-9.0,) * 4), STATED, threshold=0.0).quarantine is None
+    assert judge_canary(report(()), (), threshold=0.1).quarantine is None
+    assert judge_canary(report((-9.0,) * 4), STATED, threshold=0.0).quarantine is None
 
 
 @pytest.fixture

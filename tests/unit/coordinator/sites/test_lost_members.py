@@ -12,7 +12,7 @@ from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.sites.lost_members import WINDOW_GROUPS, moved, problem_of
+from heterorl.coordinator.sites.quarantine import WINDOW_GROUPS, lost_problem, moved_share
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 
@@ -26,17 +26,17 @@ def taken(losses, bound=BOUND):
     """Of each group, by how many of its members it lost: whether it is taken."""
     share, found = 0.0, []
     for lost in losses:
-        share = moved(share, lost / SIZE)
-        found.append(not (lost and problem_of(share, bound)))
+        share = moved_share(share, lost / SIZE)
+        found.append(not (lost and lost_problem(share, bound)))
     return np.array(found)
 
 
 def test_a_share_moves_by_a_fiftieth_of_the_difference():
-    assert moved(0.0, 0.5) == 0.5 / WINDOW_GROUPS
-    assert moved(0.3, 0.3) == 0.3
+    assert moved_share(0.0, 0.5) == 0.5 / WINDOW_GROUPS
+    assert moved_share(0.3, 0.3) == 0.3
     share = 0.5
     for _ in range(WINDOW_GROUPS):
-        share = moved(share, 0.0)
+        share = moved_share(share, 0.0)
     assert 0.18 < share < 0.184  # 0.5 / e
 
 
@@ -44,7 +44,7 @@ def test_a_share_moves_by_a_fiftieth_of_the_difference():
     ("share", "bound", "is_above"), [(0.2, 0.2, False), (0.21, 0.2, True), (1.0, 1.0, False), (0.01, 0.0, True)]
 )
 def test_a_site_is_above_the_bound_and_not_at_it(share, bound, is_above):
-    text = problem_of(share, bound)
+    text = lost_problem(share, bound)
 
     assert bool(text) == is_above
     assert not text or f"{share:.1%} of the members" in text
@@ -66,8 +66,8 @@ def test_a_site_that_knows_the_rule_hides_no_more_than_the_bound():
     """It loses half of a group wherever that is taken, and none elsewhere."""
     share, hidden, groups = 0.0, 0.0, 5000
     for _ in range(groups):
-        lost = 0.5 if not problem_of(moved(share, 0.5), BOUND) else 0.0
-        share = moved(share, lost)
+        lost = 0.5 if not lost_problem(moved_share(share, 0.5), BOUND) else 0.0
+        share = moved_share(share, lost)
         hidden += lost
 
     assert hidden / groups < BOUND + WINDOW_GROUPS / groups

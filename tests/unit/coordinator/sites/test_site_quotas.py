@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.order import Turns
+from heterorl.coordinator.groups.queue import Turns
 from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s

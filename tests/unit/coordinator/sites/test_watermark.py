@@ -15,7 +15,7 @@ from heterorl.common.types.run import Command, Heartbeat
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites.watermark import MAX_GAP
+from heterorl.coordinator.sites.incarnations import MAX_GAP
 from tests.support.clock import ManualClock
 from tests.support.examples import examples
 from tests.support.run import INCARNATION, SITE, Run

@@ -9,8 +9,8 @@ import pytest
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
 from heterorl.coordinator.offline.history import read_histories
+from heterorl.coordinator.store import sqlite as sqlite_engine
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
-from heterorl.coordinator.store.sqlite import engine as sqlite_engine
 
 pytestmark = pytest.mark.sqlite
 

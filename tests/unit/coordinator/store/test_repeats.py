@@ -6,7 +6,7 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit, quarantine
-from heterorl.coordinator.store import repeats
+from heterorl.coordinator.store import database
 from heterorl.coordinator.store.database import set_meta
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run
@@ -78,12 +78,12 @@ async def run_register(core, run):
 
 async def test_what_is_remembered_is_bounded(core):
     def place(connection):
-        for number in range(repeats.MAX_KEPT + 3):
-            repeats.remember(connection, "test", f"r{number}", str(number))
-        return [repeats.answer_to(connection, "test", f"r{number}") for number in (2, 3, repeats.MAX_KEPT + 2)]
+        for number in range(database.MAX_KEPT + 3):
+            database.remember_order(connection, "test", f"r{number}", str(number))
+        return [database.answer_to_order(connection, "test", f"r{number}") for number in (2, 3, database.MAX_KEPT + 2)]
 
-    assert await core.database.run(place) == [None, "3", str(repeats.MAX_KEPT + 2)]
+    assert await core.database.run(place) == [None, "3", str(database.MAX_KEPT + 2)]
     with pytest.raises(InvalidRequest, match="request_id"):
-        await core.database.run(lambda c: repeats.remember(c, "test", "x" * 65, ""))
-    await core.database.run(lambda c: repeats.remember(c, "test", "", "none"))
-    assert await core.database.run(lambda c: repeats.answer_to(c, "test", "")) is None
+        await core.database.run(lambda c: database.remember_order(c, "test", "x" * 65, ""))
+    await core.database.run(lambda c: database.remember_order(c, "test", "", "none"))
+    assert await core.database.run(lambda c: database.answer_to_order(c, "test", "")) is None

@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.sqlite.engine import connect
+from heterorl.coordinator.store.sqlite import connect
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import math
 
-from heterorl.coordinator.versions.lease import Lease, decide_acquire
+from heterorl.coordinator.versions.lineage import Lease, decide_acquire
 
 LEASE = Lease(epoch=3, holder="a", request_id="1", expires=100.0, is_released=False)
 

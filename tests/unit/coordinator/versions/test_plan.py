@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.coordinator.versions.path import plan_pull
+from heterorl.coordinator.versions.plans import plan_pull
 from heterorl.coordinator.versions.rollback import _rebuilt, _undone
 
 

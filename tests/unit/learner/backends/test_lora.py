@@ -14,7 +14,7 @@ from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.weights.arena import Arena
-from heterorl.coordinator.versions.lease import contract_difference
+from heterorl.coordinator.versions.lineage import contract_difference
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import TorchBackendConfig

@@ -6,8 +6,7 @@ import contextlib
 import pytest
 from blake3 import blake3
 
-from heterorl.coordinator.store.bucket.copies import BucketCopies
-from heterorl.coordinator.store.bucket.files import SCRATCH, CopyFiles
+from heterorl.coordinator.store.bucket.copies import SCRATCH, BucketCopies, CopyFiles
 
 pytestmark = pytest.mark.timeout(60)
 MIB = 1 << 20

@@ -4,12 +4,12 @@ import hashlib
 
 import pytest
 
-from heterorl.coordinator.store import dialect, schema
+from heterorl.coordinator.store import engine, schema
 
 pytest.importorskip("psycopg")
 
 from heterorl.coordinator.store.postgres.engine import translated
-from heterorl.coordinator.store.postgres.schema import WHOLE, in_postgres
+from heterorl.coordinator.store.postgres.tables import WHOLE, in_postgres
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ from heterorl.coordinator.store.postgres.schema import WHOLE, in_postgres
         ("SELECT 1 WHERE ? = ?", "SELECT 1 WHERE $1 = $2"),
         ("SELECT count FROM temp.tally WHERE name = ?", "SELECT count FROM tally WHERE name = $1"),
         (
-            f"SELECT 1 FROM work WHERE site = ? AND assignment IN {dialect.NUMBERS}",
+            f"SELECT 1 FROM work WHERE site = ? AND assignment IN {engine.NUMBERS}",
             "SELECT 1 FROM work WHERE site = $1 AND assignment IN (SELECT CAST(value AS BIGINT)"
             " FROM jsonb_array_elements_text(CAST($2 AS jsonb)) AS each (value))",
         ),
-        (dialect.HAS_AUDIT, "SELECT 1 WHERE to_regclass('audit') IS NOT NULL"),
+        (engine.HAS_AUDIT, "SELECT 1 WHERE to_regclass('audit') IS NOT NULL"),
     ],
     ids=["values", "tallies", "lists", "own text"],
 )

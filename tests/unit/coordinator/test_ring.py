@@ -20,10 +20,10 @@ from heterorl.common.types.sample import (
     rollout_json,
 )
 from heterorl.common.wire.seal import seal
+from heterorl.coordinator import ring
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.samples import ring
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run, credits_of, rollout
 from tests.support.samples import group_of_turns, make_turns

@@ -1,10 +1,15 @@
-"""Merged deltas kept beside the payloads: a cache that may be deleted at any time.
+"""Merged deltas, one payload instead of many: which are worth it, and the cache of them beside the payloads.
 
     data_dir/merged/<start>-<stop>-<digest>        complete and durable, never changed
     data_dir/merged/compose*                       under way; whatever is left of it goes at the next start
 
-The directory is all there is: at the start it is read again, and what does not lead between the states of the versions
-that it names, in one flavour, is removed. A file that disappears is struck out when somebody notices.
+The directory is all there is, and may be deleted at any time: at the start it is read again, and what does not lead
+between the states of the versions that it names, in one flavour, is removed. A file that disappears is struck out when
+somebody notices.
+
+A block is a span of 4^j versions that starts at a multiple of its length. Any lag is covered by few blocks, each block
+is made from 4 of the next smaller size, and all of them together cost less than composing every 4 deltas twice: a
+merged delta of k versions has about k^0.65 times the bytes of one, so larger blocks cost ever less a version.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import Busy, CorruptData, MalformedPayload
@@ -21,10 +27,77 @@ from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.container import read_roots
-from heterorl.coordinator.payloads.merging.spans import Span, to_evict
-from heterorl.coordinator.store.connection import Connection
 from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.files import file_size
+
+RADIX = 4
+KEEP_VERSIONS = 8
+"""How far the head may move on before a merged delta that is no block goes: time to finish a download."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The versions that a merged delta leads over, from `start` to `stop`, in one flavour."""
+
+    start: int
+    stop: int
+    flavour: str = ""
+
+    @property
+    def length(self) -> int:
+        """Number of versions."""
+        return self.stop - self.start
+
+    @property
+    def is_block(self) -> bool:
+        """Whether this is one of the spans that everybody's way is made of."""
+        length = RADIX
+        while length < self.length:
+            length *= RADIX
+        return length == self.length and self.start % length == 0
+
+
+def due_blocks(*, head: int, window: int, have: Collection[Span], flavour: str = "") -> Iterator[Span]:
+    """Blocks that reach into the last `window` versions and are not there: small before large, the newest first."""
+    length = RADIX
+    while length <= window:
+        for stop in range(head // length * length, max(length - 1, head - window), -length):
+            span = Span(stop - length, stop, flavour)
+            if span not in have:
+                yield span
+        length *= RADIX
+
+
+def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, flavour: str = "") -> Span | None:
+    """The span of a plan's deltas when one merged delta is worth making: several, long enough, to the head."""
+    deltas = [payload for payload in payloads if payload.kind is not PayloadKind.SNAPSHOT]
+    if len(deltas) < 2:
+        return None
+    span = Span(deltas[0].from_version, deltas[-1].to_version, flavour)
+    return span if span.stop == head and span.length >= RADIX else None
+
+
+def to_evict(sizes: Mapping[Span, int], *, head: int, window: int, budget_bytes: int) -> list[Span]:
+    """Merged deltas that are of no use any more, then the least useful until the rest fits the budget.
+
+    Useless: a block that ends before the window, anything else that ends KEEP_VERSIONS before the head. Least useful:
+    what is no block, then what ends the longest ago, then the smallest.
+    """
+
+    def is_useless(span: Span) -> bool:
+        return span.stop <= head - window or (not span.is_block and span.stop < head - KEEP_VERSIONS)
+
+    evicted = [span for span in sizes if is_useless(span)]
+    rest = sorted(set(sizes) - set(evicted), key=lambda span: (span.is_block, span.stop, span.length))
+    used = sum(sizes[span] for span in rest)
+    for span in rest:
+        if used <= budget_bytes:
+            break
+        evicted.append(span)
+        used -= sizes[span]
+    return evicted
+
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{1,18})-(\d{1,18})-([0-9a-f]{64})")

@@ -32,15 +32,14 @@ from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.manifest import chunks_of
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.payloads.merging.cache import Merges
-from heterorl.coordinator.payloads.merging.spans import Span, due_blocks
-from heterorl.coordinator.store.connection import Connection
+from heterorl.coordinator.payloads.merges import Merges, Span, due_blocks
 from heterorl.coordinator.store.database import ENDED, Database
+from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours, lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto
-from heterorl.coordinator.versions.path import plan_pull
+from heterorl.coordinator.versions.plans import plan_pull
 
 _LOG = logging.getLogger(__name__)
 MAX_REQUESTS = 16

@@ -1,0 +1,303 @@
+"""The tables of the store in PostgreSQL: made, counted, and copied between them and a file of SQLite's.
+
+They are those of `store/schema.py` in PostgreSQL's types, and a row that says who writes. Both engines have the same
+schema number. Texts are compared by their bytes, as in SQLite, and what groups consist of is stored as it is: it is
+compressed already. All that a database has of a store is made under a number, the counts beside it too: a coordinator
+that takes a store of this schema changes rows alone, for which it waits for no reader.
+
+What `store/tallies.py` counts is counted by triggers as there, in tables that are never logged, and counted anew by
+each coordinator that takes the store; PostgreSQL empties them when it crashes, and the coordinator ends with it. Rows
+are deleted and no table is dropped, so that nobody who only reads is waited for, as pg_dump does for hours. Temporary
+tables would be nearer to SQLite's, but no trigger of a lasting table may name them while two coordinators follow one
+another, and nobody vacuums them.
+
+A backup of either store is a file of SQLite's beside payloads, so there is one format, whatever reads a data directory
+reads every backup, and a run may go on in the other store:
+
+    read    from one snapshot of the database (REPEATABLE READ), while the coordinator writes on
+    write   in the caller's transaction; what numbers were given out stays given out
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, LiteralString, cast
+
+import psycopg
+from psycopg import sql
+
+from heterorl.common.errors import CorruptStore
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, AUDIT_TRIGGERS, INDEXES, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.tallies import SOON
+
+_COUNTS = f"""
+CREATE UNLOGGED TABLE IF NOT EXISTS tally (name TEXT COLLATE "C" PRIMARY KEY, count BIGINT NOT NULL)
+    WITH (fillfactor = 10);
+CREATE UNLOGGED TABLE IF NOT EXISTS waiting (site TEXT COLLATE "C" PRIMARY KEY, num_groups BIGINT NOT NULL,
+    num_bytes BIGINT NOT NULL) WITH (fillfactor = 50);
+CREATE UNLOGGED TABLE IF NOT EXISTS out_work (
+    assignment BIGINT PRIMARY KEY, site TEXT COLLATE "C" NOT NULL, incarnation TEXT COLLATE "C" NOT NULL,
+    request_id TEXT COLLATE "C" NOT NULL, since DOUBLE PRECISION, is_away BIGINT NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS out_by_holder ON out_work (site, incarnation, since);
+CREATE INDEX IF NOT EXISTS out_by_request ON out_work (site, incarnation, request_id);
+CREATE UNLOGGED TABLE IF NOT EXISTS holder (
+    site TEXT COLLATE "C" NOT NULL, incarnation TEXT COLLATE "C" NOT NULL, held BIGINT NOT NULL,
+    away BIGINT NOT NULL DEFAULT 0, due DOUBLE PRECISION NOT NULL DEFAULT {SOON},
+    PRIMARY KEY (site, incarnation)) WITH (fillfactor = 50);
+CREATE INDEX IF NOT EXISTS holder_due ON holder (due);
+CREATE UNLOGGED TABLE IF NOT EXISTS sharer (
+    site TEXT COLLATE "C" PRIMARY KEY, held BIGINT NOT NULL DEFAULT 0, counted BIGINT NOT NULL DEFAULT 0,
+    asked DOUBLE PRECISION, owed BIGINT NOT NULL DEFAULT 0) WITH (fillfactor = 50);
+CREATE INDEX IF NOT EXISTS sharer_asked ON sharer (asked) WHERE asked IS NOT NULL;
+CREATE INDEX IF NOT EXISTS sharer_owed ON sharer (owed) WHERE owed > 0;
+"""
+_GROUPS = """
+CREATE OR REPLACE FUNCTION tally_group() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    was boolean := TG_OP <> 'INSERT' AND OLD.state IN ('pending', 'leased');
+    remains boolean := TG_OP <> 'DELETE' AND NEW.state IN ('pending', 'leased');
+BEGIN
+    IF was THEN
+        UPDATE tally SET count = count - 1 WHERE name = OLD.state;
+    END IF;
+    IF remains THEN
+        UPDATE tally SET count = count + 1 WHERE name = NEW.state;
+    END IF;
+    IF was AND NOT remains THEN
+        UPDATE waiting SET num_groups = num_groups - 1, num_bytes = num_bytes - OLD.num_bytes WHERE site = OLD.site;
+        DELETE FROM waiting WHERE site = OLD.site AND num_groups = 0;
+    ELSIF remains AND NOT was THEN
+        INSERT INTO waiting VALUES (NEW.site, 1, NEW.num_bytes) ON CONFLICT (site) DO UPDATE
+            SET num_groups = waiting.num_groups + 1, num_bytes = waiting.num_bytes + excluded.num_bytes;
+    END IF;
+    IF TG_OP = 'INSERT' AND remains THEN
+        -- A group that was taken wins back one of the assignments that its site left unanswered.
+        UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0;
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE OR REPLACE TRIGGER group_counts AFTER INSERT OR DELETE OR UPDATE OF state ON groups
+    FOR EACH ROW EXECUTE FUNCTION tally_group();
+"""
+_WORK = """
+CREATE OR REPLACE FUNCTION tally_work() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    IF TG_OP <> 'INSERT' AND OLD.is_leased = 1 THEN
+        DELETE FROM out_work WHERE assignment = OLD.assignment;
+    END IF;
+    IF TG_OP <> 'DELETE' AND NEW.is_leased = 1 THEN
+        INSERT INTO out_work (assignment, site, incarnation, request_id)
+            VALUES (NEW.assignment, NEW.site, NEW.incarnation, NEW.request_id);
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE OR REPLACE TRIGGER work_counts AFTER INSERT OR DELETE OR UPDATE OF is_leased, site, incarnation ON work
+    FOR EACH ROW EXECUTE FUNCTION tally_work();
+"""
+_OUT = """
+CREATE OR REPLACE FUNCTION tally_out() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    IF TG_OP = 'INSERT' THEN
+        INSERT INTO holder (site, incarnation, held) VALUES (NEW.site, NEW.incarnation, 1)
+            ON CONFLICT (site, incarnation) DO UPDATE SET held = holder.held + 1;
+        INSERT INTO sharer (site) VALUES (NEW.site) ON CONFLICT DO NOTHING;
+        UPDATE sharer SET held = held + 1, counted = counted + 1 WHERE site = NEW.site;
+        UPDATE tally SET count = count + 1 WHERE name = 'out';
+    ELSIF TG_OP = 'DELETE' THEN
+        UPDATE holder SET held = held - 1, away = away - OLD.is_away
+            WHERE site = OLD.site AND incarnation = OLD.incarnation;
+        DELETE FROM holder WHERE site = OLD.site AND incarnation = OLD.incarnation AND held = 0;
+        UPDATE sharer SET held = held - 1, counted = counted - 1 + OLD.is_away WHERE site = OLD.site;
+        UPDATE tally SET count = count - 1 WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END;
+    ELSIF OLD.is_away = 0 AND NEW.is_away = 1 THEN
+        UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site;
+        UPDATE holder SET away = away + 1 WHERE site = NEW.site AND incarnation = NEW.incarnation;
+        UPDATE tally SET count = count - 1 WHERE name = 'out';
+        UPDATE tally SET count = count + 1 WHERE name = 'away';
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE OR REPLACE TRIGGER out_counts AFTER INSERT OR DELETE OR UPDATE OF is_away ON out_work
+    FOR EACH ROW EXECUTE FUNCTION tally_out();
+CREATE OR REPLACE FUNCTION tally_wanting() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    UPDATE tally SET count = count + CASE WHEN NEW.counted > 0 OR NEW.asked IS NOT NULL THEN 1 ELSE -1 END
+        WHERE name = 'wanting';
+    RETURN NULL;
+END $$;
+CREATE OR REPLACE TRIGGER sharer_counts AFTER UPDATE OF counted, asked ON sharer FOR EACH ROW
+    WHEN ((OLD.counted > 0 OR OLD.asked IS NOT NULL) <> (NEW.counted > 0 OR NEW.asked IS NOT NULL))
+    EXECUTE FUNCTION tally_wanting();
+"""
+_FILL = """
+INSERT INTO tally SELECT state, count(*) FROM groups WHERE state IN ('pending', 'leased') GROUP BY state
+    ON CONFLICT (name) DO UPDATE SET count = excluded.count;
+INSERT INTO waiting SELECT site, count(*), sum(num_bytes) FROM groups
+    WHERE state IN ('pending', 'leased') GROUP BY site;
+INSERT INTO out_work (assignment, site, incarnation, request_id)
+    SELECT assignment, site, incarnation, request_id FROM work WHERE is_leased = 1;
+"""
+_NONE = """
+ALTER TABLE out_work DISABLE TRIGGER out_counts;
+DELETE FROM tally; DELETE FROM waiting; DELETE FROM out_work; DELETE FROM holder; DELETE FROM sharer;
+ALTER TABLE out_work ENABLE TRIGGER out_counts;
+INSERT INTO tally VALUES ('pending', 0), ('leased', 0), ('out', 0), ('away', 0), ('wanting', 0);
+"""
+_TALLIES = _COUNTS + _GROUPS + _WORK + _OUT
+"""Of a store's schema; programs of schema 5 made them at each start."""
+COUNT_ANEW = _NONE + _FILL
+"""Counts what waits and what is out; once for each coordinator that takes the store."""
+PAUSE_COUNTS = "ALTER TABLE groups DISABLE TRIGGER group_counts; ALTER TABLE work DISABLE TRIGGER work_counts;"
+"""Stops counting, while rows are copied in by the thousand."""
+RESUME_COUNTS = "ALTER TABLE groups ENABLE TRIGGER group_counts; ALTER TABLE work ENABLE TRIGGER work_counts;"
+
+
+_WORDS = (
+    (r"\bINTEGER PRIMARY KEY AUTOINCREMENT\b", "BIGINT GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY"),
+    (r"\)\s*WITHOUT ROWID\b", ")"),
+    (r"\bINTEGER\b", "BIGINT"),
+    (r"\bREAL\b", "DOUBLE PRECISION"),
+    (r"\bBLOB\b", "BYTEA"),
+    (r"\bTEXT\b", 'TEXT COLLATE "C"'),
+)
+WRITER = """
+CREATE TABLE IF NOT EXISTS store (
+    id TEXT NOT NULL, schema_version BIGINT NOT NULL, epoch BIGINT NOT NULL, taken TIMESTAMPTZ NOT NULL,
+    is_only BOOLEAN PRIMARY KEY DEFAULT true CHECK (is_only));
+"""
+"""One row: the store's name, its schema, and how many coordinators have written to it, one after another."""
+_APPENDED_ONLY = """
+CREATE OR REPLACE FUNCTION audit_is_kept() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation',
+        MESSAGE = 'the log of audit is only appended to';
+END $$;
+CREATE OR REPLACE TRIGGER audit_keeps_rows BEFORE DELETE OR UPDATE ON audit
+    FOR EACH ROW EXECUTE FUNCTION audit_is_kept();
+CREATE OR REPLACE TRIGGER audit_keeps_all BEFORE TRUNCATE ON audit EXECUTE FUNCTION audit_is_kept();
+"""
+_STORED_AS_IS = """
+ALTER TABLE groups ALTER payload SET STORAGE EXTERNAL;
+ALTER TABLE sample_payloads ALTER content SET STORAGE EXTERNAL, ALTER note SET STORAGE EXTERNAL;
+"""
+
+
+def in_postgres(script: str) -> str:
+    """A script of SQLite's in PostgreSQL's words."""
+    script = script.replace(AUDIT_TRIGGERS, "")
+    for pattern, word in _WORDS:
+        script = re.sub(pattern, word, script)
+    return script
+
+
+WHOLE = in_postgres(SCHEMA + INDEXES) + _APPENDED_ONLY + _STORED_AS_IS + _TALLIES
+"""All that a new store has, beside its row of WRITER."""
+
+
+_TYPES = {"INTEGER": "int8", "REAL": "float8", "TEXT": "text", "BLOB": "bytea"}
+_BYTES = ("contract",)
+"""Settings that are bytes; the others are texts, which PostgreSQL keeps in the same column of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    name: str
+    columns: tuple[str, ...]
+    types: tuple[str, ...]
+    counted: str
+    """The column whose numbers are never given out twice; empty where there is none."""
+
+    def copy(self, form: LiteralString) -> sql.Composed:
+        """COPY in PostgreSQL's words."""
+        names = sql.SQL(", ").join(map(sql.Identifier, self.columns))
+        return sql.SQL("COPY {} ({}) " + form + " (FORMAT BINARY)").format(sql.Identifier(self.name), names)
+
+
+def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
+    """Write the rows of a database, as they are at one moment, into a new file; it is not yet durable.
+
+    Raises:
+        psycopg.Error: the database cannot be read.
+        sqlite3.Error: the file cannot be written.
+        CorruptStore: the store has another schema.
+    """
+    file = sqlite3.connect(path, isolation_level=None)
+    try:
+        # What fails is thrown away as a whole.
+        file.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {SCHEMA}")
+        with raw.transaction():
+            raw.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            row = raw.execute("SELECT schema_version FROM store").fetchone()
+            if row is None or row[0] != SCHEMA_VERSION:
+                raise CorruptStore(
+                    f"the store has schema {row and row[0]}, this program needs {SCHEMA_VERSION}",
+                    action=ANOTHER_PROGRAM,
+                )
+            file.execute("BEGIN")
+            for table in tables_of(file):
+                _read_table(raw, file, table)
+            file.execute("COMMIT")
+        file.executescript(f"{INDEXES} PRAGMA user_version={SCHEMA_VERSION};")
+    finally:
+        file.close()
+
+
+def write_from(file: sqlite3.Connection, raw: psycopg.Connection[Any]) -> None:
+    """Write the rows of a file of this schema into tables that are empty; the caller ends the transaction.
+
+    Raises:
+        psycopg.Error: PostgreSQL refuses a row.
+    """
+    raw.execute(PAUSE_COUNTS)
+    for table in tables_of(file):
+        with raw.cursor() as cursor, cursor.copy(table.copy("FROM STDIN")) as copy:
+            copy.set_types(table.types)
+            for row in _rows(file, table):
+                copy.write_row(row)
+        if table.counted:
+            given = file.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table.name,)).fetchone()
+            if given is not None and given[0] > 0:
+                raw.execute(
+                    "SELECT setval(pg_get_serial_sequence(%s, %s), %s)", (table.name, table.counted, int(given[0]))
+                )
+    raw.execute(RESUME_COUNTS)
+
+
+def tables_of(file: sqlite3.Connection) -> Iterator[_Table]:
+    """The tables of a file's schema."""
+    names = file.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+    for name, text in names.fetchall():
+        columns = file.execute("SELECT name, type, pk FROM pragma_table_info(?) ORDER BY cid", (name,)).fetchall()
+        key = next((column for column, _, place in columns if place), "")
+        yield _Table(
+            name=name,
+            columns=tuple(column for column, *_ in columns),
+            types=tuple(_TYPES[kind] for _, kind, _ in columns),
+            counted=key if "AUTOINCREMENT" in text else "",
+        )
+
+
+def _read_table(raw: psycopg.Connection[Any], file: sqlite3.Connection, table: _Table) -> None:
+    marks = ", ".join("?" * len(table.columns))
+    with raw.cursor() as cursor, cursor.copy(table.copy("TO STDOUT")) as copy:
+        copy.set_types(table.types)
+        rows: Iterable[Sequence[Any]] = copy.rows()
+        if table.name == "meta":
+            rows = ((key, value if key in _BYTES else value.decode()) for key, value in rows)
+        file.executemany(f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES ({marks})", rows)
+    if table.counted:
+        name = raw.execute("SELECT pg_get_serial_sequence(%s, %s)", (table.name, table.counted)).fetchone()
+        assert name is not None, "the column is an identity"
+        # A sequence shows what was given out, also to transactions that are not in the snapshot: more is no harm.
+        query = sql.SQL("SELECT last_value FROM {} WHERE is_called").format(sql.SQL(cast("LiteralString", name[0])))
+        given = raw.execute(query).fetchone()
+        if given is not None:
+            file.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table.name,))
+            file.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (table.name, int(given[0])))
+
+
+def _rows(file: sqlite3.Connection, table: _Table) -> Iterator[Sequence[Any]]:
+    rows = file.execute(f"SELECT {', '.join(table.columns)} FROM {table.name}")
+    if table.name == "meta":
+        return ((key, value.encode() if isinstance(value, str) else value) for key, value in rows)
+    return iter(rows)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from heterorl.cli.plan.amounts import size_words, time_words
+from heterorl.cli.plan import size_words, time_words
 from heterorl.plan.assumptions import Assumptions, facts
-from heterorl.plan.memory import rank_memory
+from heterorl.plan.costs import delta_bytes, rank_memory
 from heterorl.plan.plan import Question, plan
 from heterorl.plan.shape import SHAPES, ModelShape
-from heterorl.plan.traffic import delta_bytes
 
 Rows = tuple[Sequence[str], list[Sequence[str]]]
 MODELS = ("Qwen3-1.7B", "Qwen3-8B", "Qwen3-32B")

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heterorl.common.errors import HeterorlError
-from heterorl.report.files import InUse, read_run
-from heterorl.report.past_run import PastRun
+from heterorl.report.past_run import InUse, PastRun, read_run
 
 FEW = 10
 """Steps that the first and the last rewards are means of."""

@@ -14,7 +14,7 @@ from benchmarks.gpu.rows import Place, Rows, seconds
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload, write_delta
 from heterorl.plan.assumptions import Assumptions
-from heterorl.plan.duration import encode_s
+from heterorl.plan.costs import encode_s
 
 CHANGED = 0.014
 TILE = 1 << 24

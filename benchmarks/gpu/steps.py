@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks.gpu.rows import PEAK, Place, Rows
 from benchmarks.learner import VOCAB_SIZE, write_model
 from heterorl.plan.assumptions import Assumptions
-from heterorl.plan.duration import Cluster, compute_s, optimizer_s
-from heterorl.plan.memory import rank_memory
+from heterorl.plan.costs import Cluster, compute_s, optimizer_s, rank_memory
 from heterorl.plan.shape import ModelShape
 
 GROUPS, GROUP_SIZE, MICRO_BATCH_TOKENS = 4, 4, 16_384

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from heterorl.cli.service_config import load_service, num_unknown, owner
+from heterorl.cli.config import load_service, num_unknown, owner
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses

@@ -125,18 +125,18 @@ async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | Non
 
     gRPC tells names, authorities and expiry apart in a log of its own only.
     """
-    from heterorl.doctor import link, network
+    from heterorl.doctor import link
     from heterorl.doctor.check import Level, Trouble
 
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    found = await network.resolve(host, int(port), timeout_s=EXPLAIN_S)
+    found = await link.resolve(host, int(port), timeout_s=EXPLAIN_S)
     check = link.judge_dns(host, found)
     if not isinstance(found, Trouble):
-        connected = await network.connect(found, int(port), timeout_s=EXPLAIN_S)
+        connected = await link.connect(found, int(port), timeout_s=EXPLAIN_S)
         check = link.judge_port(address, connected)
         if not isinstance(connected, Trouble) and not tls.insecure:
-            shaken = await network.shake_hands(connected.address, int(port), host=host, tls=tls, timeout_s=EXPLAIN_S)
+            shaken = await link.shake_hands(connected.address, int(port), host=host, tls=tls, timeout_s=EXPLAIN_S)
             check = link.judge_handshake(host, shaken)
     if check.level is not Level.FAIL:
         return None

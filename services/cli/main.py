@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -17,26 +18,21 @@ from rich.table import Table
 from rich.text import Text
 
 import heterorl
-from heterorl.cli.backup import backup, restore
 from heterorl.cli.certs import app as certs
-from heterorl.cli.check_config import check_config, check_link
+from heterorl.cli.certs import join
+from heterorl.cli.config import Service, check_config, check_link, load_service
 from heterorl.cli.doctor import doctor
-from heterorl.cli.env.command import env
-from heterorl.cli.lab import add_lab
-from heterorl.cli.launch.command import launch
-from heterorl.cli.live.top import top
+from heterorl.cli.env import env
+from heterorl.cli.launch import launch
 from heterorl.cli.live.track import track
-from heterorl.cli.live.watch import health, status
-from heterorl.cli.models.evaluate import evaluate
-from heterorl.cli.models.export import export
-from heterorl.cli.orders import accept_rewind, audit, rollback, sites
-from heterorl.cli.plan.command import plan
+from heterorl.cli.live.watch import health, status, top
+from heterorl.cli.models import evaluate, export
+from heterorl.cli.orders import accept_rewind, audit, backup, restore, rollback, sites
+from heterorl.cli.plan import plan
 from heterorl.cli.report import report
 from heterorl.cli.samples.command import samples
 from heterorl.cli.samples.view import view
-from heterorl.cli.service_config import Service, load_service
-from heterorl.cli.tokens import join
-from heterorl.common.errors import ConfigError, HeterorlError
+from heterorl.common.errors import ConfigError, HeterorlError, OperatorError
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.process.config import explain, read_tables
 
@@ -51,6 +47,10 @@ TRY, RUN, WATCH, STEER, CHECK, NAMES = (
     "Try it", "Run the services", "Watch a run", "Steer a run", "Check and keep", "Who is who",
 )  # fmt: skip
 """Panels of `heterorl --help`."""
+
+
+RESEARCH = "heterorl_research"
+"""The package of `heterorl lab`, in a distribution of its own."""
 
 
 def _say_version(is_asked: bool) -> None:
@@ -204,7 +204,7 @@ def demo(
     Exit code 0: every promise was kept. 1: one was not, or the run failed. 2: an option is wrong, nothing was started.
     130: Ctrl-C; the processes were stopped in order, and summary.json says what is known.
     """
-    from heterorl.demo.options import DemoOptions, check_options
+    from heterorl.demo.config import DemoOptions, check_options
 
     options = DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed, cache=cache, device=device)
     check_options(options)
@@ -254,7 +254,7 @@ def verify_lineage(
     replay: Annotated[bool, typer.Option("--replay", help="Also rebuild every state from its payloads.")] = False,
 ) -> None:
     """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
-    from heterorl.cli.verify import verify_directory
+    from heterorl.cli.offline import verify_directory
 
     raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=_console()))
 
@@ -283,8 +283,23 @@ app.add_typer(samples, name="samples", rich_help_panel=WATCH)
 app.add_typer(sites, name="sites", rich_help_panel=STEER)
 app.add_typer(audit, name="audit", rich_help_panel=CHECK)
 app.add_typer(env, name="env", rich_help_panel=TRY)
-add_lab(app, panel=TRY)
 app.add_typer(certs, name="certs", rich_help_panel=NAMES)
+
+
+def add_lab(app: typer.Typer) -> None:
+    """Add `lab` where its package is installed; elsewhere a hidden `lab` says what to install."""
+    if importlib.util.find_spec(RESEARCH) is None:
+        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command("lab", hidden=True, add_help_option=False, context_settings=anything)(_refuse_lab)
+        return
+    app.add_typer(importlib.import_module(f"{RESEARCH}.command").app, name="lab", rich_help_panel=TRY)
+
+
+def _refuse_lab() -> NoReturn:
+    raise OperatorError("heterorl-research is not installed", action="in a clone of heterorl: pip install ./research")
+
+
+add_lab(app)
 
 
 def main() -> None:

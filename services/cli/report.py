@@ -64,8 +64,7 @@ def report(
 
 def _read(run: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool) -> PastRun:
     from heterorl.common.errors import ConfigError
-    from heterorl.report.files import InUse, read_run
-    from heterorl.report.live import ask_run
+    from heterorl.report.past_run import InUse, ask_run, read_run
 
     journal = None
     address = run

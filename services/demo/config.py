@@ -1,12 +1,84 @@
-"""What the demonstration runs: two regimes, and the configuration of each process."""
+"""What the demonstration runs: its checked options, two regimes, configurations, certificates and the directory.
+
+Guarantees: of an existing directory only what an earlier demonstration wrote is deleted, by name; a directory that
+holds anything but has no marker is refused untouched. Certificates are made for each demonstration, valid for a day.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib.util
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from heterorl.demo.options import DemoOptions
+from heterorl.certs.directory import Authority
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.identity.identity import Role
+from heterorl.common.process.files import try_lock
+from heterorl.learner.loss.config import LossConfig
+from heterorl.report.figures import PICTURES
+
+MAX_SEED = 2**31 - 1
+DEVICES = ("cpu", "cuda")
+_PACKAGES = ("jinja2", "matplotlib", "safetensors", "tomli_w", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What a person may choose.
+
+    Example:
+        DemoOptions(out=Path("runs/demo"), algorithm="gepo", seed=0)
+    """
+
+    out: Path = Path("runs/demo")
+    tiny: bool = False
+    algorithm: str = "gepo"
+    seed: int = 0
+    cache: Path = Path(".cache/heterorl")
+    device: str = "cpu"
+    """Where the learner and the samplers compute: cpu or cuda."""
+
+
+def algorithms() -> tuple[str, ...]:
+    """Names of the learner's losses, from its own configuration; not `custom`, which needs a function."""
+    members = get_args(get_args(LossConfig)[0])
+    names = (get_args(member.model_fields["kind"].annotation)[0] for member in members)
+    return tuple(name for name in names if name != "custom")
+
+
+def check_options(options: DemoOptions) -> None:
+    """Refuse what would fail later.
+
+    Raises:
+        ConfigError: an option has an impossible value; names the option and what it may be.
+        DependencyMissing: a package of the extra `demo` is not installed.
+    """
+    if options.algorithm not in algorithms():
+        raise ConfigError("--algorithm", f"{options.algorithm!r} is not one of {', '.join(algorithms())}")
+    if not 0 <= options.seed <= MAX_SEED:
+        raise ConfigError("--seed", f"{options.seed} is not between 0 and {MAX_SEED}")
+    if options.cache.exists() and not options.cache.is_dir():
+        raise ConfigError("--cache", f"{options.cache} is not a directory")
+    try:
+        options.cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--cache", f"cannot create {options.cache}: {error.strerror}") from error
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise DependencyMissing(package, "demo")
+    if options.device not in DEVICES:
+        raise ConfigError("--device", f"{options.device!r} is not one of {', '.join(DEVICES)}")
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device", "torch sees no CUDA device", action="leave it out to use the CPU")
+
 
 SITES = ("site-east", "site-west")
 RUN_ID = "demo"
@@ -153,3 +225,67 @@ def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: 
         },
         "delay": {"kind": "fixed", "semantics": "transit", "unit": "versions", "value": regime.lag_versions},
     }
+
+
+LIFETIME = datetime.timedelta(days=1)
+
+
+def make_certificates(options: DemoOptions, *, now: datetime.datetime) -> None:
+    """Write the files that the configurations of the demonstration name; `now` is an aware instant.
+
+    Raises:
+        ConfigError: the directory holds an authority already.
+        OSError: it cannot be written.
+    """
+    authority = Authority(certificates_dir(options))
+    authority.init(run=RUN_ID, now=now, lifetime=LIFETIME)
+    for role, site in NODES:
+        authority.issue(role=Role(role), site=site, hosts=(), out=None, now=now, lifetime=LIFETIME)
+
+
+MARKER = ".heterorl-demo"
+RESULTS = (
+    *("certs", "config", "logs", "coordinator", "learner", *SITES),
+    *("model", "model.writing", "summary.json", "report.html"),
+)
+OWN = (*RESULTS, *(f"{name}.png" for name in PICTURES))
+_NOTE = "Written by `heterorl demo`. Its next run with this --out replaces its own results here, and nothing else.\n"
+
+
+@contextlib.contextmanager
+def claim(out: Path) -> Iterator[Path]:
+    """Create the directory, or take over an earlier demonstration's and delete that one's results.
+
+    Raises:
+        ConfigError: the directory is somebody else's, cannot be written, or another demonstration runs in it.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError("--out", f"{out} is not a directory")
+    try:
+        if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
+            raise ConfigError(
+                "--out",
+                f"{out} is not empty and was not written by the demo; nothing in it was touched",
+                action="name a new or an empty directory",
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / MARKER).open("a", encoding="ascii")
+    except OSError as error:
+        raise ConfigError("--out", f"cannot write to {out}: {error.strerror}") from error
+    with file:
+        # The children do not inherit it.
+        if not try_lock(file):
+            raise ConfigError("--out", f"another demo is running in {out}", action="name another directory")
+        if file.tell() == 0:
+            file.write(_NOTE)
+            file.flush()
+        for name in OWN:
+            _remove(out / name)
+        yield out
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -23,9 +23,9 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.roles import Diagnosis, DiagnosisClient
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import statement_from_bytes
-from heterorl.doctor import link, machine, network, node
+from heterorl.doctor import link, machine
 from heterorl.doctor.check import Check, Trouble, skip
-from heterorl.doctor.network import in_forgotten_thread
+from heterorl.doctor.link import in_forgotten_thread
 
 MESSAGE_BYTES = 16 << 20
 """What a service without the setting takes."""
@@ -129,11 +129,11 @@ async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tup
             add(link.judge_expiry(own, now=wall_time()))
         return checks + [skip(name, why) for name in waiting]
 
-    addresses = await network.resolve(host, port, timeout_s=limits.dns_s)
+    addresses = await link.resolve(host, port, timeout_s=limits.dns_s)
     add(link.judge_dns(host, addresses))
     if isinstance(addresses, Trouble):
         return rest("the name has no address"), None
-    connected = await network.connect(addresses, port, timeout_s=limits.port_s)
+    connected = await link.connect(addresses, port, timeout_s=limits.port_s)
     is_own = patient.role is Role.COORDINATOR
     add(link.judge_port(patient.address, connected, is_own=is_own))
     if isinstance(connected, Trouble):
@@ -145,7 +145,7 @@ async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tup
     elif isinstance(own, Trouble):
         return rest("there is no usable certificate"), None
     else:
-        shaken = await network.shake_hands(connected.address, port, host=host, tls=patient.tls, timeout_s=limits.tls_s)
+        shaken = await link.shake_hands(connected.address, port, host=host, tls=patient.tls, timeout_s=limits.tls_s)
         add(link.judge_handshake(host, shaken))
         if isinstance(shaken, Trouble):
             return rest("there was no handshake"), None
@@ -164,17 +164,17 @@ async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tup
         add(link.judge_answer(Trouble(kind="ConfigError", detail=str(error))))
         return rest("no call was made"), None
     async with client:
-        reached = await network.ask(client, count=patient.num_calls, timeout_s=limits.answer_s, wall_time=wall_time)
+        reached = await link.ask(client, count=patient.num_calls, timeout_s=limits.answer_s, wall_time=wall_time)
         add(link.judge_answer(reached))
         if isinstance(reached, Trouble):
             return rest("the coordinator did not answer"), None
         add(link.judge_clock(reached))
         server_limit = reached.diagnosis.max_message_bytes
         limit = min(patient.max_message_bytes, server_limit)
-        trials = await network.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
+        trials = await link.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
         add(link.judge_messages(trials, own_limit=patient.max_message_bytes, server_limit=server_limit))
     # After large messages, by which the kernel may have learned of a narrower path.
-    add(link.judge_mtu(await network.path_mtu(connected.address, port, timeout_s=limits.port_s)))
+    add(link.judge_mtu(await link.path_mtu(connected.address, port, timeout_s=limits.port_s)))
     return checks, reached.diagnosis
 
 
@@ -206,14 +206,16 @@ def _judge_machine(patient: Patient, facts: _Machine, diagnosis: Diagnosis | Non
     state = max(files, diagnosis.bytes_full if diagnosis is not None else 0)
     is_gpu = patient.device.startswith("cuda")
     checks = [
-        node.judge_disk(facts.disk, key=patient.state_key, state_bytes=state),
-        node.judge_memory(facts.memory, role=patient.role, is_on_gpu=is_gpu, state_bytes=state),
+        machine.judge_disk(facts.disk, key=patient.state_key, state_bytes=state),
+        machine.judge_memory(facts.memory, role=patient.role, is_on_gpu=is_gpu, state_bytes=state),
     ]
     if patient.role in {Role.LEARNER, Role.SAMPLER}:
-        checks.append(node.judge_device(facts.device, device=patient.device, role=patient.role, state_bytes=state))
-    checks.append(node.judge_versions(machine.measure_versions(patient.engine), role=patient.role, diagnosis=diagnosis))
+        checks.append(machine.judge_device(facts.device, device=patient.device, role=patient.role, state_bytes=state))
+    checks.append(
+        machine.judge_versions(machine.measure_versions(patient.engine), role=patient.role, diagnosis=diagnosis)
+    )
     if patient.role in {Role.LEARNER, Role.SAMPLER}:
-        checks.append(node.judge_contract(facts.contract, diagnosis=diagnosis))
+        checks.append(machine.judge_contract(facts.contract, diagnosis=diagnosis))
     return checks
 
 

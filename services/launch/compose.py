@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.launch.node import SHARED_MEMORY_GIB, Node, complete, memory_limit, renumbered
-from heterorl.launch.nodes import nodes_of
+from heterorl.launch.nodes import SHARED_MEMORY_GIB, Node, complete, memory_limit, nodes_of, renumbered
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import (
     Tree,

@@ -9,8 +9,7 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.launch.compose import project
-from heterorl.launch.node import CPUS, SHARED_MEMORY_GIB, Node, complete, memory_limit, renumbered
-from heterorl.launch.nodes import nodes_of
+from heterorl.launch.nodes import CPUS, SHARED_MEMORY_GIB, Node, complete, memory_limit, nodes_of, renumbered
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import (
     Octal,

@@ -1,15 +1,107 @@
-"""From a run to its nodes. Pure: the same run gives the same nodes in the same order."""
+"""From a run to its nodes, and their check by each service's schema. Pure: equal runs give equal nodes in one order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.common.process.address import is_loopback
-from heterorl.launch.node import Node
 from heterorl.launch.run import RelayTable, RunFile, SamplerTable
+
+Kind = Literal["coordinator", "learner", "sampler", "relay"]
+STATE_KEY: dict[Kind, str] = {
+    "coordinator": "data_dir", "learner": "state_dir", "sampler": "state_dir", "relay": "cache_dir",
+}  # fmt: skip
+"""The key of each service that names its directory of state."""
+CPUS: dict[Kind, int] = {"coordinator": 2, "relay": 2, "learner": 8, "sampler": 4}
+"""Cores that a job or a pod asks for."""
+SHARED_MEMORY_GIB = 8
+"""Of a container with GPUs, whose processes exchange tensors there. Its pages count against the container's limit."""
+_OWN_MEMORY = {"coordinator": "4g", "relay": "4g"}
+"""Their memory does not grow with the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One process, or the processes of one learner.
+
+    Example:
+        Node(name="sampler-eu-1", kind="sampler", site="eu.1", host="eu.example", config={...}, needs=("relay-eu",))
+    """
+
+    name: str
+    """Unique in the run; letters, digits and dashes."""
+    kind: Kind
+    site: str
+    """Of its certificate."""
+    host: str
+    """Empty: wherever there is room."""
+    image: str
+    """Target of the Dockerfile: `sampler-vllm` beside `sampler`."""
+    config: dict[str, Any]
+    """Its TOML file but for what the launcher decides: state directory and certificates."""
+    stated: Mapping[str, str] = field(default_factory=dict)
+    """Where run.toml says keys of `config` that have another name there."""
+    arguments: tuple[str, ...] = ()
+    """Of the command line, after the configuration."""
+    needs: tuple[str, ...] = ()
+    """Names of nodes that start before it. A node waits for them by itself: the order saves attempts, no more."""
+    port: int = 0
+    """That it serves on; 0 serves nothing."""
+    dialled: tuple[str, ...] = ()
+    """Names that its certificate has to hold."""
+    devices: tuple[int, ...] = ()
+    """GPUs of its host."""
+    num_gpus: int = 0
+    """GPUs of each of its machines."""
+    machines: tuple[str, ...] = ()
+    """Hosts of a learner on several machines, rank 0's first; empty names where the launcher chooses."""
+    nproc: int = 1
+    """Processes of each machine."""
+    memory: str = ""
+    """Limit of what its processes on a machine hold, such as 200g; empty is none."""
+    data_dirs: tuple[str, ...] = field(default=())
+    """Directories that it reads."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The program's arguments but for the configuration file."""
+        return (self.kind, *self.arguments)
+
+
+def complete(node: Node, *, state_dir: str, tls_dir: str, revoked: str = "", insecure: bool = False) -> dict[str, Any]:
+    """The whole configuration of a node whose state and certificates lie in these directories."""
+    tls: dict[str, Any] = {"insecure": True}
+    if not insecure:
+        tls = {"ca": f"{tls_dir}/ca.crt", "cert": f"{tls_dir}/node.crt", "key": f"{tls_dir}/node.key"}
+        if node.port:
+            tls["revoked"] = revoked or f"{tls_dir}/revoked"
+    key = STATE_KEY[node.kind]
+    return {key: node.config.get(key) or state_dir, **without(node.config, key), "tls": tls}
+
+
+def memory_limit(node: Node, *, is_container: bool = False) -> str:
+    """The limit of a node's memory on one machine, shared memory included, such as 208g; empty for none."""
+    memory = node.memory or (_OWN_MEMORY.get(node.kind, "") if is_container else "")
+    if not memory or not node.num_gpus:
+        return memory
+    number, unit = int(memory[:-1]), memory[-1]
+    return f"{number + SHARED_MEMORY_GIB * (1 if unit == 'g' else 1024)}{unit}"
+
+
+def without(table: dict[str, Any], key: str) -> dict[str, Any]:
+    """A table but for one key."""
+    return {name: value for name, value in table.items() if name != key}
+
+
+def renumbered(node: Node) -> dict[str, Any]:
+    """The configuration where a node sees its own GPUs alone, as 0, 1 and so on."""
+    if node.kind != "sampler" or not node.devices:
+        return node.config
+    return node.config | {"engine": {**node.config["engine"], "devices": list(range(len(node.devices)))}}
+
 
 Dial = Literal["host", "name"]
 """What nodes dial: hosts, or names of nodes where the launcher has a name service."""
@@ -211,3 +303,45 @@ def _samplers(
             memory=table.memory,
             data_dirs=_data_dirs(run),
         )
+
+
+Problems = Callable[[Kind, dict[str, Any]], Sequence[tuple[str, str]]]
+"""What a service says against a table: dotted keys and what is wrong with each. An empty key is about several."""
+_SHARED = (
+    "task", "sampling", "lora", "loss", "model_dir", "group_size", "groups_per_step", "steps_per_version", "max_steps",
+    "use_chat_template", "chat_template_arguments",
+)  # fmt: skip
+_OWN = {"backend": "learner", "engine": "samplers"}
+
+
+class InvalidNodes(OperatorError):
+    """Services would refuse what run.toml says; one line for each key."""
+
+
+def check_nodes(nodes: Sequence[Node], problems: Problems) -> None:
+    """Check every node before anything is written.
+
+    Raises:
+        InvalidNodes: a service would refuse its configuration.
+    """
+    lines: dict[str, None] = {}
+    for node in nodes:
+        for key, text in problems(node.kind, node.config):
+            where = node.stated.get(key) or key_in_run(node.kind, key)
+            lines[f"{where}: {text}" if where else f"{node.name}: {text}"] = None
+    if lines:
+        head = [f"run.toml has {len(lines)} problems:"] if len(lines) > 1 else []
+        raise InvalidNodes("\n".join([*head, *lines]))
+
+
+def key_in_run(kind: Kind, key: str) -> str:
+    """Where run.toml says a key of a service; empty for no key."""
+    first = key.partition(".")[0]
+    if not key:
+        return ""
+    section = {"sampler": "samplers", "relay": "relays"}.get(kind, kind)
+    if first in _SHARED and kind in ("learner", "sampler"):
+        return f"run.{key}"
+    if first in _OWN and kind in ("learner", "sampler"):
+        return f"{_OWN[first]}.{key}"
+    return f"{section}.config.{key}"

@@ -9,8 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from heterorl.launch.node import CPUS, Node, complete, memory_limit, renumbered
-from heterorl.launch.nodes import nodes_of
+from heterorl.launch.nodes import CPUS, Node, complete, memory_limit, nodes_of, renumbered
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import Tree, certs_script, certs_words, readme, store_words, table, targets, toml_text
 

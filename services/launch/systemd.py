@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from heterorl.common.errors import ConfigError
-from heterorl.launch.node import Node, complete, memory_limit
-from heterorl.launch.nodes import nodes_of
+from heterorl.launch.nodes import Node, complete, memory_limit, nodes_of
 from heterorl.launch.run import RunFile
 from heterorl.launch.texts import (
     Tree,

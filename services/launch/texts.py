@@ -1,9 +1,10 @@
-"""Texts that every launcher writes: TOML and YAML with a comment, certs.sh, the common parts of the README."""
+"""Texts that every launcher writes: TOML and YAML with a comment, certs.sh, the README's common parts."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -11,7 +12,7 @@ import yaml
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import is_loopback
-from heterorl.launch.node import Node
+from heterorl.launch.nodes import Node
 from heterorl.launch.run import RunFile
 
 METRICS_PORT = 9101
@@ -199,3 +200,21 @@ def table(nodes: Sequence[Node], host: Callable[[Node], str]) -> str:
     """The nodes as a table of Markdown, in the order in which they start."""
     rows = [f"| {number} | {node.name} | {host(node)} |" for number, node in enumerate(nodes, start=1)]
     return "\n".join(["| order | node | host |", "|---|---|---|", *rows])
+
+
+def write_tree(tree: Tree, directory: Path) -> None:
+    """Write every text; scripts may be run.
+
+    Raises:
+        ConfigError: the directory holds something already, or cannot be written.
+    """
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ConfigError("--out", f"{directory} exists and is not empty", action="name a new directory")
+        for path, text in sorted(tree.items()):
+            target = directory / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            target.chmod(0o755 if path.endswith(".sh") else 0o644)
+    except OSError as error:
+        raise ConfigError("--out", f"cannot write {directory}: {error.strerror}") from error

@@ -12,11 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.plan import duration, traffic
+from heterorl.plan import costs
 from heterorl.plan.assumptions import Assumptions, facts
-from heterorl.plan.duration import Cluster
-from heterorl.plan.memory import MASTER, MOMENTS, RankMemory, host_memory, rank_memory
-from heterorl.plan.samplers import Drawing, drawing, num_gpus
+from heterorl.plan.costs import (
+    MASTER,
+    MOMENTS,
+    Cluster,
+    Drawing,
+    RankMemory,
+    drawing,
+    host_memory,
+    num_gpus,
+    rank_memory,
+)
 from heterorl.plan.shape import ModelShape, nearest
 
 DAY_S = 86400.0
@@ -155,8 +163,8 @@ def plan(asked: Question) -> Plan:
         micro_batch_tokens=min(given.micro_batch_tokens, asked.tokens_per_step / asked.gpus),
         products=asked.products,
     )
-    compute = duration.compute_s(shape, parameters, tokens=asked.tokens_per_step, cluster=cluster, given=given)
-    sharding = duration.sharding_s(
+    compute = costs.compute_s(shape, parameters, tokens=asked.tokens_per_step, cluster=cluster, given=given)
+    sharding = costs.sharding_s(
         parameters,
         backend=asked.backend,
         tokens=asked.tokens_per_step,
@@ -164,16 +172,16 @@ def plan(asked: Question) -> Plan:
         cluster=cluster,
         given=given,
     )
-    optimizer = duration.optimizer_s(parameters, cluster=cluster, given=given)
-    delta = traffic.delta_bytes(parameters, changed=asked.changed, step_bits=given.step_bits)
-    snapshot = traffic.snapshot_bytes(parameters, ratio=given.snapshot_ratio)
-    weights = traffic.ELEMENT * parameters
+    optimizer = costs.optimizer_s(parameters, cluster=cluster, given=given)
+    delta = costs.delta_bytes(parameters, changed=asked.changed, step_bits=given.step_bits)
+    snapshot = costs.snapshot_bytes(parameters, ratio=given.snapshot_ratio)
+    weights = costs.ELEMENT * parameters
     applying = weights / given.pull_gb_s / 1e9
 
     def send(num_bytes: float) -> float:
-        return duration.send_s(num_bytes, link_bits_per_s=asked.link_bits_per_s, rtt_s=asked.rtt_s)
+        return costs.send_s(num_bytes, link_bits_per_s=asked.link_bits_per_s, rtt_s=asked.rtt_s)
 
-    step = duration.step_s(compute, sharding, optimizer, backend=asked.backend)
+    step = costs.step_s(compute, sharding, optimizer, backend=asked.backend)
     drawn = drawing(shape, parameters, given=given)
     return Plan(
         question=asked,
@@ -184,13 +192,13 @@ def plan(asked: Question) -> Plan:
         sharding_s=sharding,
         optimizer_s=optimizer,
         step_s=step,
-        gather_s=duration.gather_s(MASTER * parameters, exchanged=weights, cluster=cluster, given=given),
-        encode_s=duration.encode_s(weights, given=given, machines=cluster.nodes),
-        write_s=duration.write_s(delta, given=given),
+        gather_s=costs.gather_s(MASTER * parameters, exchanged=weights, cluster=cluster, given=given),
+        encode_s=costs.encode_s(weights, given=given, machines=cluster.nodes),
+        write_s=costs.write_s(delta, given=given),
         send_s=send(delta),
-        checkpoint_s=duration.gather_s((MASTER + MOMENTS) * parameters, cluster=cluster, given=given)
-        + duration.write_s(duration.CHECKPOINT_BYTES * parameters, given=given)
-        + duration.read_s(parameters, cluster=cluster, given=given),
+        checkpoint_s=costs.gather_s((MASTER + MOMENTS) * parameters, cluster=cluster, given=given)
+        + costs.write_s(costs.CHECKPOINT_BYTES * parameters, given=given)
+        + costs.read_s(parameters, cluster=cluster, given=given),
         delta_bytes=delta,
         snapshot_bytes=snapshot,
         groups_bytes=asked.tokens_per_step * given.token_bytes,

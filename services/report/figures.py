@@ -1,4 +1,4 @@
-"""The pictures of a run: what the demonstration and the report of a past run both draw."""
+"""The pictures of a run, and its numbers as a line of characters. What a learner did not state is left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepReport, StepTimes
 
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
 STRONG, WEAK, MARK = "#1f5fa8", "#e08a2e", "#51606e"
@@ -161,3 +161,122 @@ def picture(
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
+
+
+TITLES = {
+    "length": "Length of the completions",
+    "signal": "Truncated completions, groups with equal rewards",
+    "parts": "Parts of the reward",
+    "time": "Where the time of a step went",
+}
+NOTES = {
+    "length": "Look for a level line. A creep towards the limit is a policy that talks; lengths of high and low "
+    "rewards that drift apart say whether talking pays.",
+    "signal": "Both low is good. Completions that are cut off rarely count as right; groups with equal rewards teach "
+    "nothing: prompts are too easy or too hard.",
+    "parts": "Look for parts that rise together. One that rises alone is easier than the task: it is being gamed.",
+    "time": "Computing is what one pays for. Waiting: samplers or the link are too slow. Examining: the checks are. "
+    "Publishing: versions are too large for the time of a step.",
+}
+"""Under each picture: what to look for."""
+_COLOURS = (STRONG, WEAK, "#4a9b6e", "#9b59b6", "#51606e", "#c0392b", "#16a085", "#8e6f3e")
+_Draw = Callable[[Any], None]
+
+
+def curves(reports: Sequence[StepReport]) -> dict[str, _Draw]:
+    """What draws each picture of TITLES on given axes, of applied steps in order; none that nobody stated."""
+    stated = [(report.step, report.completions) for report in reports if report.completions is not None]
+    timed = [(report.step, report.times) for report in reports if report.times is not None]
+    drawn: dict[str, _Draw] = {}
+    if stated:
+        drawn |= {"length": _length(stated), "signal": _signal(stated)}
+        if any(numbers.reward_parts for _, numbers in stated):
+            drawn["parts"] = _parts(stated)
+    if timed:
+        drawn["time"] = _time(timed)
+    return drawn
+
+
+def _length(stated: Sequence[tuple[int, CompletionNumbers]]) -> _Draw:
+    lines = (
+        ("length_p95", "95th percentile", WEAK, ":"),
+        ("length_mean", "mean", STRONG, "-"),
+        ("length_high_reward", "reward above the mean", _COLOURS[2], "--"),
+        ("length_low_reward", "reward not above it", _COLOURS[5], "--"),
+    )
+
+    def draw(axes: Any) -> None:
+        for name, label, colour, style in lines:
+            known = [(step, value) for step, n in stated if (value := getattr(n, name)) is not None]
+            if known:
+                axes.plot(*zip(*known, strict=True), color=colour, linestyle=style, label=label)
+        axes.set_ylim(0, None)
+        axes.set_ylabel("tokens")
+        axes.legend(loc="best")
+
+    return draw
+
+
+def _signal(stated: Sequence[tuple[int, CompletionNumbers]]) -> _Draw:
+    def draw(axes: Any) -> None:
+        steps = [step for step, _ in stated]
+        axes.plot(steps, [n.uniform_fraction for _, n in stated], color=WEAK, label="groups with equal rewards")
+        axes.plot(steps, [n.truncated_fraction for _, n in stated], color=STRONG, label="completions cut off")
+        axes.set_ylim(0, 1.02)
+        axes.set_ylabel("share")
+        axes.legend(loc="best")
+
+    return draw
+
+
+def _parts(stated: Sequence[tuple[int, CompletionNumbers]]) -> _Draw:
+    names = sorted({part.name for _, numbers in stated for part in numbers.reward_parts})[: len(_COLOURS)]
+
+    def draw(axes: Any) -> None:
+        for name, colour in zip(names, _COLOURS, strict=False):
+            known = [(step, part.mean) for step, n in stated for part in n.reward_parts if part.name == name]
+            axes.plot(*zip(*known, strict=True), color=colour, label=name[:30])
+        axes.set_ylabel("mean")
+        axes.legend(loc="best")
+
+    return draw
+
+
+def _time(timed: Sequence[tuple[int, StepTimes]]) -> _Draw:
+    def draw(axes: Any) -> None:
+        shares = [
+            [getattr(times, f"{phase.value}_s") / (times.period_s or 1.0) for _, times in timed]
+            for phase in LearnerPhase
+        ]
+        axes.stackplot(
+            [step for step, _ in timed],
+            shares,
+            labels=[phase.value for phase in LearnerPhase],
+            colors=[WEAK, _COLOURS[3], STRONG, _COLOURS[2], _COLOURS[4]],
+        )
+        axes.set_ylim(0, 1.02)
+        axes.set_ylabel("share of the time")
+        axes.legend(loc="lower left")
+
+    return draw
+
+
+_BARS = "_.-=+*#"
+_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
+    """The newest held-out accuracy."""
+    return next((r.evaluation_accuracy for r in reversed(reports) if r.evaluation_accuracy is not None), None)
+
+
+def sparkline(values: Sequence[float], *, width: int = 40, is_unicode: bool = False) -> str:
+    """Values as a line of characters, low to high; as blocks where the screen knows them."""
+    bars = _BLOCKS if is_unicode else _BARS
+    if not values:
+        return ""
+    step = max(1, len(values) // width)
+    means = [sum(values[i : i + step]) / len(values[i : i + step]) for i in range(0, len(values), step)]
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    return "".join(bars[int((mean - low) / span * (len(bars) - 1))] for mean in means)

@@ -16,7 +16,7 @@ import heterorl
 from heterorl.common.evaluation.rows import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import changed_steps
-from heterorl.report import curves
+from heterorl.report import figures
 from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
 from heterorl.report.look import CARDS, HEAD, NOTES, STYLE, columns_of
 from heterorl.report.look import PICTURES as PICTURES_OF_PAGE
@@ -62,7 +62,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         for name, draw in drawings(applied, run.versions, start).items()
         if name in PICTURES and (name != "bytes" or run.versions)
     ]
-    drawn += [(name, curves.TITLES[name], draw, "step", HEIGHT) for name, draw in curves.curves(applied).items()]
+    drawn += [(name, figures.TITLES[name], draw, "step", HEIGHT) for name, draw in figures.curves(applied).items()]
     if len(run.published) > 1:
         unit, unit_s = _time_unit(run.published[-1][1] - run.published[0][1])
         axis = f"{unit} since version 0"
@@ -72,7 +72,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
     marks = changed_steps(run.facts)
     pngs = {name: picture(draw, horizontal=axis, height=height, marks=marks) for name, _, draw, axis, height in drawn}
     numbers = _numbers(run, applied)
-    notes = NOTES | curves.NOTES
+    notes = NOTES | figures.NOTES
     page = (
         Environment(autoescape=True)
         .from_string(_PAGE)

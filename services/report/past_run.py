@@ -1,15 +1,24 @@
-"""A run as a report sees it, wherever it was read."""
+"""A run as a report sees it: read from store and journals, which stay as they are, or asked of its coordinator."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.types.common import StepReport
+from heterorl.common.api import OperatorApi
+from heterorl.common.errors import CorruptStore, OperatorError, RemoteError
+from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.common.types.run import LedgerCounts, with_changes
+from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations, with_changes
+from heterorl.coordinator.evaluations.results import listed
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
+from heterorl.coordinator.status import FACTS, list_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +60,216 @@ class PastRun:
 def newer_facts(known: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """The facts of the learner's own directory, where it has some, with the changes that the coordinator knows."""
     return with_changes(known, own or known, words="", step=0)
+
+
+STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
+"""As the learner names them; its own module of them imports torch's neighbours, and a report needs none."""
+_ALL = 1 << 40
+DEPTH = 4
+"""Levels of directories that are searched below the one that is named."""
+
+
+class InUse(OperatorError):
+    """A coordinator runs on the store; `address` is what it announced there, `journal` its learner's directory."""
+
+    def __init__(self, store: Path, journal: Path | None) -> None:
+        self.journal = journal
+        try:
+            self.address = (store / "address").read_text(encoding="ascii")[:300].strip()
+        except OSError:
+            self.address = ""
+        action = f"heterorl report {self.address or 'HOST:PORT'} --credentials DIR asks the running coordinator"
+        super().__init__(f"{store / STORE_FILE} is in use", action=action)
+
+
+def _places(directory: Path, depth: int = 0) -> Iterator[Path]:
+    """A directory and those below it, as deep as runs are usually kept; nothing hidden, no links."""
+    yield directory
+    if depth < DEPTH:
+        for path in sorted(directory.iterdir()):
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                with contextlib.suppress(PermissionError):
+                    yield from _places(path, depth + 1)
+
+
+def read_journal(directory: Path) -> PastRun:
+    """Read a learner's state_dir alone, also while the learner runs.
+
+    Raises:
+        CorruptStore: a file cannot be read.
+    """
+    return _from_journal(directory)
+
+
+def read_run(directory: Path) -> PastRun:
+    """Read a coordinator's data_dir, a learner's state_dir, or a directory that holds them.
+
+    Raises:
+        InUse: a coordinator is running on it.
+        OperatorError: it is no run's, holds several runs, or nothing was trained yet.
+        CorruptStore: a file cannot be read.
+    """
+    if not directory.is_dir():
+        raise OperatorError(f"{directory} is no directory", action="name a coordinator's data_dir")
+    places = list(_places(directory))
+    stores = [place for place in places if (place / STORE_FILE).is_file()]
+    learners = [place for place in places if (place / STEPS_FILE).is_file()]
+    for found in (stores, learners):
+        if len(found) > 1:
+            names = ", ".join(str(place) for place in found)
+            raise OperatorError(f"{directory} holds several runs: {names}", action="name one of them")
+    if not stores and not learners:
+        raise OperatorError(
+            f"{directory} is no run's: neither it nor a directory below it has {STORE_FILE} or {STEPS_FILE}",
+            action="name a coordinator's data_dir, a learner's state_dir, or what holds them",
+        )
+    journal = learners[0] if learners else None
+    if stores and is_in_use(stores[0]):
+        raise InUse(stores[0], journal)
+    run = _from_store(stores[0], journal) if stores else _from_journal(learners[0])
+    if not any(report.is_applied for report in run.reports):
+        raise OperatorError(f"{directory}: the run took no step", action="there is nothing to draw yet")
+    return run
+
+
+def _from_store(directory: Path, journal: Path | None) -> PastRun:
+    with open_store(directory) as connection:
+        meta = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+        rows = connection.execute(
+            "SELECT version, bytes_last, bytes_full, published, is_abandoned FROM versions ORDER BY version"
+        ).fetchall()
+        reports = _newest(list_steps(connection, -1, _ALL))
+        sites = connection.execute(
+            "SELECT site, group_concat(DISTINCT engine), sum(accepted), sum(dropped), count(*) FROM sites "
+            "GROUP BY site ORDER BY site"
+        ).fetchall()
+        counts = ledger.counts(connection)
+        sets = _evaluations(connection)
+        said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
+        facts = {} if said is None else dict(json.loads(said[0]))
+    # The learner also knows steps that changed nothing.
+    own = None if journal is None else _from_journal(journal)
+    return PastRun(
+        run_id="" if meta is None else str(meta[0]),
+        sources=(directory,) if journal is None else (directory, journal),
+        reports=reports if own is None or not own.reports else own.reports,
+        versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),
+        evaluations=() if own is None else own.evaluations,
+        config={} if own is None else own.config,
+        facts=facts if own is None else newer_facts(facts, own.facts),
+        published=tuple((row[0], row[3]) for row in rows),
+        num_abandoned=sum(row[4] for row in rows),
+        ledger=counts,
+        sets=sets,
+        sites=tuple(
+            SiteTotals(
+                site=site,
+                engines=tuple(sorted(set(engines.split(",")))),
+                accepted=accepted,
+                dropped=dropped,
+                incarnations=incarnations,
+            )
+            for site, engines, accepted, dropped, incarnations in sites
+        ),
+    )
+
+
+def _evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
+    """What samplers evaluated; a store of an earlier program knows of none."""
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluation_jobs'").fetchone() is None:
+        return ()
+    return tuple(each.evaluation() for each in listed(connection, limit=_ALL))
+
+
+def _from_journal(directory: Path) -> PastRun:
+    try:
+        reports = [report_from_row(row) for row in _rows(directory / STEPS_FILE)]
+        versions = {row["version"]: row for row in _rows(directory / VERSIONS_FILE)}
+        evaluations = {row["version"]: row for row in _rows(directory / EVALUATIONS_FILE)}
+        path = directory / RUN_FILE
+        config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptStore(f"{directory}: a journal has a row that is none: {error}") from error
+    return PastRun(
+        run_id="",
+        sources=(directory,),
+        reports=_newest(reports),
+        versions=tuple(versions[number] for number in sorted(versions)),
+        evaluations=tuple(evaluations[number] for number in sorted(evaluations)),
+        config=config,
+        facts=facts_of(config),
+    )
+
+
+def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
+    """The last word on each step, in order; a step that changed nothing is kept beside the one that then did."""
+    applied = {(report.step, report.is_applied): report for report in reports}
+    return tuple(applied[key] for key in sorted(applied))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    # A torn last line is what a crash leaves.
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+STEPS_A_CALL = 1000
+
+
+async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None) -> PastRun:
+    """Ask a running coordinator; a learner's state_dir adds versions, accuracies and configuration.
+
+    Raises:
+        HeterorlError: the coordinator refuses or cannot be reached.
+        OperatorError: nothing was trained yet.
+    """
+    status = await api.get_status()
+    reports: list[StepReport] = []
+    while True:
+        newest = await api.list_steps(after_step=reports[-1].step if reports else -1, limit=STEPS_A_CALL)
+        reports += newest
+        if len(newest) < STEPS_A_CALL:
+            break
+    if not any(report.is_applied for report in reports):
+        raise OperatorError(f"{address}: the run took no step", action="there is nothing to draw yet")
+    known: list[Evaluation] = []
+    with contextlib.suppress(RemoteError):
+        # A coordinator of an earlier release has none.
+        while page := await api.list_evaluations(after_version=known[-1].version if known else -1):
+            known += page
+    by_step = {report.step: report for report in reports}
+    sites = tuple(
+        SiteTotals(
+            site=site.newest.site,
+            engines=(),
+            accepted=site.newest.groups_accepted,
+            dropped=site.newest.groups_dropped,
+            incarnations=site.starts,
+        )
+        for site in fold_incarnations(status.sites)
+    )
+    own = None if journal is None else read_journal(journal)
+    run = PastRun(
+        run_id=status.run_id,
+        sources=(Path(address),),
+        reports=tuple(by_step[step] for step in sorted(by_step)),
+        versions=(),
+        ledger=status.ledger,
+        sites=sites,
+        facts=status.facts,
+        is_live=True,
+        sets=tuple(known),
+    )
+    if own is None or journal is None:
+        return run
+    return dataclasses.replace(
+        run,
+        sources=(*run.sources, journal),
+        reports=own.reports or run.reports,
+        versions=own.versions,
+        evaluations=own.evaluations,
+        config=own.config,
+        facts=newer_facts(run.facts, own.facts),
+    )

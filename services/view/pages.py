@@ -19,10 +19,9 @@ from heterorl.common.types.sample import CONSUMED, Sample, SampleKind, SampleSum
 from heterorl.view.excerpt import excerpt_of
 from heterorl.view.index import Found, IndexFailed, SampleIndex
 from heterorl.view.query import FATES, MAX_TEXT, BadQuery, Query, fate_words, parse_query
-from heterorl.view.scale import probability_legend, ratio_legend
 from heterorl.view.server import Answer
 from heterorl.view.source import Source
-from heterorl.view.tokens import tokens_of
+from heterorl.view.tokens import probability_legend, ratio_legend, tokens_of
 
 PAGE = 50
 """Samples of one page of the list."""

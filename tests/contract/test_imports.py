@@ -115,7 +115,7 @@ def test_heterorl_imports_nothing_of_research():
     """Nor by a name in a text, but where the command line looks whether `lab` is there."""
     found = [path for path in (ROOT / "services").rglob("*.py") if "heterorl_research" in path.read_text()]
 
-    assert [path.relative_to(ROOT).as_posix() for path in found] == ["services/cli/lab.py"]
+    assert [path.relative_to(ROOT).as_posix() for path in found] == ["services/cli/main.py"]
 
 
 def _banned(source: str, name: str) -> list[int]:

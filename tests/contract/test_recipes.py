@@ -13,8 +13,7 @@ from heterorl.common.process.config import load
 from heterorl.common.types.common import StepReport
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
-from heterorl.report.files import InUse
-from heterorl.report.past_run import PastRun
+from heterorl.report.past_run import InUse, PastRun
 from heterorl.sampler.config import SamplerConfig
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli.audit import verify_log
 from heterorl.cli.main import app
-from heterorl.cli.verify import SOUND, verify_directory
+from heterorl.cli.offline import SOUND, verify_directory, verify_log
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
 from heterorl.common.rpc.roles import BackupClient
 from heterorl.coordinator.config import CoordinatorConfig

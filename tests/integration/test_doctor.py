@@ -29,10 +29,10 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.run import RunServicer
-from heterorl.doctor import machine, network
+from heterorl.doctor import link, machine
 from heterorl.doctor.app import Limits, Patient, examine
 from heterorl.doctor.check import Level, Trouble
-from heterorl.doctor.network import Connected, connect, in_forgotten_thread
+from heterorl.doctor.link import Connected, connect, in_forgotten_thread
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.assembly import assemble
 from heterorl.sampler.config import SamplerConfig
@@ -305,8 +305,8 @@ async def test_coordinator_of_an_older_release_is_named(tmp_path):
 
 @pytest.mark.parametrize(("load", "words"), [(40.2, "; this machine is busy, load 40 on 2 cores"), (1.9, "")])
 async def test_hanging_measurement_is_left_behind_and_says_a_load_that_explains_it(monkeypatch, load, words):
-    monkeypatch.setattr(network.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(network, "num_threads", lambda _: 2)
+    monkeypatch.setattr(link.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(link, "num_threads", lambda _: 2)
     forever = threading.Event()
     fact = await in_forgotten_thread(forever.wait, timeout_s=0.05)
     forever.set()

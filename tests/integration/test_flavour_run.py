@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from heterorl.cli.verify import verify_directory
+from heterorl.cli.offline import verify_directory
 from heterorl.common.errors import ContractMismatch
 from heterorl.common.model.quantise import dequantise, flavour_layout, quantise
 from heterorl.common.process.clock import SystemClock

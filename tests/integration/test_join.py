@@ -24,8 +24,8 @@ from heterorl.certs.desk import Desk, GuessLimit
 from heterorl.certs.enrolment import Enrolment, read_request
 from heterorl.certs.join import WrongAuthority, ask, join, signing_request
 from heterorl.certs.tokens import MAX_FRAME, BrokenFrame, JoinRefused, Refused, frame, parse_token, read_frame
+from heterorl.cli.certs import first_lines
 from heterorl.cli.main import app
-from heterorl.cli.tokens import first_lines
 from heterorl.common.errors import ConfigError, OperatorError, PortInUse
 from heterorl.common.identity.credentials import read_material
 from heterorl.common.identity.identity import Role, read_identity

@@ -12,7 +12,7 @@ import pytest
 
 from heterorl.launch import slurm
 from heterorl.launch.nodes import nodes_of
-from heterorl.launch.write import write_tree
+from heterorl.launch.texts import write_tree
 from tests.support.cluster import free_port
 from tests.support.launches import NODES, run_file, run_table
 from tests.support.tools import check, tool

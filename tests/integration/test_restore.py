@@ -10,9 +10,8 @@ import tomli_w
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli.audit import verify_log
 from heterorl.cli.main import app
-from heterorl.cli.verify import SOUND, verify_directory
+from heterorl.cli.offline import SOUND, verify_directory, verify_log
 from heterorl.common.errors import ConfigError, OperatorError, StaleEpoch
 from heterorl.common.identity.signing import new_key
 from heterorl.common.types.rollout import PushStatus

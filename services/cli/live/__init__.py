@@ -1,4 +1,4 @@
-"""A run as it is now, for people and programs: `status`, `top`, and the one look that both take.
+"""A run as it is now, for people and programs: `status`, `top` and `track`.
 
-Open `watch` first.
+Open `watch` first; `tables` and `curves` are what it shows.
 """

@@ -1,10 +1,18 @@
-"""One look at a run: its state, and whether its coordinator serves."""
+"""The commands `heterorl status`, `heterorl health` and `heterorl top`: one look at a run, or one every few seconds.
+
+Guarantees of `top`: a coordinator that is gone is shown as gone, with the time since when, beside what was known last;
+the view goes on by itself when it is back. Nothing is asked but the operator's read-only rpcs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
-from typing import TYPE_CHECKING, Annotated
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,6 +31,9 @@ from heterorl.cli.link import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
+    from heterorl.common.api import OperatorApi
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.types.common import StepReport
     from heterorl.common.types.evaluation import Evaluation
@@ -42,8 +53,7 @@ def status(
     insecure: InsecureOption = False,
 ) -> None:
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from heterorl.cli.live.evaluations import evaluation_tables
-    from heterorl.cli.live.status import plain, status_json, status_tables
+    from heterorl.cli.live.tables import evaluation_tables, plain, status_json, status_tables
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     answer, reports, evaluations = ask(address, tls=tls, call=_look)
@@ -58,7 +68,7 @@ def status(
 
 async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
     """The state of the run, its newest steps, one of which knows the accuracy, and its evaluations."""
-    from heterorl.cli.live.evaluations import read_evaluations
+    from heterorl.cli.live.tables import read_evaluations
 
     status = await run.get_status()
     known: dict[tuple[int, str], Evaluation] = {}
@@ -96,3 +106,184 @@ def health(
 def console_of(*, stderr: bool = False) -> Console:
     """A screen on which names and reasons of other machines are text, never markup."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+CALL_S = 5.0
+STEPS_A_CALL = 1000
+WINDOW = 60
+"""Polls that rates are taken over."""
+RATE_S = 10.0
+"""Rates over a shorter time say nothing."""
+LINE = 40
+"""Steps that a line of characters shows."""
+
+
+@dataclass(slots=True, kw_only=True)
+class View:
+    """What is known of a run; `unreachable_since` in seconds since the epoch, None while it answers.
+
+    `marks` are (monotonic seconds, head version, trained groups) of the newest polls.
+    """
+
+    address: str
+    status: RunStatus | None = None
+    reports: dict[int, StepReport] = field(default_factory=dict)
+    unreachable_since: float | None = None
+    problem: str = ""
+    marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    evaluations: dict[tuple[int, str], Evaluation] = field(default_factory=dict)
+
+
+async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -> None:
+    """Ask once and note the answer, or since when there is none.
+
+    Raises:
+        PermissionDenied: the certificate is no operator's.
+        ConfigError: the certificates cannot be used.
+    """
+    from heterorl.cli.live.tables import read_evaluations
+    from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
+
+    try:
+        async with asyncio.timeout(CALL_S):
+            status = await api.get_status()
+            if view.status is None or view.status.run_id != status.run_id:
+                view.reports.clear()
+                view.marks.clear()
+                view.evaluations.clear()
+            await _read_steps(view, api, status)
+            await read_evaluations(api, view.evaluations)
+    except (PermissionDenied, ConfigError):
+        raise
+    except (HeterorlError, TimeoutError) as error:
+        # What the transport said, without the budget of retries, which is none here.
+        words = Exception.__str__(error).rpartition("no answer in 0 s, last ")[2]
+        view.problem = words or f"no answer in {CALL_S:g} s"
+        if view.unreachable_since is None:
+            view.unreachable_since = wall
+        view.marks.clear()
+        return
+    view.status, view.unreachable_since, view.problem = status, None, ""
+    view.marks.append((monotonic, status.head_version, status.ledger.consumed))
+
+
+async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
+    newest = status.last_report.step if status.last_report is not None else 0
+    # A learner that lost its last versions takes their steps again, under the same numbers.
+    for step in [step for step in view.reports if step > newest]:
+        del view.reports[step]
+    while max(view.reports, default=0) < newest:
+        reports = await api.list_steps(after_step=max(view.reports, default=0), limit=STEPS_A_CALL)
+        view.reports.update((report.step, report) for report in reports)
+        if len(reports) < STEPS_A_CALL:
+            return
+
+
+def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: bool = False) -> Group:
+    """One picture of the run, `width` characters wide; `wall` in seconds since the epoch.
+
+    Where it has more than `height` lines, the most important ones alone, without frames; 0 is as many as it needs.
+    """
+    from rich.console import Console, Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from heterorl.cli.live.curves import series
+    from heterorl.cli.live.tables import evaluation_tables, lines_of, status_tables
+    from heterorl.report.figures import newest_accuracy, sparkline
+
+    head = Text(f"{view.address}  {_time(wall)}  ")
+    if view.unreachable_since is None:
+        head.append("reachable", style="green")
+    else:
+        since = f"unreachable since {_time(view.unreachable_since)} ({wall - view.unreachable_since:.0f} s): "
+        head.append(since + view.problem, style="bold red")
+    if view.status is None:
+        return Group(head, Text("nothing is known of the run yet"))
+    accuracy = newest_accuracy([view.reports[step] for step in sorted(view.reports)])
+    run, *sites = status_tables(view.status, width=width, accuracy=accuracy)
+    rates = _rates(view)
+    if rates:
+        run.add_row("rate", rates)
+    parts: list[Any] = [head, run, *sites]
+    if view.reports:
+        curves = Table("of the steps", "newest", f"last {LINE}", title="training")
+        for name, newest, values in series([view.reports[step] for step in sorted(view.reports)]):
+            # A reward names its parts: text, never markup.
+            curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
+        parts.append(curves)
+    picture = Group(*parts, *evaluation_tables(view.evaluations.values()))
+    screen = Console(width=width, height=height or None, markup=False, emoji=False, highlight=False)
+    if not height or len(screen.render_lines(picture)) <= height:
+        return picture
+    reports = [view.reports[step] for step in sorted(view.reports)]
+    lines = lines_of(
+        view.status, reports, accuracy=accuracy, rates=rates, height=height - 1, line=LINE, is_unicode=is_unicode
+    )
+    return Group(head, *(Text(each, no_wrap=True, overflow="ellipsis") for each in lines))
+
+
+def _rates(view: View) -> str:
+    if len(view.marks) < 2:
+        return ""
+    (start, version, groups), (end, version_now, groups_now) = view.marks[0], view.marks[-1]
+    if end - start < RATE_S:
+        return ""
+    minutes = (end - start) / 60
+    return f"{(version_now - version) / minutes:.1f} versions and {(groups_now - groups) / minutes:.0f} groups a minute"
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).astimezone().strftime("%H:%M:%S")
+
+
+def top(
+    address: AddressArgument = "",
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two pictures.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end; code 1 if unreachable.")] = False,
+) -> None:
+    """Watch a run: versions, learner, queue, ledger, bytes, sites. Goes on when the coordinator restarts."""
+    from rich.console import Console
+    from rich.live import Live
+
+    silence_grpc()
+    from heterorl.common.process.clock import SystemClock
+    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.rpc.retry import RetryPolicy
+
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    console = Console(markup=False, emoji=False, highlight=False)
+    is_unicode = console.encoding.lower().startswith("utf")
+    view = View(address=address)
+    clock = SystemClock()
+
+    async def watch(show: Callable[[Group], None]) -> None:
+        reason = ""
+        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0)) as client:
+            while True:
+                was_reachable = view.unreachable_since is None
+                await poll(view, client, wall=clock.wall(), monotonic=clock.monotonic())
+                if was_reachable and view.unreachable_since is not None:
+                    reason = " -> ".join(await explain_link(address, tls=tls) or ())
+                if view.unreachable_since is not None:
+                    view.problem = reason or view.problem
+                height = 0 if once else console.height
+                show(frame(view, wall=clock.wall(), width=console.width, height=height, is_unicode=is_unicode))
+                if once:
+                    return
+                await clock.sleep(interval)
+
+    if once:
+        asyncio.run(watch(console.print))
+        raise typer.Exit(int(view.unreachable_since is not None))
+    # The screen is whole at each picture: what does not fit is left out, not scrolled.
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            asyncio.run(watch(lambda picture: live.update(picture, refresh=True)))
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None

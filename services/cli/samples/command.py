@@ -91,8 +91,7 @@ def list_(
     insecure: InsecureOption = False,
 ) -> None:
     """List kept samples, the newest first: each is a prompt with its completions. Needs an operator's certificate."""
-    from heterorl.cli.samples.decoding import decoder
-    from heterorl.cli.samples.reading import read_samples, read_summaries
+    from heterorl.cli.samples.reading import decoder, read_samples, read_summaries
     from heterorl.cli.samples.table import foot, samples_table
     from heterorl.common.types.sample import SampleFilter, SamplePage, rollout_json
 
@@ -134,7 +133,7 @@ def show(
     insecure: InsecureOption = False,
 ) -> None:
     """Show one sample whole. Tokens are red where the learner finds them less likely than the sampler did, or green."""
-    from heterorl.cli.samples.decoding import decoder
+    from heterorl.cli.samples.reading import decoder
     from heterorl.cli.samples.table import sample_page
     from heterorl.common.errors import ConfigError
     from heterorl.common.types.sample import rollout_json
@@ -170,9 +169,7 @@ def export(
     insecure: InsecureOption = False,
 ) -> None:
     """Write kept samples to a file, the oldest first: one row a completion. Parquet needs heterorl[parquet]."""
-    from heterorl.cli.samples.decoding import decoder
-    from heterorl.cli.samples.export import Export, check_target
-    from heterorl.cli.samples.reading import read_samples
+    from heterorl.cli.samples.reading import Export, check_target, decoder, read_samples
     from heterorl.common.types.sample import SamplePage
 
     check_target(out)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from heterorl.certs.desk import GuessLimit
 from heterorl.certs.tokens import PREFIX, Kept, Refused, Token, decide, parse_token, secret_digest
-from heterorl.cli.tokens import parse_duration
+from heterorl.cli.certs import parse_duration
 from heterorl.common.errors import ConfigError
 
 URI = "spiffe://run/site/eu-1/role/sampler"

@@ -17,10 +17,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import heterorl
-from heterorl.cli import lab
+from heterorl.cli import main as cli
 from heterorl.cli.link import find_link
-from heterorl.cli.live.sites import site_tables
-from heterorl.cli.live.status import status_json, status_tables
+from heterorl.cli.live.tables import site_tables, status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config import load, parse_override
@@ -87,10 +86,10 @@ def test_help_names_every_command_and_nothing_else():
 def test_lab_is_there_where_its_package_is_and_else_says_what_to_install(monkeypatch):
     assert "lab" in [group.name for group in app.registered_groups]
 
-    monkeypatch.setattr(lab, "PACKAGE", "a_package_that_is_not_there")
+    monkeypatch.setattr(cli, "RESEARCH", "a_package_that_is_not_there")
     without = typer.Typer()
     without.command("other")(lambda: None)
-    lab.add_lab(without, panel="Try it")
+    cli.add_lab(without)
 
     assert "lab" not in CliRunner().invoke(without, ["--help"]).output
     said = str(CliRunner().invoke(without, ["lab", "run", "quick", "--jobs", "1"]).exception)
@@ -259,7 +258,7 @@ def test_every_screen_takes_text_literally():
     assert [
         call
         for name, call in calls
-        if "markup=False" not in call and name not in ("common/tiny/warm_start.py", "cli/verify.py")
+        if "markup=False" not in call and name not in ("common/tiny/warm_start.py", "cli/offline.py")
     ] == []
 
 

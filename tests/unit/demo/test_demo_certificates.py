@@ -8,9 +8,17 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import read_material
 from heterorl.common.identity.identity import Role
 from heterorl.common.identity.tls import ServerTlsConfig, check_tls
-from heterorl.demo.certificates import make_certificates
-from heterorl.demo.config import NODES, SITES, TINY, coordinator_tables, learner_tables, sampler_tables, tls_table
-from heterorl.demo.options import DemoOptions
+from heterorl.demo.config import (
+    NODES,
+    SITES,
+    TINY,
+    DemoOptions,
+    coordinator_tables,
+    learner_tables,
+    make_certificates,
+    sampler_tables,
+    tls_table,
+)
 from tests.support.certificates import now
 
 

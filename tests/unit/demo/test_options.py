@@ -8,8 +8,18 @@ import pytest
 from heterorl.cli.main import main
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.demo.config import FULL, SITES, TINY, coordinator_tables, learner_tables, sampler_tables
-from heterorl.demo.options import MAX_SEED, DemoOptions, algorithms, check_options
+from heterorl.demo.config import (
+    FULL,
+    MAX_SEED,
+    SITES,
+    TINY,
+    DemoOptions,
+    algorithms,
+    check_options,
+    coordinator_tables,
+    learner_tables,
+    sampler_tables,
+)
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 

@@ -13,11 +13,9 @@ import pytest
 from rich.console import Console
 
 from heterorl.demo import run as demo_run
-from heterorl.demo.config import TINY
-from heterorl.demo.interruption import Interruption
-from heterorl.demo.options import DemoOptions
+from heterorl.demo.config import TINY, DemoOptions
 from heterorl.demo.outcome import verdict
-from heterorl.demo.processes import Child, ChildFailed, stop, stop_together
+from heterorl.demo.processes import Child, ChildFailed, Interruption, stop, stop_together
 
 OBEDIENT = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(flush=True); signal.pause()"

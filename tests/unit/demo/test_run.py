@@ -10,8 +10,7 @@ from rich.console import Console
 
 from heterorl.common.errors import HeterorlError
 from heterorl.demo import run as demo_run
-from heterorl.demo.config import TINY
-from heterorl.demo.options import DemoOptions
+from heterorl.demo.config import TINY, DemoOptions
 from tests.support.run import REPORT
 
 LIMIT_S = 60.0

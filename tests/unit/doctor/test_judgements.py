@@ -7,10 +7,10 @@ import pytest
 from heterorl.common.identity.identity import Identity, Role
 from heterorl.common.rpc.roles import Diagnosis
 from heterorl.common.types.common import LoraSettings
-from heterorl.doctor import link, node
+from heterorl.doctor import link, machine
 from heterorl.doctor.check import Check, Level, Trouble, checks_json, checks_table, exit_code, fail, ok, skip, warn
+from heterorl.doctor.link import Connected, Handshake, Reached, Trial
 from heterorl.doctor.machine import Device, Disk, Versions
-from heterorl.doctor.network import Connected, Handshake, Reached, Trial
 from tests.support.run import CONTRACT
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)
@@ -44,19 +44,19 @@ def certificate(**changes):
 
 
 def disk(fact):
-    return node.judge_disk(fact, key="state_dir", state_bytes=GIB)
+    return machine.judge_disk(fact, key="state_dir", state_bytes=GIB)
 
 
 def memory(fact, role=Role.SAMPLER):
-    return node.judge_memory(fact, role=role, is_on_gpu=False, state_bytes=GIB)
+    return machine.judge_memory(fact, role=role, is_on_gpu=False, state_bytes=GIB)
 
 
 def device(fact):
-    return node.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB)
+    return machine.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB)
 
 
 def contract(**changes):
-    return node.judge_contract(dataclasses.replace(CONTRACT, **changes), diagnosis=FACTS)
+    return machine.judge_contract(dataclasses.replace(CONTRACT, **changes), diagnosis=FACTS)
 
 
 def gpu(free):
@@ -129,30 +129,30 @@ CASES = [
     (device(Trouble(kind="no_cuda")), Level.FAIL, "driver"),
     (device(Trouble(kind="no_device")), Level.FAIL, "number"),
     (device(SLOW), Level.FAIL, "nvidia-smi"),
-    (node.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=FACTS), Level.OK, "coordinator: heterorl 0.1.0"),
-    (node.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=None), Level.OK, "torch 2.9"),
+    (machine.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=FACTS), Level.OK, "coordinator: heterorl 0.1.0"),
+    (machine.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=None), Level.OK, "torch 2.9"),
     (
-        node.judge_versions(dataclasses.replace(VERSIONS, heterorl="0.2.0"), role=Role.SAMPLER, diagnosis=FACTS),
+        machine.judge_versions(dataclasses.replace(VERSIONS, heterorl="0.2.0"), role=Role.SAMPLER, diagnosis=FACTS),
         Level.WARN,
         "install heterorl 0.1.0",
     ),
     (
-        node.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.LEARNER, diagnosis=FACTS),
+        machine.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.LEARNER, diagnosis=FACTS),
         Level.FAIL,
         "heterorl[learner]",
     ),
     (
-        node.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.COORDINATOR, diagnosis=FACTS),
+        machine.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.COORDINATOR, diagnosis=FACTS),
         Level.OK,
         "torch none",
     ),
     (
-        node.judge_versions(dataclasses.replace(VERSIONS, engine="vllm 0.32.0"), role=Role.SAMPLER, diagnosis=FACTS),
+        machine.judge_versions(dataclasses.replace(VERSIONS, engine="vllm 0.32.0"), role=Role.SAMPLER, diagnosis=FACTS),
         Level.OK,
         "vllm 0.32.0; coordinator",
     ),
     (
-        node.judge_versions(
+        machine.judge_versions(
             dataclasses.replace(VERSIONS, engine=Trouble(kind="vllm", detail="vllm 0.31.0 is installed")),
             role=Role.SAMPLER,
             diagnosis=FACTS,
@@ -170,12 +170,12 @@ CASES = [
     (contract(group_size=3), Level.FAIL, "group_size"),
     (contract(sampling=dataclasses.replace(CONTRACT.sampling, top_k=3)), Level.FAIL, "make [sampling]"),
     (contract(lora=LoraSettings(rank=4, alpha=8.0, target_modules=("q",))), Level.FAIL, "make [lora]"),
-    (node.judge_contract(None, diagnosis=FACTS), Level.SKIP, "model_dir is not set"),
-    (node.judge_contract(CONTRACT, diagnosis=None), Level.SKIP, "can be loaded"),
-    (node.judge_contract(SLOW, diagnosis=None), Level.FAIL, "local directory"),
-    (node.judge_contract(Trouble(kind="model", detail="no tokenizer"), diagnosis=None), Level.FAIL, "model_dir and"),
+    (machine.judge_contract(None, diagnosis=FACTS), Level.SKIP, "model_dir is not set"),
+    (machine.judge_contract(CONTRACT, diagnosis=None), Level.SKIP, "can be loaded"),
+    (machine.judge_contract(SLOW, diagnosis=None), Level.FAIL, "local directory"),
+    (machine.judge_contract(Trouble(kind="model", detail="no tokenizer"), diagnosis=None), Level.FAIL, "model_dir and"),
     (
-        node.judge_contract(CONTRACT, diagnosis=dataclasses.replace(FACTS, contract=None)),
+        machine.judge_contract(CONTRACT, diagnosis=dataclasses.replace(FACTS, contract=None)),
         Level.WARN,
         "start the learner",
     ),
@@ -225,8 +225,8 @@ def test_base_weights_of_adapters_are_the_runs_own_matter():
     )
     mine = dataclasses.replace(CONTRACT, lora=LoraSettings(rank=4, alpha=8.0, target_modules=("q",)))
 
-    assert node.judge_contract(mine, diagnosis=stated).level is Level.OK
-    assert node.judge_contract(CONTRACT, diagnosis=stated).level is Level.FAIL
+    assert machine.judge_contract(mine, diagnosis=stated).level is Level.OK
+    assert machine.judge_contract(CONTRACT, diagnosis=stated).level is Level.FAIL
 
 
 def test_only_a_failure_makes_the_exit_code_1_and_foreign_text_stays_text():

@@ -13,7 +13,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import check_tls
 from heterorl.launch import compose, k8s, slurm, systemd
 from heterorl.launch.nodes import nodes_of
-from heterorl.launch.write import write_tree
+from heterorl.launch.texts import write_tree
 from tests.support.launches import NODES, SCHEMAS, run_file, run_table
 from tests.support.tools import check, tool
 

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.process.config import load
-from heterorl.launch.check import InvalidNodes, check_nodes
-from heterorl.launch.nodes import nodes_of
+from heterorl.launch.nodes import InvalidNodes, check_nodes, nodes_of
 from heterorl.launch.run import RunFile
 from tests.support.launches import NODES, RUN, run_file
 

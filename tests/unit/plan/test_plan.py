@@ -18,11 +18,9 @@ from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.plan.assumptions import Assumptions, parse
-from heterorl.plan.memory import rank_memory
+from heterorl.plan.costs import MEASURED, changed_by, delta_bytes, drawing, rank_memory
 from heterorl.plan.plan import Question, plan
-from heterorl.plan.samplers import drawing
 from heterorl.plan.shape import SHAPES, shape_of_directory
-from heterorl.plan.traffic import MEASURED, changed_by, delta_bytes
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

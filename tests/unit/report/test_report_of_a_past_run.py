@@ -21,12 +21,11 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.run_file import write_run_file
-from heterorl.report import curves, figures
+from heterorl.report import figures
 from heterorl.report import page as page_of
-from heterorl.report.files import InUse, read_run
-from heterorl.report.live import ask_run
 from heterorl.report.look import columns_of
 from heterorl.report.page import render
+from heterorl.report.past_run import InUse, ask_run, read_run
 from tests.support.run import REPORT, Run
 from tests.support.secure_run import SecureRun
 
@@ -126,9 +125,9 @@ def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):
 
     page, pngs = render(read_run(tmp_path / "learner"))
 
-    assert set(pngs) == {*figures.PICTURES, *curves.TITLES}
-    assert all(f"<h2>{title}</h2>" in page for title in curves.TITLES.values())
-    assert set(curves.TITLES) == set(curves.NOTES)
+    assert set(pngs) == {*figures.PICTURES, *figures.TITLES}
+    assert all(f"<h2>{title}</h2>" in page for title in figures.TITLES.values())
+    assert set(figures.TITLES) == set(figures.NOTES)
 
 
 def test_a_later_row_of_a_step_replaces_an_earlier_one(tmp_path):

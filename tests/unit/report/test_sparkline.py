@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from heterorl.report.sparkline import newest_accuracy, sparkline
+from heterorl.report.figures import newest_accuracy, sparkline
 from tests.support.run import REPORT
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from heterorl.cli.samples.export import Export
+from heterorl.cli.samples.reading import Export
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.sample import rollout_json
 from heterorl.view import export

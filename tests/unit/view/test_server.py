@@ -8,8 +8,7 @@ import pytest
 
 from heterorl.common.errors import PortInUse
 from heterorl.view.app import door
-from heterorl.view.guard import HEADERS, has_key, is_own_host, take_key
-from heterorl.view.server import Answer, ViewServer
+from heterorl.view.server import HEADERS, Answer, ViewServer, has_key, is_own_host, take_key
 
 KEY = "k3y"
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli.live.versions import Restorable, read_versions, shown, versions_table
+from heterorl.cli.live.tables import Restorable, read_versions, shown, versions_table
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.evaluation import Estimate

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.cli.plan.amounts import bits_per_s, seconds, size_words, time_words
+from heterorl.cli.plan import bits_per_s, seconds, size_words, time_words
 from heterorl.common.errors import ConfigError
 
 RUN = CliRunner()

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from heterorl.cli.config import load_service
 from heterorl.cli.live.watch import console_of
-from heterorl.cli.service_config import load_service
 from heterorl.common.errors import ConfigError, PromptRefused
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from heterorl.cli.env.play import Played
-    from heterorl.cli.env.show import Screen
+    from heterorl.cli.episode import Played, Screen
     from heterorl.common.tasks.environments.task import EnvironmentSpec
     from heterorl.common.tasks.task import Prompt, Task
     from heterorl.common.text.prompts import Prompter
@@ -55,7 +54,7 @@ def env_try(
     if not loaded.task.has_environment:
         raise ConfigError("task.environment", "is not set", action="docs/environments.md says how to write one")
     is_typed = by_hand or (not model and sys.stdin.isatty())
-    from heterorl.cli.env.show import Screen, as_json
+    from heterorl.cli.episode import Screen, as_json
     from heterorl.common.tasks.registry import build_task, close_task
 
     prompter = cache(lambda: _prompter(loaded))
@@ -103,9 +102,7 @@ def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, Enviro
 
 
 def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
-    from heterorl.cli.env.play import play
-    from heterorl.cli.env.show import Screen
-    from heterorl.cli.env.voices import Person
+    from heterorl.cli.episode import Person, Screen, play
 
     def ask() -> str | None:
         try:
@@ -121,8 +118,7 @@ def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
 
 
 def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Screen) -> tuple[Int32Array, Played]:
-    from heterorl.cli.env.play import play
-    from heterorl.cli.env.voices import Model
+    from heterorl.cli.episode import Model, play
     from heterorl.common.generation.hf import HfEngine
     from heterorl.common.model.positions import room_at
     from heterorl.common.text.conversation import Conversations

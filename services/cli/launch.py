@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from heterorl.cli.service_config import Service, schema_of
+from heterorl.cli.config import Service, schema_of
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import DIRECTORY, load
 from heterorl.common.process.config_words import problems_of
@@ -41,10 +41,9 @@ def launch(
     for package, module in (("PyYAML", "yaml"), ("tomli-w", "tomli_w")):
         if importlib.util.find_spec(module) is None:
             raise DependencyMissing(package, "launch")
-    from heterorl.launch.check import check_nodes
-    from heterorl.launch.nodes import nodes_of
+    from heterorl.launch.nodes import check_nodes, nodes_of
     from heterorl.launch.run import RunFile
-    from heterorl.launch.write import write_tree
+    from heterorl.launch.texts import write_tree
 
     loaded = load(RunFile, run)
     if part and not (loaded.tls.insecure or Path(loaded.tls.directory).is_absolute()):

@@ -1,0 +1,306 @@
+"""One episode of `heterorl env try`: played by a model or a person, and shown; it ends as a sampler's does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from rich.console import Console
+
+from heterorl.cli.samples.table import visible
+from heterorl.common.errors import EngineError, EpisodeError, RewardError
+from heterorl.common.tasks.environments.environment import Observation
+from heterorl.common.tasks.environments.episodes import Episode
+from heterorl.common.tasks.environments.task import EnvironmentSpec, environment_problem
+from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.types.common import Int32Array
+from heterorl.common.types.rollout import FinishReason, RewardPart, total_reward
+
+if TYPE_CHECKING:
+    from heterorl.common.generation.engine import Engine
+    from heterorl.common.model.positions import Room
+    from heterorl.common.text.conversation import Conversation
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One turn, and what the environment said to it; a person's has no tokens."""
+
+    text: str
+    policy_s: float
+    is_cut: bool = False
+    token_ids: Int32Array | None = None
+    said: Observation = field(default_factory=lambda: Observation((), done=True))
+    given_ids: Int32Array | None = None
+    environment_s: float = 0.0
+
+
+class Voice(Protocol):
+    """A model or a person, who takes the turns of the policy."""
+
+    def speak(self) -> Turn | None:
+        """The next turn; None ends the episode."""
+        ...
+
+    def hear(self, episode: Episode, turn: Turn) -> None:
+        """Show the turn to the environment, and keep what is said to it.
+
+        Raises:
+            EpisodeError: the episode has ended without a reward.
+            PromptRefused: the template does not write what is said.
+        """
+        ...
+
+    def limit(self) -> FinishReason | None:
+        """Why no other turn can follow; None where one can."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """An episode that ended; `finish_reason` is None where a person ended it."""
+
+    turns: list[Turn] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    parts: tuple[RewardPart, ...] = ()
+    reward: float = 0.0
+
+
+def play(
+    spec: EnvironmentSpec, voice: Voice, *, on_turn: Callable[[int, Turn], None], on_said: Callable[[Turn], None]
+) -> Played:
+    """Play one episode.
+
+    Args:
+        spec: the environment of a prompt.
+        voice: gives the turns.
+        on_turn: told the number of a turn, from 1 on, and the turn.
+        on_said: told the turn again when it has its answer.
+
+    Raises:
+        ConfigError: the environment failed.
+    """
+    played = Played()
+    begun = time.monotonic()
+    try:
+        with spec.open() as episode:
+            while (turn := voice.speak()) is not None:
+                played.turns.append(turn)
+                on_turn(len(played.turns), turn)
+                asked = time.monotonic()
+                voice.hear(episode, turn)
+                turn.environment_s = time.monotonic() - asked
+                on_said(turn)
+                played.finish_reason = _end(spec, played, voice, seconds=time.monotonic() - begun)
+                if played.finish_reason is not None:
+                    break
+            played.parts = episode.score()
+            played.reward = total_reward(played.parts)
+    except (EpisodeError, RewardError) as error:
+        where = f"turn {len(played.turns)}" if played.turns else "the start of the episode"
+        raise environment_problem(where, error) from error
+    return played
+
+
+def _end(spec: EnvironmentSpec, played: Played, voice: Voice, *, seconds: float) -> FinishReason | None:
+    turn = played.turns[-1]
+    if turn.said.done:
+        return FinishReason.LENGTH if turn.is_cut else FinishReason.EOS
+    # A person has all the time.
+    seconds = 0.0 if turn.token_ids is None else seconds
+    return spec.limits.reached(num_turns=len(played.turns), seconds=seconds) or voice.limit()
+
+
+class Model:
+    """A model's turns; implements Voice."""
+
+    def __init__(
+        self, engine: Engine, conversation: Conversation, prompt: Int32Array, *, room: Room, config: Any
+    ) -> None:
+        """Join them.
+
+        Args:
+            engine: draws.
+            conversation: the environment of the prompt.
+            prompt: token ids.
+            room: of the model.
+            config: the learner's, with its `sampling`.
+        """
+        self._engine, self._conversation, self._room = engine, conversation, room
+        self._prompt, self._parts = prompt, [prompt]
+        self._max_new_tokens = config.sampling.max_new_tokens
+        self._max_trajectory_tokens = config.sampling.max_trajectory_tokens
+
+    def speak(self) -> Turn:
+        """Draw one, always the same one of the same weights and prompt.
+
+        Raises:
+            PromptTooLong: the model has no room for another turn.
+            EngineError: nothing was drawn.
+        """
+        from heterorl.common.generation.engine import generate_all
+
+        begun, context = time.monotonic(), np.concatenate(self._parts)
+        self._room.check(context, self._max_new_tokens)
+        drawn = generate_all(self._engine, [context], seeds=[len(self._parts)], num_per_prompt=1)[0]
+        if not drawn:
+            raise EngineError("the engine refused the turn")
+        ids, is_cut = drawn[0].token_ids, drawn[0].finish_reason is FinishReason.LENGTH
+        self._parts.append(ids)
+        text = self._conversation.prompter.decode(ids)
+        return Turn(text=text, policy_s=time.monotonic() - begun, is_cut=is_cut, token_ids=ids)
+
+    def hear(self, episode: Episode, turn: Turn) -> None:
+        """Keep the ids that are given too."""
+        assert turn.token_ids is not None, "it was drawn"
+        turn.said = self._conversation.answer(episode, turn.token_ids)
+        if not turn.said.done:
+            turn.given_ids = self._conversation.given(turn.said, turn.token_ids)
+            self._parts.append(turn.given_ids)
+
+    def limit(self) -> FinishReason | None:
+        """Whether a turn of the longest length still has its place in the trajectory."""
+        num_tokens = sum(part.size for part in self._parts) - self._prompt.size
+        return FinishReason.CONTEXT if num_tokens + self._max_new_tokens > self._max_trajectory_tokens else None
+
+
+class Person:
+    """Typed turns; implements Voice.
+
+    A call of a tool is typed as a policy writes one: an object of JSON, with or without the tags of `hermes`.
+    """
+
+    def __init__(self, ask: Callable[[], str | None], *, has_tools: bool) -> None:
+        """Join them.
+
+        Args:
+            ask: waits for a line; None is the end of the input.
+            has_tools: whether the environment has tools.
+        """
+        self._ask, self._has_tools = ask, has_tools
+
+    def speak(self) -> Turn | None:
+        """Ask for a line."""
+        begun = time.monotonic()
+        text = self._ask()
+        return None if text is None else Turn(text=text, policy_s=time.monotonic() - begun)
+
+    def hear(self, episode: Episode, turn: Turn) -> None:
+        """Show the environment what was typed."""
+        from heterorl.common.text.conversation import answer_to
+
+        parser: Any = ("hermes" if "<tool_call>" in turn.text else "json") if self._has_tools else None
+        turn.said = answer_to(turn.text, episode=episode, parser=parser, is_cut=False)
+
+    def limit(self) -> FinishReason | None:
+        """A person may always go on."""
+        return None
+
+
+_ENDS = {
+    FinishReason.EOS: "the environment ended it",
+    FinishReason.LENGTH: "the environment ended it, and its last turn was cut at sampling.max_new_tokens",
+    FinishReason.TURNS: "it had task.max_turns",
+    FinishReason.SECONDS: "it had task.trajectory_s",
+    FinishReason.CONTEXT: "no room for another turn in sampling.max_trajectory_tokens",
+    None: "you ended it",
+}
+
+
+def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    """What the policy is asked."""
+    return prompt.messages or (Message(role="user", content=prompt.text),)
+
+
+class Screen:
+    """Writes an episode as it is played."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def begin(self, prompt: Prompt, spec: EnvironmentSpec, *, num_tokens: int | None) -> None:
+        """Write what the policy reads at first."""
+        tokens = "" if num_tokens is None else f", {num_tokens} tokens"
+        self._write(f"{spec.episodes.name}, prompt {prompt.index}, seed {spec.seed}{tokens}")
+        for tool in spec.tools:
+            written = tool["function"]
+            arguments = ", ".join(written["parameters"]["properties"])
+            self._write(f"tool {written['name']}({arguments}): {written['description'].partition(chr(10))[0]}")
+        for message in messages_of(prompt):
+            self._say(message.role, message.content)
+
+    def turn(self, number: int, turn: Turn) -> None:
+        """Write a turn that was drawn; one that was typed stands there."""
+        if turn.token_ids is not None:
+            cut = ", cut at sampling.max_new_tokens" if turn.is_cut else ""
+            words = f"policy, turn {number}: {turn.token_ids.size} tokens{cut}, {turn.policy_s:.2f} s"
+            self._say(words, turn.text)
+
+    def said(self, turn: Turn) -> None:
+        """Write what the environment said."""
+        for message in turn.said.messages:
+            self._say(f"{message.role} {message.name}".rstrip(), message.content)
+        given = "" if turn.given_ids is None else f"{turn.given_ids.size} tokens given, "
+        if turn.token_ids is not None:
+            self._write(f"[{given}environment {turn.environment_s:.3f} s]")
+
+    def end(self, played: Played) -> None:
+        """Write how it ended."""
+        reason = "" if played.finish_reason is None else f" ({played.finish_reason.value})"
+        turns = "1 turn" if len(played.turns) == 1 else f"{len(played.turns)} turns"
+        self._write(f"\nend after {turns}: {_ENDS[played.finish_reason]}{reason}")
+        parts = [f"{p.name} {p.value:g}" + ("" if p.weight == 1 else f" x {p.weight:g}") for p in played.parts]
+        self._write(f"reward {played.reward:g} = {' + '.join(parts)}")
+        if any(turn.token_ids is not None for turn in played.turns):
+            self._write(
+                f"tokens: {_size(turn.token_ids for turn in played.turns)} drawn, "
+                f"{_size(turn.given_ids for turn in played.turns)} given; seconds: "
+                f"{sum(turn.policy_s for turn in played.turns):.2f} of the model, "
+                f"{sum(turn.environment_s for turn in played.turns):.3f} of the environment"
+            )
+
+    def _say(self, role: str, text: str) -> None:
+        self._write(f"\n{role}")
+        self._write("\n".join(f"  {line}" for line in text.splitlines()) or "  (nothing)")
+
+    def _write(self, text: str) -> None:
+        # Of a policy or an environment: no character may steer the terminal.
+        self._console.print(visible(text), soft_wrap=True)
+
+
+def as_json(prompt: Prompt, spec: EnvironmentSpec, played: Played, *, ids: Int32Array | None) -> dict[str, Any]:
+    """The trajectory; `ids` are those of the prompt, None where a person played."""
+    return {
+        "environment": spec.episodes.name,
+        "prompt": {"index": prompt.index, "seed": spec.seed, "messages": _written(messages_of(prompt)), **_ids(ids)},
+        "turns": [
+            {
+                "text": turn.text, "is_cut": turn.is_cut, "seconds": round(turn.policy_s, 3), **_ids(turn.token_ids),
+                "given": {
+                    "messages": _written(turn.said.messages), "seconds": round(turn.environment_s, 3),
+                    **_ids(turn.given_ids),
+                },
+            }
+            for turn in played.turns
+        ],
+        "finish_reason": None if played.finish_reason is None else played.finish_reason.value,
+        "reward": played.reward,
+        "reward_parts": [{"name": p.name, "value": p.value, "weight": p.weight} for p in played.parts],
+    }  # fmt: skip
+
+
+def _written(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [
+        {"role": each.role, "content": each.content, **({"name": each.name} if each.name else {})} for each in messages
+    ]
+
+
+def _ids(ids: Int32Array | None) -> dict[str, Any]:
+    return {} if ids is None else {"token_ids": ids.tolist()}
+
+
+def _size(parts: Any) -> int:
+    return sum(part.size for part in parts if part is not None)

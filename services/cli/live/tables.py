@@ -1,0 +1,405 @@
+"""A run as tables for people, lines of a small screen, and JSON: state, sites, evaluations, versions to go back to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from heterorl.cli.live.curves import progress_words, report_rows, series
+from heterorl.common.errors import RemoteError
+from heterorl.common.evaluation.rows import HEADS, UNDER_WAY, evaluation_rows
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.evaluation import Evaluation, EvaluationState
+from heterorl.common.types.run import (
+    NEVER_S,
+    Folded,
+    RunStatus,
+    SiteStatus,
+    describe_standstill,
+    fold_incarnations,
+    quarantined_sites,
+    steps_wanted,
+)
+from heterorl.report.figures import sparkline
+
+if TYPE_CHECKING:
+    from heterorl.common.api import OperatorApi
+
+STANDS_STILL = "STANDS STILL"
+_FIRST = (STANDS_STILL, "DISK FULL", "ordered")
+_ALWAYS = ("version", "now", "step", "staleness", "queue", "rate", "dropped", "time")
+"""Rows in the order in which they are left out, the last one first; problems of sites stand before them."""
+_NAME, _NEWEST = 14, 23
+"""Characters of a curve's name and newest value."""
+
+
+def plain(value: Any) -> Any:
+    """A domain value as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(entry) for entry in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """A run's state as plain JSON values; enum keys become their values."""
+    result: dict[str, Any] = plain(status)
+    result["ledger"]["is_balanced"] = status.ledger.is_balanced
+    result["standstill"] = describe_standstill(quarantined_sites(status))
+    return result
+
+
+def status_tables(status: RunStatus, *, width: int, accuracy: float | None = None) -> tuple[Table, ...]:
+    """A run's state as tables, the run and then its sites, for a screen of `width` characters.
+
+    `accuracy` is the newest held-out one, where it is known.
+    """
+    run = Table(title=Text(f"run {status.run_id}"), show_header=False)
+    for name, value in status_rows(status, accuracy=accuracy):
+        # Names come from other machines: text, never markup.
+        style = "bold red" if name == STANDS_STILL else ""
+        run.add_row(Text(name, style=style), Text(value, style=style))
+    return run, *site_tables(status.sites, head_version=status.head_version, width=width)
+
+
+def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tuple[str, str]]:
+    """A run's state as names and values, what needs a person first."""
+    ledger = status.ledger
+    dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
+    rows = [
+        ("version", _version(status)),
+        ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
+        ("weights", _weights(status)),
+        ("changed", f"{status.changed_fraction:.2%} of the elements"),
+        ("encode", f"{status.encode_s:.3g} s" if status.encode_s else "-"),
+        ("store", _store(status)),
+        ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
+        ("trained", f"{ledger.consumed} groups"),
+        ("dropped", dropped),
+        *_closed(status),
+        *_prompts(status),
+        ("ledger", "balanced" if ledger.is_balanced else f"BROKEN: {ledger}"),
+        ("uptime", f"{status.uptime_s:.0f} s" + (", draining" if status.is_draining else "")),
+    ]
+    report = status.last_report
+    if report is not None:
+        rows.insert(1, ("step", _step(report, accuracy, steps_wanted(status.facts))))
+        if report.sources:
+            rows.insert(2, ("sources", _sources(report)))
+        rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
+        rows[3:3] = report_rows(report)
+    if status.progress is not None:
+        rows.insert(1, ("now", progress_words(status.progress, status.progress_age_s)))
+    if status.rollback_to >= 0:
+        rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
+    if status.store_problem:
+        rows.insert(1, ("DISK FULL", status.store_problem))
+    for form in status.flavours:
+        sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
+        rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
+    stands_still = describe_standstill(quarantined_sites(status))
+    if stands_still:
+        rows.insert(0, (STANDS_STILL, stands_still))
+    for site in [entry.newest for entry in fold_incarnations(status.sites)]:
+        if site.quarantine:
+            rows.append((f"quarantine of {site.site}", site.quarantine))
+        if site.problem:
+            rows.append((f"problem of {site.site}", site.problem))
+    return rows
+
+
+def _version(status: RunStatus) -> str:
+    if status.head_version < 0:
+        return "none yet: a learner publishes version 0 when its model is loaded"
+    return f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"
+
+
+def _closed(status: RunStatus) -> list[tuple[str, str]]:
+    """Assignments whose rows gave no group, where there are some."""
+    closed = status.ledger.closed
+    words = ", ".join(f"{reason.value} {count}" for reason, count in closed.items() if count)
+    return [("closed", f"{words} (assignments without a group; the coordinator's log names the prompts)")] * bool(words)
+
+
+def _prompts(status: RunStatus) -> list[tuple[str, str]]:
+    """Prompts by difficulty, where the coordinator keeps a window."""
+    found = status.prompts
+    if found is None:
+        return []
+    return [
+        (
+            "prompts",
+            f"{found.in_window} in the window, {found.too_easy} too easy, {found.too_hard} too hard,"
+            f" {found.unseen} unseen; {found.passed_over} assignments passed over",
+        )
+    ]
+
+
+def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
+    scored = "" if accuracy is None else f", held-out reward {accuracy:.3f}"
+    number = f"{report.step} of {wanted}" if wanted else str(report.step)
+    return f"{number}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
+
+
+def _sources(report: StepReport) -> str:
+    """Share of the step's groups and mean reward of each source of a mixture."""
+    total = sum(source.num_groups for source in report.sources)
+    return ", ".join(
+        f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in report.sources
+    )
+
+
+def _weights(status: RunStatus) -> str:
+    """The payloads of the newest version beside the size of the weights."""
+    return _sizes(status.bytes_full, delta=status.delta_bytes, full=status.snapshot_bytes)
+
+
+def _sizes(full_bytes: int, **payloads: int) -> str:
+    parts = [
+        f"{name} {num_bytes:,} bytes ({full_bytes / num_bytes:.1f}x)"
+        for name, num_bytes in payloads.items()
+        if num_bytes
+    ]
+    return f"{full_bytes:,} bytes; {', '.join(parts) or 'no payload'}"
+
+
+def _store(status: RunStatus) -> str:
+    snapshot = "no verified snapshot"
+    if status.snapshot_version >= 0:
+        snapshot = f"snapshot of version {status.snapshot_version}, {status.snapshot_age_s:.0f} s old"
+    used = f"{_rounded(status.store_bytes)} of {_rounded(status.store_limit_bytes)}"
+    return f"{used}, {snapshot}, {_rounded(status.reclaimed_bytes)} reclaimed"
+
+
+def _rounded(num_bytes: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+_WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen")
+_STATE = ("flavour", "starts", "canary", "failed", "refused", "apply", "quota")
+
+
+def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -> tuple[Table, ...]:
+    """One line a site: one table where all columns fit, and otherwise two, each with the names of the sites."""
+    rows = [(_work(site, head_version), _state(site)) for site in fold_incarnations(sites)]
+    flat = Table(*_WORK, *_STATE, title="sites")
+    for work, state in rows:
+        flat.add_row(*work, *state)
+    if Console(width=1000, markup=False).measure(flat).maximum <= width:
+        return (flat,)
+    narrow = [
+        Table(*columns, title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for title, columns in (("sites: work", _WORK), ("sites: state", ("site", *_STATE)))
+    ]
+    for work, state in rows:
+        narrow[0].add_row(*work)
+        narrow[1].add_row(work[0], *state)
+    return tuple(narrow)
+
+
+def work_lines(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[str, list[str]]:
+    """The head and a line a site of the table of work, without a frame."""
+    rows = [[cell.plain for cell in _work(site, head_version)] for site in fold_incarnations(sites)]
+    widths = [max(map(cell_len, column)) for column in zip(_WORK, *rows, strict=True)]
+    head, *lines = (
+        "  ".join(f"{cell}{' ' * (width - cell_len(cell))}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_WORK, *rows)
+    )
+    return head, lines
+
+
+def _work(site: Folded, head_version: int) -> list[Text]:
+    status = site.newest
+    has_none = status.policy_version < 0
+    # Its clock is read after the site's last call, so a little less than nothing is now.
+    seen = "never" if status.last_seen_s <= NEVER_S else f"{max(status.last_seen_s, 0.0):.0f} s ago"
+    # Names come from other machines: text, never markup.
+    return [
+        Text(cell)
+        for cell in (
+            status.site,
+            "none yet" if has_none else str(status.policy_version),
+            "-" if has_none else str(head_version - status.policy_version),
+            str(status.groups_accepted),
+            str(status.groups_dropped),
+            f"{status.tokens_per_s:.0f}",
+            f"{status.work_leased} ({status.work_away} away)" if status.work_away else str(status.work_leased),
+            seen,
+        )
+    ]
+
+
+def _state(site: Folded) -> list[Text]:
+    status = site.newest
+    return [
+        Text(cell)
+        for cell in (
+            status.flavour or "-",
+            str(site.starts),
+            _canary(status),
+            str(status.groups_failed),
+            str(status.groups_refused),
+            f"{status.apply_s:.3g} s" if status.apply_s else "-",
+            f"{status.quota_used:.0%}",
+        )
+    ]
+
+
+def _canary(site: SiteStatus) -> str:
+    if site.quarantine:
+        return "QUARANTINE"
+    return "-" if site.canary_difference is None else f"{site.canary_difference:.2g} nats"
+
+
+PAGE = 1000
+Known = MutableMapping[tuple[int, str], Evaluation]
+"""Evaluations by version and set."""
+
+
+async def read_evaluations(api: OperatorApi, known: Known) -> None:
+    """Ask for what is new since the last time; a coordinator of an earlier release has none."""
+    changing = [version for (version, _), found in known.items() if found.state in UNDER_WAY]
+    after = min(changing, default=max((version for version, _ in known), default=0)) - 1
+    for version, name in [key for key in known if key[0] > after]:
+        # One that nobody had begun may be gone for a newer one.
+        del known[version, name]
+    with contextlib.suppress(RemoteError):
+        while True:
+            page = await api.list_evaluations(after_version=after, limit=PAGE)
+            known.update({(found.version, found.task_set): found for found in page})
+            if not page:
+                return
+            after = page[-1].version
+
+
+def evaluation_tables(evaluations: Iterable[Evaluation]) -> tuple[Table, ...]:
+    """A table of `evaluation_rows`; none where nothing is evaluated."""
+    rows = evaluation_rows(evaluations)
+    if not rows:
+        return ()
+    table = Table(*HEADS, title="evaluation")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return (table,)
+
+
+LEARNER = "held out, by the learner"
+
+
+@dataclass(slots=True, kw_only=True)
+class Restorable:
+    """One version; `held_out` has the mean reward of each set of prompts that it was evaluated on."""
+
+    version: int
+    reward: float | None = None
+    """Mean reward of the step that made it."""
+    held_out: dict[str, float] = field(default_factory=dict)
+
+
+async def read_versions(api: OperatorApi) -> tuple[Restorable, ...]:
+    """Ask which versions one can go back to, and for their results; the newest first."""
+    found = {version: Restorable(version=version) for version in await api.list_restorable()}
+    after = -1
+    while page := await api.list_steps(after_step=after, limit=PAGE):
+        after = page[-1].step
+        for report in page:
+            if report.version in found and report.is_applied:
+                found[report.version].reward = report.reward_mean
+                if report.evaluation_accuracy is not None and math.isfinite(report.evaluation_accuracy):
+                    found[report.version].held_out[LEARNER] = report.evaluation_accuracy
+    known: Known = {}
+    await read_evaluations(api, known)
+    for (version, name), each in known.items():
+        if version in found and each.state is EvaluationState.DONE and each.summary.average is not None:
+            found[version].held_out[name] = each.summary.average.mean
+    return tuple(sorted(found.values(), key=lambda each: -each.version))
+
+
+def shown(versions: Sequence[Restorable], *, num: int | None) -> tuple[Restorable, ...]:
+    """The newest `num` of versions that are listed newest first, and the best of each set; all where num is None."""
+    if num is None:
+        return tuple(versions)
+    names = {name for each in versions for name in each.held_out}
+    best = {max(_with(versions, name), key=lambda each: each.held_out[name]).version for name in names}
+    return tuple(each for place, each in enumerate(versions) if place < num or each.version in best)
+
+
+def _with(versions: Sequence[Restorable], name: str) -> list[Restorable]:
+    return [each for each in versions if name in each.held_out]
+
+
+def versions_table(versions: Sequence[Restorable]) -> Table:
+    """A line a version; the best of each set is marked."""
+    names = sorted({name for each in versions for name in each.held_out}, key=lambda name: (name != LEARNER, name))
+    best = {name: max(each.held_out.get(name, -math.inf) for each in versions) for name in names}
+    table = Table("version", "reward of its step", title="versions to go back to")
+    for name in names:
+        table.add_column(Text(name))
+    for each in versions:
+        cells = [_cell(each.held_out.get(name), best=best[name]) for name in names]
+        table.add_row(str(each.version), _cell(each.reward, best=None), *cells)
+    return table
+
+
+def _cell(value: float | None, *, best: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f} best" if value == best else f"{value:.3f}"
+
+
+def lines_of(
+    status: RunStatus,
+    reports: Sequence[StepReport],
+    *,
+    accuracy: float | None,
+    rates: str,
+    height: int,
+    line: int,
+    is_unicode: bool,
+) -> list[str]:
+    """At most `height` lines.
+
+    Args:
+        status: of the run.
+        reports: its steps in order.
+        accuracy: newest held-out reward, where it is known.
+        rates: versions and groups a minute, in words; may be empty.
+        height: of the screen.
+        line: characters of a curve.
+        is_unicode: whether the screen knows blocks.
+    """
+    rows = dict(status_rows(status, accuracy=accuracy)) | ({"rate": rates} if rates else {})
+    problems = [name for name in rows if name.startswith(("quarantine of ", "problem of "))]
+    wanted = [name for name in (*_FIRST, *problems, *_ALWAYS) if name in rows]
+    run = [f"{name:<11}  {' '.join(rows[name].split())}" for name in wanted][: height // 3]
+    head, sites = work_lines(status.sites, head_version=status.head_version)
+    room = max(1, height // 3 - 1)
+    if len(sites) > room:
+        sites = [*sites[: room - 1], f"and {len(sites) - room + 1} more sites"]
+    curves = [
+        f"{name:<{_NAME}.{_NAME}}  {newest:<{_NEWEST}.{_NEWEST}} {sparkline(values[-line:], is_unicode=is_unicode)}"
+        for name, newest, values in series(reports)
+    ]
+    shown = [f"run {status.run_id}", *run, *((head, *sites) if sites else ()), *curves]
+    if len(shown) > height:
+        shown[height - 1 :] = ["the rest needs a taller screen; `heterorl status` shows all"]
+    # Names come from other machines: a line is one line, and no character of it steers the terminal.
+    return ["".join(each if each.isprintable() else "?" for each in one) for one in shown]

@@ -27,8 +27,8 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
+from heterorl.sampler.vllm.arguments import VllmOptions
 from heterorl.sampler.vllm.engine import VllmEngine
-from heterorl.sampler.vllm.options import VllmOptions
 from heterorl.sampler.vllm.source import VllmSource
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, NUM_SWAPS = 8, 8, 64, 8

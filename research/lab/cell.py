@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay, upper_end
+from heterorl.sampler.delay import DelayConfig, NoDelay, upper_end
 from heterorl_research.lab.config import AlgorithmConfig, ExperimentConfig, LabTaskConfig, RegimeConfig, VariantConfig
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.loss.config import GepoConfig
-from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
+from heterorl.sampler.delay import DelayConfig, NoDelay
 from heterorl_research.losses.kinds import LabLoss
 
 AS_PUBLISHED = 20.0

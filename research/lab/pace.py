@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.types.rollout import WorkGrant
-from heterorl.sampler.policy.delay import version_lags
-from heterorl.sampler.policy.delay_models import DelayConfig, FixedDelay, NoDelay
+from heterorl.sampler.delay import DelayConfig, FixedDelay, NoDelay, version_lags
 from heterorl_research.lab.cell import Cell
 
 STEP_S = 1.0

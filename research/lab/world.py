@@ -40,7 +40,7 @@ from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.policy.record import VersionRecord, record_name
+from heterorl.sampler.record import VersionRecord, record_name
 from heterorl_research.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.inline_store import InlineDatabase

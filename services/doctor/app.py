@@ -99,7 +99,7 @@ async def examine(patient: Patient, *, wall_time: Callable[[], float] = time.tim
 
 async def _measure_joined(patient: Patient, diagnosis: Diagnosis | None) -> Contract | Trouble:
     """The contract of a node that takes from the run what its file leaves out."""
-    from heterorl.sampler.joining.adoption import adopt
+    from heterorl.sampler.joining import adopt
 
     if diagnosis is None or not diagnosis.statement:
         return Trouble(kind="model", detail="the run has not stated what this file leaves out; ask again when it has")

@@ -24,8 +24,7 @@ from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.engines import build_engines
-from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
+from heterorl.sampler.engines import FlavouredEngine, build_engines
 
 BUDGET_S = 30.0
 """What a call may be repeated for over a link that breaks."""

@@ -28,39 +28,41 @@ process's last word.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from rich.filesize import decimal
 
 from heterorl.common.api import SamplerApi
+from heterorl.common.federation.push import pushing
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of
 from heterorl.common.pull.pull import Puller
+from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
 from heterorl.sampler.evaluation.joined import evaluation_of
 from heterorl.sampler.evaluation.work import EvaluationWork
-from heterorl.sampler.joining.asking import adopted
-from heterorl.sampler.link import linked
+from heterorl.sampler.joining import adopted
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.policy.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
-from heterorl.sampler.policy.record import VersionRecord, record_name
-from heterorl.sampler.policy.sync import PolicySync
+from heterorl.sampler.record import VersionRecord, record_name
+from heterorl.sampler.rollout.drafts import UnderWay
 from heterorl.sampler.rollout.generate import Generation
 from heterorl.sampler.rollout.maker import RolloutMaker
-from heterorl.sampler.rollout.under_way import UnderWay
 from heterorl.sampler.session import Session
+from heterorl.sampler.sync import PolicySync
 
 _LOG = logging.getLogger(__name__)
 
@@ -297,3 +299,25 @@ class Sampler:
 
 async def _until(event: asyncio.Event) -> None:
     await event.wait()
+
+
+@contextlib.asynccontextmanager
+async def linked(config: SamplerConfig, clock: Clock) -> AsyncIterator[CoordinatorClient]:
+    """The coordinator that a configuration names; while it is open, metrics are pushed to it."""
+    site = SiteId(config.site)
+    async with (
+        CoordinatorClient(
+            config.coordinator,
+            tls=config.tls,
+            bandwidth=config.bandwidth,
+            payload_urls=config.payload_urls,
+            payload_hosts=config.payload_hosts,
+        ) as api,
+        pushing(
+            lambda series: api.push_sampler_metrics(site=site, series=series),
+            registry=metrics.registry_of("sampler"),
+            interval_s=config.metrics_push_s,
+            clock=clock,
+        ),
+    ):
+        yield api

@@ -21,9 +21,8 @@ from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.engines import build_engines
+from heterorl.sampler.engines import FlavouredEngine, build_engines
 from heterorl.sampler.evaluation.sets import SiteSet, open_set, with_workers
-from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.common.types.run import Command, Heartbeat, Registration
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.policy.record import VersionRecord, check_head
+from heterorl.sampler.record import VersionRecord, check_head
 
 _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")

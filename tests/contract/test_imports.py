@@ -23,15 +23,15 @@ DECISIONS = [
     "learner/loss/masks.py",
     "learner/loss/advantages.py",
     "learner/loss/denominators.py",
-    "sampler/policy/delay.py",
+    "sampler/delay.py",
 ]
 FOLDERS = {"heterorl": "services", "heterorl_research": "research"}
 LOOPS = [
     "common/pull/pull.py",
     "sampler/outbox/delivery.py",
     "sampler/rollout/generate.py",
-    "sampler/policy/sync.py",
-    "sampler/policy/record.py",
+    "sampler/sync.py",
+    "sampler/record.py",
     "sampler/rollout/maker.py",
     "sampler/session.py",
 ]

@@ -6,8 +6,8 @@ import pytest
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Finished, Lost, Request
 from heterorl.sampler.engines import start_vllm
-from heterorl.sampler.vllm import weights
-from heterorl.sampler.vllm.options import VllmOptions
+from heterorl.sampler.vllm import source as weights
+from heterorl.sampler.vllm.arguments import VllmOptions
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, semantics, vllm_source, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

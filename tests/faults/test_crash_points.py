@@ -28,10 +28,9 @@ from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.versions.chain import Chain
 from heterorl.learner.run import incarnation
-from heterorl.sampler.policy.delay import Visibility
-from heterorl.sampler.policy.delay_models import NoDelay
-from heterorl.sampler.policy.record import VersionRecord
-from heterorl.sampler.policy.sync import PolicySync
+from heterorl.sampler.delay import NoDelay, Visibility
+from heterorl.sampler.record import VersionRecord
+from heterorl.sampler.sync import PolicySync
 from tests.support.crashes import Disk, Image
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator
 from tests.support.merging import LARGER, RandomRun, keeping, published, puller, stored_files

@@ -22,8 +22,8 @@ from heterorl.common.identity.signing import load_signer, new_key, signed_by
 from heterorl.common.identity.trust import Trust
 from heterorl.common.types.policy import PayloadKind, SignedManifest
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.sampler.policy.delay_models import FixedDelay
-from heterorl.sampler.policy.record import RunReplaced
+from heterorl.sampler.delay import FixedDelay
+from heterorl.sampler.record import RunReplaced
 from tests.support.forging import Forger
 from tests.support.learner_world import fill, learn, learner_config, rows
 from tests.support.merging import LARGER, RandomRun, merging

@@ -53,8 +53,8 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
 
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
+    from heterorl.sampler.vllm.arguments import VllmOptions
     from heterorl.sampler.vllm.engine import VllmEngine
-    from heterorl.sampler.vllm.options import VllmOptions
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
     ends = values.pop("end_token_ids", (EOS,))

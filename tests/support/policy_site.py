@@ -18,10 +18,9 @@ from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
-from heterorl.sampler.policy.delay import Visibility
-from heterorl.sampler.policy.delay_models import NoDelay
-from heterorl.sampler.policy.record import VersionRecord
-from heterorl.sampler.policy.sync import PolicySync
+from heterorl.sampler.delay import NoDelay, Visibility
+from heterorl.sampler.record import VersionRecord
+from heterorl.sampler.sync import PolicySync
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.run import LAYOUT
@@ -97,7 +96,7 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
         rng=random.Random(0),
         patience=Patience(clock=SystemClock(), rng=random.Random(0)),
     )
-    logger = logging.getLogger("heterorl.sampler.policy.sync")
+    logger = logging.getLogger("heterorl.sampler.sync")
     logger.addHandler(heard)
     tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(policy.sync())]
 

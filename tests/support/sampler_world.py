@@ -30,7 +30,7 @@ from heterorl.sampler.assembly import Parts
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.sets import SiteSet
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.policy.record import VersionRecord
+from heterorl.sampler.record import VersionRecord
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, LAYOUT, SITE, Run
 

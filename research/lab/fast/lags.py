@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heterorl.sampler.policy.delay import Visibility
+from heterorl.sampler.delay import Visibility
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.pace import delay_seed, in_steps
 

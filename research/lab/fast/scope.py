@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heterorl.common.errors import ConfigError
 from heterorl.learner.loss.rule import rule_of
-from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
+from heterorl.sampler.delay import FixedDelay, NoDelay
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.pace import counts_versions
 from heterorl_research.losses.kinds import learner_loss

@@ -16,10 +16,10 @@ from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.drawing import Drawing
 from heterorl.sampler.evaluation.sets import SiteSet
 from heterorl.sampler.evaluation.work import EvaluationWork
-from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.rollout.generate import Generation
 from heterorl.sampler.rollout.maker import RolloutMaker
 from heterorl.sampler.session import Session
+from heterorl.sampler.sync import PolicySync
 
 
 def evaluation_of(

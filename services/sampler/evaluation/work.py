@@ -41,10 +41,10 @@ from heterorl.common.types.evaluation import MAX_PARTS, PART_SAMPLES, Evaluation
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.drawing import Drawing
 from heterorl.sampler.evaluation.sets import SiteSet
-from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.swap import Swap
 from heterorl.sampler.session import Session
+from heterorl.sampler.sync import PolicySync
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 2.0

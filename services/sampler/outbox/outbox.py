@@ -8,22 +8,30 @@ coordinator refuses and counts, so that nothing behind it waits; one process own
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import logging
+import random
 import sqlite3
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import xxhash
 
 from heterorl.common.errors import DiskFull, MalformedPayload
 from heterorl.common.process import metrics
+from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.common import SiteId
+from heterorl.common.process.patience import Patience
+from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
-from heterorl.common.wire.seal import seal
-from heterorl.sampler.outbox.level import Gauge, Level
-from heterorl.sampler.outbox.row import checksum_of, empty_group, group_of
+from heterorl.common.wire.seal import read_sealed, seal
+from heterorl.sampler.delay import DelayConfig, group_delay_s
 from heterorl.sampler.outbox.spool_file import NAME, lock_spool, open_spool, set_aside, typed
 from heterorl.sampler.outbox.turns import Turns
 
@@ -297,3 +305,118 @@ class Outbox:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+
+
+class Spooling:
+    """One outbox's way in; `problem` is why nothing is generated, empty while all is well."""
+
+    def __init__(
+        self,
+        *,
+        outbox: Outbox,
+        delay: DelayConfig,
+        seed: int,
+        clock: Clock,
+        now: Callable[[], float],
+        rng: random.Random,
+        numbering: asyncio.Lock,
+    ) -> None:
+        self._outbox = outbox
+        self._delay = delay
+        self._seed = seed
+        self._clock = clock
+        self._now = now
+        self._numbering = numbering
+        self._patience = Patience(clock=clock, rng=rng)
+        self._waiting: tuple[Group, ...] = ()
+        self._retry_at = 0.0
+        self.problem = ""
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that have no room on the disk."""
+        return len(self._waiting)
+
+    @property
+    def retry_s(self) -> float:
+        """Seconds until the next attempt; at most 0: now."""
+        return self._retry_at - self._clock.monotonic()
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Take groups in; `retry` spools them."""
+        self._waiting += tuple(groups)
+
+    async def retry(self) -> None:
+        """Spool what waits."""
+        if self._waiting:
+            async with self._numbering:
+                await self._put(self._waiting)
+
+    async def _put(self, waiting: Sequence[Group]) -> None:
+        first = self._outbox.next_sequence
+        groups = [
+            dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=first + number))
+            for number, group in enumerate(waiting)
+        ]
+        now = self._now()
+        sequences = [group.id.sequence for group in groups]
+        release = [now + group_delay_s(self._delay, seed=self._seed, sequence=sequence) for sequence in sequences]
+        self._outbox.note_spooled(sequences, now)
+        try:
+            await asyncio.to_thread(self._outbox.put, groups, release=release)
+        except DiskFull as error:
+            if not self.problem:
+                _LOG.error("GENERATION PAUSES, %d groups wait in memory: %s", len(groups), error)
+            self.problem = str(error)
+            self._retry_at = self._clock.monotonic() + self._patience.delay_s()
+            return
+        if self.problem:
+            _LOG.info("the disk has room again: %d groups are spooled, generation goes on", len(groups))
+        self.problem, self._waiting = "", self._waiting[len(groups) :]
+        self._patience.reset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """Groups that are spooled, and their bytes."""
+
+    num_groups: int
+    num_bytes: int
+
+
+class Gauge:
+    """The level of one outbox, changed by several threads."""
+
+    def __init__(self) -> None:
+        self.level = Level(num_groups=0, num_bytes=0)
+        self._lock = threading.Lock()
+
+    def change(self, num_groups: int, num_bytes: int) -> None:
+        """Count groups that came, or went where the numbers are negative."""
+        with self._lock:
+            before = self.level
+            self.level = Level(num_groups=before.num_groups + num_groups, num_bytes=before.num_bytes + num_bytes)
+
+
+def checksum_of(sequence: int, data: bytes) -> bytes:
+    """xxh3-64 of a row, 8 bytes; its place is part of it."""
+    return xxhash.xxh3_64_digest(data, seed=sequence)
+
+
+def group_of(sequence: int, payload: bytes, checksum: bytes) -> SealedGroup | str:
+    """The group of a row, or what is wrong with it."""
+    if checksum != checksum_of(sequence, payload):
+        return "its bytes changed on disk"
+    try:
+        group = read_sealed(payload)
+    except MalformedPayload as error:
+        return str(error)
+    return group if group.id.sequence == sequence else "it is another group"
+
+
+def empty_group(group_id: GroupId) -> Group:
+    """A group that settles its sequence and nothing else: without rollouts it is refused for good."""
+    return Group(
+        id=group_id, assignment=0, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(),
+        oldest_version=0, state_root=Digest(""), generation_s=0.0,
+    )  # fmt: skip

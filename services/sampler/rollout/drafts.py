@@ -1,21 +1,44 @@
-"""Groups under way: what of each has been generated and scored. Pure; owned by the event loop.
+"""Groups under way: what of each is generated and scored, and what the next process in state_dir goes on from.
 
     begun -> completions end, one by one -> each is scored, or lost -> the last one makes the group whole
           -> too few members are left, an engine that fails: given up, its assignment is handed back
 
-Guarantees: a completion counts once, whatever became of its group; what is given up never becomes a group.
+Guarantees: a completion counts once, whatever became of its group; what is given up never becomes a group. `Drafts` is
+pure, and the event loop's. Turns are noted as they end and written by one task at a time, never of a group that is
+under way no longer; a group whose environment leaves things to chance is not noted: nobody can step it again.
+
+A row may end the process that computes it, as by the system's killer for memory: no line of that process can say so.
+The next process returns what the note `under_way.json` names and it does not continue, as if its engine had failed
+under it, so that a row that kills three processes is closed (heterorl.coordinator.groups.work). What was answered
+meanwhile is not held any more, and its return means nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
+
+from heterorl.common.errors import DiskFull
 from heterorl.common.generation.requests import Completion, Finished
+from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.process.files import replacing
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.conversation import Conversation
-from heterorl.common.types.common import Int32Array
-from heterorl.common.types.rollout import RewardPart, WorkAssignment
+from heterorl.common.types.common import Digest, Int32Array, SiteId
+from heterorl.common.types.rollout import GIVEN, Group, GroupId, RewardPart, Rollout, Span, WorkAssignment
+from heterorl.sampler.outbox.turns import KeptGroup, KeptTurn, Turns
+
+_LOG = logging.getLogger(__name__)
+NAME = "under_way.json"
+MAX_NOTED = 1024
+"""Assignments in a note; the newest ones."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -156,3 +179,150 @@ class _Request:
     draft: Draft
     left: int
     member: int | None = None
+
+
+class Journal:
+    """The turns of one engine's groups; `left` is what an earlier process had under way."""
+
+    def __init__(
+        self,
+        *,
+        turns: Turns,
+        left: Collection[KeptGroup],
+        state_roots: Callable[[], Mapping[int, Digest]],
+        clock: Clock,
+        now: Callable[[], float],
+        news: Bell,
+    ) -> None:
+        """Join it.
+
+        Args:
+            turns: on the disk.
+            left: see above.
+            state_roots: of every version that a turn may be of.
+            clock: time.
+            now: an instant that a later process understands.
+            news: rings when there is something to write.
+        """
+        self.left = left
+        self._turns = turns
+        self._state_roots = state_roots
+        self._clock = clock
+        self._now = now
+        self._news = news
+        self._lock = asyncio.Lock()
+        self._noted: list[tuple[Draft, KeptTurn]] = []
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all that was noted is written."""
+        return not self._noted
+
+    def begun_at(self, left: KeptGroup) -> float:
+        """When a group of an earlier process was begun, by this process's clock."""
+        return self._clock.monotonic() - max(0.0, self._now() - left.first.begun)
+
+    def note(self, draft: Draft, member: int, number: int, given: Int32Array, turn: Completion) -> None:
+        """Note that a member's turn ended.
+
+        Args:
+            draft: the group.
+            member: of the group.
+            number: of the turn, from 0.
+            given: what was given in front of it.
+            turn: as it was drawn.
+        """
+        if draft.conversation is None or not draft.conversation.spec.is_deterministic:
+            return
+        draft.is_noted = True
+        begun = self._now() - (self._clock.monotonic() - draft.begun_at)
+        version = min(span.version for span in turn.spans)
+        spans = [Span(version=GIVEN, start=0, end=given.size)] if given.size else []
+        rollout = Rollout(
+            token_ids=np.concatenate([given, turn.token_ids]),
+            sampler_logprobs=turn.logprobs,
+            spans=(*spans, *_moved(turn.spans, given.size)),
+            reward=0.0,
+            reward_parts=(),
+            finish_reason=turn.finish_reason,
+        )
+        group = Group(
+            id=GroupId(site=SiteId(""), incarnation="", sequence=0),
+            assignment=draft.assignment.id,
+            prompt_index=draft.assignment.prompt_index,
+            prompt_token_ids=draft.prompt_token_ids if number == 0 else np.zeros(0, np.int32),
+            rollouts=(rollout,),
+            oldest_version=version,
+            state_root=self._state_roots()[version],
+            generation_s=0.0,
+        )
+        kept = KeptTurn(member=member, number=number, seed=draft.seed, begun=begun, turn=group)
+        self._noted.append((draft, kept))
+        self._news.ring()
+
+    async def write(self, under_way: Container[int]) -> None:
+        """Write what was noted of the groups whose keys these are, as far as the disk has room."""
+        async with self._lock:
+            noted, self._noted = self._noted, []
+            turns = [turn for draft, turn in noted if draft.key in under_way]
+            if turns:
+                await asyncio.to_thread(self._turns.keep, turns)
+
+    async def forget(self, assignments: Collection[int]) -> None:
+        """Delete the turns of groups that were given up; on a full disk they stay until they are too old."""
+        async with self._lock:
+            with contextlib.suppress(DiskFull):
+                await asyncio.to_thread(self._turns.forget, assignments)
+
+
+def turns_of(left: KeptGroup, member: int) -> list[tuple[Int32Array, Completion]]:
+    """What was given in front of each turn of a member, and the turn as it was drawn."""
+    return [_parted(kept) for kept in left.members.get(member, ())]
+
+
+def _parted(kept: KeptTurn) -> tuple[Int32Array, Completion]:
+    (rollout,) = kept.turn.rollouts
+    size = sum(span.end - span.start for span in rollout.spans if not span.is_drawn)
+    turn = Completion(
+        token_ids=rollout.token_ids[size:],
+        logprobs=rollout.sampler_logprobs,
+        finish_reason=rollout.finish_reason,
+        spans=_moved([span for span in rollout.spans if span.is_drawn], -size),
+    )
+    return rollout.token_ids[:size], turn
+
+
+def _moved(spans: Collection[Span], by: int) -> tuple[Span, ...]:
+    return tuple(Span(version=span.version, start=span.start + by, end=span.end + by) for span in spans)
+
+
+class UnderWay:
+    """The note of one state_dir; `left` is what an earlier process had under way when it was killed."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / NAME
+        self.left: tuple[int, ...] = _read(self._path)
+
+    def note(self, assignments: Sequence[int]) -> None:
+        """Write what the engine has or is about to get, oldest first; blocking.
+
+        The note outlives the process, not the machine: nothing waits for the disk.
+        """
+        # On a full disk nothing begins soon, and a kill meanwhile counts for nobody.
+        with contextlib.suppress(OSError), replacing(self._path, is_durable=False) as file:
+            file.write(json.dumps([*reversed(assignments)][:MAX_NOTED]).encode("ascii"))
+
+    def clear(self) -> None:
+        """Nothing is under way any more: the process ends in order."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[int, ...]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return ()
+    if not isinstance(found, list):
+        return ()
+    return tuple(number for number in found[:MAX_NOTED] if type(number) is int and 0 <= number < 1 << 63)

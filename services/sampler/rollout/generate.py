@@ -26,21 +26,17 @@ from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.rollout import FinishReason
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.outbox.spooling import Spooling
+from heterorl.sampler.outbox.outbox import Outbox, Spooling
 from heterorl.sampler.outbox.turns import KeptGroup
-from heterorl.sampler.policy.sync import PolicySync
-from heterorl.sampler.rollout.drafts import Draft
+from heterorl.sampler.rollout.drafts import Draft, Journal, UnderWay
 from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.harvest import Harvest
-from heterorl.sampler.rollout.journal import Journal
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 from heterorl.sampler.rollout.player import Turn
-from heterorl.sampler.rollout.reserve import Reserve
 from heterorl.sampler.rollout.swap import Swap
-from heterorl.sampler.rollout.under_way import UnderWay
-from heterorl.sampler.rollout.work import Work
+from heterorl.sampler.rollout.work import Reserve, Work
 from heterorl.sampler.session import Reported, Session
+from heterorl.sampler.sync import PolicySync
 
 _LOG = logging.getLogger(__name__)
 MAX_UNSCORED = 2

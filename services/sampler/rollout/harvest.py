@@ -30,19 +30,14 @@ from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
-from heterorl.sampler.outbox.level import Level
-from heterorl.sampler.outbox.spooling import Spooling
+from heterorl.sampler.outbox.outbox import Level, Spooling
 from heterorl.sampler.outbox.turns import KeptGroup
-from heterorl.sampler.rollout.drafts import Draft, Drafts
+from heterorl.sampler.rollout.drafts import Draft, Drafts, Journal, turns_of
 from heterorl.sampler.rollout.guests import Guests
-from heterorl.sampler.rollout.journal import Journal, turns_of
-from heterorl.sampler.rollout.maker import Refused, RolloutMaker
+from heterorl.sampler.rollout.maker import Refusals, Refused, RolloutMaker, Scorer
 from heterorl.sampler.rollout.player import End, Turn
-from heterorl.sampler.rollout.refusals import Refusals
-from heterorl.sampler.rollout.scorer import Scorer
-from heterorl.sampler.rollout.speed import GroupRate, TokenRate
 from heterorl.sampler.rollout.swap import Swap
-from heterorl.sampler.rollout.work import Work
+from heterorl.sampler.rollout.work import GroupRate, TokenRate, Work
 
 _LOG = logging.getLogger(__name__)
 LAST_SCORES_S = 3.0

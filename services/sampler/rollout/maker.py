@@ -1,37 +1,55 @@
 """Assignments -> requests -> groups: prompts, seeds, texts, rewards. Blocking; called from threads but for `group`.
 
 Guarantees: every drawn token is stamped with the version that it was drawn from, a group with its oldest; a reward that
-fails is a lost member and no zero reward.
+fails is a lost member and no zero reward; whatever a reward takes, the event loop and the engine go on; what was queued
+for a group that was given up is never asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from heterorl.common.errors import PromptRefused
+from heterorl.common.errors import AnswerUnreadable, PromptRefused, PromptTooLong
 from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
+from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.tasks.scoring import score_group
+from heterorl.common.tasks.scoring import FailureRow, score_group
 from heterorl.common.tasks.task import Prompt, Task, check_answer, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
+from heterorl.common.types.rollout import (
+    Group,
+    GroupId,
+    ReturnReason,
+    RewardPart,
+    Rollout,
+    WorkAssignment,
+    total_reward,
+)
 from heterorl.sampler.outbox.turns import KeptGroup
 from heterorl.sampler.rollout.drafts import Draft
 from heterorl.sampler.rollout.player import Note, Player
 
+_LOG = logging.getLogger(__name__)
 Refused = tuple[WorkAssignment, PromptRefused]
 """An assignment of whose prompt nothing can be generated, and why."""
 NO_SEQUENCE = 0
 """Of a group that no outbox has numbered yet."""
+MAX_LINES = 100
+"""Rows that are named in the log; all others are counted in the metric alone."""
+CURE = "correct the data, task.system_prompt or use_chat_template, or raise engine.max_model_len"
+_REASONS = {PromptTooLong: ReturnReason.PROMPT_TOO_LONG, AnswerUnreadable: ReturnReason.REWARD_FAILED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,3 +220,83 @@ def _rollout(completion: Completion, parts: tuple[RewardPart, ...]) -> Rollout:
         finish_reason=completion.finish_reason,
         routed_experts=completion.routed_experts,
     )
+
+
+class Scorer:
+    """Asks for rewards, as many at once as the task has processes."""
+
+    def __init__(self, maker: RolloutMaker) -> None:
+        self._maker = maker
+        # A plain task is a function: the lab computes it at once, in no virtual time.
+        num_workers = int(getattr(maker.task, "num_workers", 0))
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward") if num_workers else None
+        self._by_group = bool(getattr(maker.task, "by_group", False))
+        self._failures = FailureRow()
+
+    def ready(self, draft: Draft, member: int) -> tuple[int, ...]:
+        """The members that can be scored now that one has ended: itself, or all where they are scored together."""
+        if not self._by_group:
+            return (member,)
+        is_whole = len(draft.completions) == self._maker.group_size
+        return tuple(range(self._maker.group_size)) if is_whole else ()
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
+        """The parts of completions' rewards, in order.
+
+        Raises:
+            RewardError: one could not be computed.
+        """
+        if self._threads is None:
+            return self._maker.score_all(prompt, completions)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._maker.score_all, prompt, completions
+        )
+
+    def failed(self, draft: Draft, error: Exception) -> None:
+        """Note that a group has no reward."""
+        self._failures.failed(error)
+        _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)
+
+    @property
+    def problem(self) -> str:
+        """Why no group gets its rewards; empty while some do."""
+        return self._failures.problem
+
+    def passed(self) -> None:
+        """Note that a group has its rewards."""
+        self._failures.passed()
+
+    def close(self) -> None:
+        """Ask for nothing more; what is being asked ends with the task's processes."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True)
+class Refusals:
+    """What became of prompts, in the order in which they were to begin."""
+
+    _row: FailureRow = field(default_factory=lambda: FailureRow(missing="PROMPT", cure=CURE))
+    _named: set[int] = field(default_factory=set)
+
+    def note(self, assignment: WorkAssignment, error: PromptRefused) -> ReturnReason:
+        """Count a prompt that was refused; the reason for its return."""
+        reason = _REASONS.get(type(error), ReturnReason.PROMPT_REFUSED)
+        metrics.REFUSED_PROMPTS.labels(reason.value).inc()
+        self._row.failed(error)
+        index = assignment.prompt_index
+        if index not in self._named and len(self._named) < MAX_LINES:
+            self._named.add(index)
+            _LOG.warning("prompt %d gives no group (assignment %d): %s", index, assignment.id, error)
+            if len(self._named) == MAX_LINES:
+                _LOG.warning("%d prompts are refused; further ones are not named", MAX_LINES)
+        return reason
+
+    def passed(self) -> None:
+        """Note that a prompt was taken."""
+        self._row.passed()
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is generated; empty while prompts are taken."""
+        return self._row.problem

@@ -26,8 +26,8 @@ from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import RELEASE, CanaryReport
-from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.session import NO_ROOT, Reported, Session
+from heterorl.sampler.sync import PolicySync
 
 _LOG = logging.getLogger(__name__)
 ENGINE_CAP_S = 300.0

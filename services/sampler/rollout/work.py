@@ -1,14 +1,24 @@
-"""What a sampler is given to generate: asked for, asked for again when the answer was lost, handed back."""
+"""What a sampler is given to generate: asked for, leased ahead of need, handed back; and its speed, which says how far.
+
+    keep  waits for the reserve below three quarters of what it should hold, a version, room in the outbox, and the
+          time to ask again; unblocked by generate, sync, deliver, time, the coordinator
+
+Guarantees: a question whose answer was lost is repeated as it was; neither a round trip nor an outage idles the engine
+while the reserve lasts; assignments are begun in the order in which they were given; a lease that may have run out is
+not dropped here: whether its group is still wanted is said when it is pushed.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import peer_seconds, peer_words
@@ -18,6 +28,14 @@ from heterorl.sampler.session import Session
 _LOG = logging.getLogger(__name__)
 MAX_ASKED = 4096
 """Assignments of one call."""
+FULL_ENOUGH = 0.75
+SHORT_ASK_S = 1.0
+"""After an answer with less than was asked for: what bounds it passes no sooner."""
+UNKNOWN_FILLS = 2
+"""Before the site's speed is known it holds so many times what the engine has room for."""
+WINDOW_S = 60.0
+MEMORY_S = 300.0
+"""Of work: what lies so far back counts e times less."""
 
 
 class Work:
@@ -92,3 +110,170 @@ class Work:
             except RemoteError as error:
                 _LOG.info("%d assignments are left to expire: %s", len(assignments) - first, error)
                 return
+
+
+class Reserve:
+    """What is leased and not yet begun."""
+
+    def __init__(
+        self,
+        *,
+        work: Work,
+        room_groups: int,
+        work_ahead_s: Callable[[], float],
+        rate: GroupRate,
+        clock: Clock,
+        news: Bell,
+        under_way: Callable[[], Collection[int]],
+    ) -> None:
+        """Join it to who asks.
+
+        Args:
+            work: who asks.
+            room_groups: groups that the engine computes at once.
+            work_ahead_s: how far ahead to lease, seconds at the site's own speed, as far as the coordinator grants it.
+            rate: the site's speed.
+            clock: time.
+            news: rings when there is more.
+            under_way: assignments that are begun.
+        """
+        self.work = work
+        self._work_ahead_s = work_ahead_s
+        self._room = room_groups
+        self._rate = rate
+        self._clock = clock
+        self._news = news
+        self._under_way = under_way
+        self._waiting: deque[WorkAssignment] = deque()
+        self._is_low = True
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def target(self) -> int:
+        """Assignments that it should hold."""
+        ahead_s = self._work_ahead_s()
+        if not ahead_s:
+            return self._room
+        rate = self._rate.per_s
+        if rate is None:
+            return UNKNOWN_FILLS * self._room
+        return max(self._room, math.ceil(rate * ahead_s))
+
+    @property
+    def missing(self) -> int:
+        """Assignments to ask for now; none until it falls below three quarters, then until it is full."""
+        if len(self) >= self.target:
+            self._is_low = False
+        elif len(self) < FULL_ENOUGH * self.target:
+            self._is_low = True
+        return self.target - len(self) if self._is_low else 0
+
+    def look(self, count: int) -> list[WorkAssignment]:
+        """The next assignments, which stay until `drop`."""
+        return [self._waiting[place] for place in range(min(count, len(self)))]
+
+    def drop(self, count: int) -> None:
+        """Forget the first assignments: they are begun."""
+        for _ in range(min(count, len(self))):
+            self._waiting.popleft()
+
+    def put_back(self, work: Sequence[WorkAssignment]) -> None:
+        """Take assignments back that were not begun after all: they are the next ones."""
+        self._waiting.extendleft(reversed(work))
+
+    def clear(self) -> list[int]:
+        """Hold nothing any longer; the assignments that were held."""
+        held = [assignment.id for assignment in self._waiting]
+        self._waiting.clear()
+        return held
+
+    async def ask(self, version: int, count: int) -> int:
+        """Ask once, with a version that is loaded; how many assignments came."""
+        work = await self.work.lease(version, count)
+        if work:
+            # One that ran out while its group went on, as over a restart, is the same one.
+            begun = set(self._under_way())
+            self._waiting += [assignment for assignment in work if assignment.id not in begun]
+            self._news.ring()
+        return len(work)
+
+    async def keep(self, *, bell: Bell, may_ask: Callable[[], int | None]) -> None:
+        """Keep it filled for ever.
+
+        Args:
+            bell: rings when a version is loaded, or the outbox has room.
+            may_ask: the version to ask with; None while nothing may be generated.
+        """
+        while True:
+            tickets = bell.ticket(), self._news.ticket()
+            version, count = may_ask(), self.missing
+            if version is None or not count:
+                await ring_or_time(*tickets, clock=self._clock, seconds=None)
+                continue
+            wait_s = self.work.ask_time - self._clock.monotonic()
+            if wait_s > 0:
+                await ring_or_time(*tickets, clock=self._clock, seconds=wait_s)
+                continue
+            if 0 < await self.ask(version, count) < count:
+                self.work.ask_time = max(self.work.ask_time, self._clock.monotonic() + SHORT_ASK_S)
+
+
+class TokenRate:
+    """Tokens a second over the last minute."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, int]] = deque()
+        self._total = 0
+        self._began_at: float | None = None
+
+    def begin(self, now: float) -> None:
+        """Note that something is under way: until a minute has passed, the rate is over the time since then."""
+        if self._began_at is None:
+            self._began_at = now
+
+    def add(self, tokens: int, now: float) -> None:
+        """Count the tokens of what ended."""
+        self.begin(now)
+        self._ends.append((now, tokens))
+        self._total += tokens
+
+    def per_s(self, now: float) -> float:
+        """Tokens a second."""
+        while self._ends and self._ends[0][0] <= now - WINDOW_S:
+            self._total -= self._ends.popleft()[1]
+        span_s = min(WINDOW_S, now - self._began_at) if self._began_at is not None else 0.0
+        return self._total / span_s if span_s > 0 else 0.0
+
+
+class GroupRate:
+    """Groups a second of work, an exponential mean: a pause of the engine changes nothing."""
+
+    def __init__(self) -> None:
+        self._groups = self._seconds = 0.0
+        self._since: float | None = None
+
+    def work(self, is_busy: bool, now: float) -> None:
+        """Note whether anything is under way from now on."""
+        self._pass(now)
+        self._since = now if is_busy else None
+
+    def add(self, groups: int, now: float) -> None:
+        """Count groups that ended."""
+        self._pass(now)
+        self._groups += groups
+
+    @property
+    def per_s(self) -> float | None:
+        """Groups a second; None before the first."""
+        return self._groups / self._seconds if self._groups and self._seconds > 0 else None
+
+    def _pass(self, now: float) -> None:
+        if self._since is None:
+            return
+        seconds, self._since = now - self._since, now
+        fading = math.exp(-seconds / MEMORY_S)
+        # The mean of what fades within the time itself, so that a long interval does not weigh beyond its memory.
+        self._groups *= fading
+        self._seconds = self._seconds * fading + MEMORY_S * (1 - fading)

@@ -27,9 +27,8 @@ from heterorl.common.generation.requests import Completion, Finished, Lost, Requ
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.vllm import canary
-from heterorl.sampler.vllm.options import VllmOptions
+from heterorl.sampler.vllm.arguments import VllmOptions, chosen, completion, logprobs_mode, seed_of, settings
 from heterorl.sampler.vllm.process import VllmProcess, import_vllm
-from heterorl.sampler.vllm.requests import chosen, completion, logprobs_mode, seed_of, settings
 from heterorl.sampler.vllm.source import VllmSource
 
 _LOG = logging.getLogger(__name__)

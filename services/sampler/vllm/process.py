@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from heterorl.common.errors import DependencyMissing, EngineDied
 from heterorl.common.model.packages import check_engine
-from heterorl.sampler.vllm.requests import NO_VERSION
+from heterorl.sampler.vllm.arguments import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -11,7 +11,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import horizon, ledger, queue
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.policy.delay import max_delay_s
+from heterorl.sampler.delay import max_delay_s
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 from tests.support.sampler_world import World
 

@@ -6,9 +6,9 @@ from heterorl.common.errors import ConfigError, EngineDied
 from heterorl.common.process.config import load
 from heterorl.sampler import engines
 from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.engine_group import EngineGroup
 from heterorl.sampler.engines import build_engines, start_vllm, vllm_options
-from heterorl.sampler.policy.engine_group import EngineGroup
-from heterorl.sampler.vllm.options import OWN_ARGUMENTS, VllmOptions
+from heterorl.sampler.vllm.arguments import OWN_ARGUMENTS, VllmOptions
 from tests.support.engines import EOS, semantics, write_model
 
 

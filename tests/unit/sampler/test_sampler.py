@@ -19,7 +19,7 @@ from heterorl.common.types.policy import HeadUpdate
 from heterorl.common.types.rollout import PushOutcome, PushStatus, WorkAssignment, WorkGrant
 from heterorl.common.types.run import Command
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.policy.record import RunReplaced
+from heterorl.sampler.record import RunReplaced
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 

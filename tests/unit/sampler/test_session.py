@@ -8,7 +8,7 @@ import pytest
 from heterorl.common.errors import InvalidRequest, PermissionDenied, QuotaExceeded, Unauthenticated, Unreachable
 from heterorl.common.process.clock import Bell
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.policy.record import VersionRecord
+from heterorl.sampler.record import VersionRecord
 from heterorl.sampler.session import Reported, Session
 from tests.support.clock import ManualClock
 from tests.support.run import Run

@@ -9,7 +9,7 @@ from heterorl.common.errors import EngineDied, StaleWeights
 from heterorl.common.generation.canary import ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
-from heterorl.sampler.rollout.under_way import MAX_NOTED, NAME, UnderWay
+from heterorl.sampler.rollout.drafts import MAX_NOTED, NAME, UnderWay
 from tests.support.sampler_world import World
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from heterorl.common.types.rollout import RewardPart
-from heterorl.sampler.rollout.scorer import Scorer
+from heterorl.sampler.rollout.maker import Scorer
 
 
 class Maker:

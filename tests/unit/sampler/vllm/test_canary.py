@@ -15,8 +15,8 @@ from heterorl.common.model.lora import LoraConfig
 from heterorl.common.types.common import Digest, LogprobMode
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.sampler.vllm import canary
-from heterorl.sampler.vllm.requests import logprobs_mode, seed_of
-from heterorl.sampler.vllm.weights import stored_names, write_weights
+from heterorl.sampler.vllm.arguments import logprobs_mode, seed_of
+from heterorl.sampler.vllm.source import stored_names, write_weights
 from tests.support.engines import semantics
 from tests.support.training import VOCAB_SIZE, tiny_model
 

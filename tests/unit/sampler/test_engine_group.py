@@ -10,7 +10,7 @@ import pytest
 from heterorl.common.errors import ConfigError, EngineDied, EngineError, StaleWeights
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Finished, Lost, Request, in_order
-from heterorl.sampler.policy.engine_group import EngineGroup
+from heterorl.sampler.engine_group import EngineGroup
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 
 SAMPLING = semantics()

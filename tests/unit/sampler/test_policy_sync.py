@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from heterorl.common.errors import ContractMismatch, InvalidRequest, MalformedPayload, UnknownVersion, Unreachable
-from heterorl.sampler.policy.sync import MAX_SKIPPED
+from heterorl.sampler.sync import MAX_SKIPPED
 from tests.support.sampler_world import World
 
 

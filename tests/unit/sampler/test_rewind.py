@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import HeterorlError
-from heterorl.sampler.policy import rewind
-from heterorl.sampler.policy.record import RunReplaced, SeenVersion, VersionRecord, check_head
+from heterorl.sampler import record as rewind
+from heterorl.sampler.record import RunReplaced, SeenVersion, VersionRecord, check_head
 
 ROOT = "a" * 64
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import CorruptStore, DiskFull
-from heterorl.sampler.policy.record import RunReplaced, SeenVersion, VersionRecord, check_head
+from heterorl.sampler.record import RunReplaced, SeenVersion, VersionRecord, check_head
 
 A, B = "a" * 64, "b" * 64
 

@@ -5,8 +5,8 @@ from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.sources.files import load_directory
-from heterorl.sampler.acceptance import JoinConfig
-from heterorl.sampler.joining.consent import check_consent
+from heterorl.sampler.config import JoinConfig
+from heterorl.sampler.joining import check_consent
 
 
 @pytest.fixture

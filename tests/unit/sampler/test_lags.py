@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from heterorl.sampler.policy.delay import (
-    Visibility,
-    group_delay_s,
-    max_delay_s,
-    max_delay_versions,
-    max_group_delay_s,
-    version_lags,
-)
-from heterorl.sampler.policy.delay_models import (
+from heterorl.sampler.delay import (
     DelayConfig,
     ExponentialDelay,
     FixedDelay,
@@ -26,8 +18,14 @@ from heterorl.sampler.policy.delay_models import (
     SawtoothDelay,
     UniformDelay,
     UniformLagDelay,
+    Visibility,
     WeibullDelay,
     draw,
+    group_delay_s,
+    max_delay_s,
+    max_delay_versions,
+    max_group_delay_s,
+    version_lags,
 )
 
 NUM_DRAWS = 4000

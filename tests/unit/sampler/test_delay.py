@@ -7,16 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from heterorl.sampler.policy.delay import MIN_INTERVAL_S, Visibility, group_delay_s, max_delay_versions
-from heterorl.sampler.policy.delay_models import (
+from heterorl.sampler.delay import (
+    MIN_INTERVAL_S,
     DelayConfig,
     ExponentialDelay,
     FixedDelay,
     LognormalDelay,
     NoDelay,
     UniformDelay,
+    Visibility,
     WeibullDelay,
     draw,
+    group_delay_s,
+    max_delay_versions,
 )
 
 LOGNORMAL = LognormalDelay(low=60, high=1920)

@@ -25,11 +25,11 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.sampler.policy.delay import Visibility
-from heterorl.sampler.policy.descent import check_descent
-from heterorl.sampler.policy.record import SeenVersion, VersionRecord, check_head
+from heterorl.sampler.delay import Visibility
+from heterorl.sampler.record import SeenVersion, VersionRecord, check_descent, check_head
 
 _LOG = logging.getLogger(__name__)
+
 DAMAGED_CAP_S = 300.0
 """A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
 MAX_SKIPPED = 256

@@ -1,0 +1,323 @@
+"""Joining a run with a short file: what the learner stated is adopted as far as the file's [join] section accepts it.
+
+`adopted` asks the coordinator before anything is loaded, and waits for a learner that has not begun. `check_consent`
+judges what a stated task would make this site read or run; it is pure but for links in paths. `adopt` makes the whole
+configuration, pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import ValidationError
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model.contract import without_local
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.config_words import problems_of
+from heterorl.common.process.patience import Patience
+from heterorl.common.rpc.roles import DiagnosisClient
+from heterorl.common.tasks.sources.name import parse
+from heterorl.common.types.common import Contract
+from heterorl.common.wire.statement import KEYS, Statement, contract_digest, leaves, statement_from_bytes
+from heterorl.sampler.config import JoinConfig, SamplerConfig
+
+_LOG = logging.getLogger(__name__)
+_REWARDS = ("reward", "rewards")
+_BY_DIGEST = ("sampling.end_token_ids", "lora.target_modules")
+"""Empty or in another order they may mean the same: the contract decides."""
+_BOUNDS = (
+    ("group_size", "max_group_size"), ("sampling.max_new_tokens", "max_new_tokens"), ("lora.rank", "max_lora_rank"),
+)  # fmt: skip
+ASK_AGAIN_S = 2.0
+_BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "seeds", "mixture")
+_OWN_REVISION = re.compile(r"[A-Za-z0-9._/-]*")
+_FOREIGN_REVISION = re.compile(r"(/*refs(/|$)|[0-9a-f]{7,64}$)", re.IGNORECASE)
+"""Of a hub's data set: what its owner did not name, such as a pull request, or a commit that may be one's."""
+_INSTEAD = "state task in this file"
+_STATE = f"or {_INSTEAD}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A whole configuration; `got` are the keys that the file left out, `other` those of [task] that it has otherwise.
+
+    `contract` is the digest that must come of it.
+    """
+
+    config: SamplerConfig
+    contract: str
+    got: Mapping[str, Any]
+    other: tuple[str, ...]
+
+    def check(self, contract: Contract) -> None:
+        """See that what was loaded is what the run agreed on.
+
+        Raises:
+            ConfigError: it is not; names the keys in which the file differs, if any.
+        """
+        own = contract_digest(contract)
+        if own == self.contract:
+            return
+        if self.other:
+            problem = f"this file says otherwise than the run, and means something else: {'; '.join(self.other)}"
+            raise ConfigError(self.other[0].partition(":")[0], problem, action="leave it out, or make it the same data")
+        raise ConfigError(
+            "join",
+            f"with what the run states this node comes to the contract {own[:12]}, the run has {self.contract[:12]}",
+            action="give it the run's model_dir, data and code; `heterorl doctor` names what differs",
+        )
+
+
+def missing_keys(config: SamplerConfig) -> tuple[str, ...]:
+    """What a file leaves to the run: of KEYS those that it states no part of."""
+    return () if config.join is None else tuple(key for key in KEYS if key not in config.model_fields_set)
+
+
+def adopt(config: SamplerConfig, statement: Statement) -> Adopted:
+    """The configuration with what the run states where the file says nothing.
+
+    Raises:
+        ConfigError: [join] does not accept it, or the file states another value; names the key.
+    """
+    join = config.join
+    assert join is not None, "who has no [join] adopts nothing"
+    stated = {**statement.settings, "task": without_local(statement.settings["task"])}
+    own = {key: _own(config, key) for key in KEYS if key in config.model_fields_set}
+    if any(key in own.get("task", {}) for key in _REWARDS):
+        stated["task"] = {key: value for key, value in stated["task"].items() if key not in _REWARDS}
+    flat, flat_own = leaves(stated), leaves(own)
+    other = tuple(
+        f"{key}: the run has {flat[key]!r}, this file {flat_own[key]!r}"
+        for key in flat_own
+        if key in flat and flat_own[key] != flat[key] and key not in _BY_DIGEST
+    )
+    for difference in other:
+        if not difference.startswith("task."):
+            key, _, problem = difference.partition(": ")
+            raise ConfigError(key, problem, action="leave it out, or give it the run's value")
+    got = {key: value for key, value in flat.items() if key not in flat_own}
+    check_consent({key[5:]: value for key, value in got.items() if key.startswith("task.")}, join)
+    _check_bounds(got, join)
+    values = {key: getattr(config, key) for key in config.model_fields_set}
+    values |= {key: value for key, value in stated.items() if key not in own}
+    for section in ("sampling", "lora"):
+        values[section] = {**stated[section], **own.get(section, {})}
+    values["task"] = _placed({**stated["task"], **own.get("task", {})}, own.get("task", {}), join)
+    return Adopted(
+        config=_validated(values), contract=statement.contract, got={key: got[key] for key in sorted(got)}, other=other
+    )
+
+
+def _own(config: SamplerConfig, key: str) -> Any:
+    return config.model_dump(mode="json", exclude_unset=True, include={key})[key]
+
+
+def _placed(task: dict[str, Any], own: Mapping[str, Any], join: JoinConfig) -> dict[str, Any]:
+    """With the directory of this site's code wherever code is named."""
+    if not any(key in own for key in _REWARDS):
+        task = _with_code(task, join)
+        if "reward_path" in own:
+            task["reward_path"] = str(Path(join.reward_path) / own["reward_path"])
+    if task.get("environment"):
+        task["environment_path"] = str(Path(join.reward_path) / own.get("environment_path", ""))
+    if "sources" in task and "sources" not in own:
+        task["sources"] = [_with_code(dict(source), join) for source in task["sources"]]
+    return task
+
+
+def _with_code(source: dict[str, Any], join: JoinConfig) -> dict[str, Any]:
+    for key in ("reward", "environment"):
+        if source.get(key):
+            source[f"{key}_path"] = join.reward_path
+    if source.get("rewards"):
+        source["rewards"] = [
+            {**reward, "directory": join.reward_path} if reward["kind"] == "function" else reward
+            for reward in source["rewards"]
+        ]
+    return source
+
+
+def _check_bounds(got: Mapping[str, Any], join: JoinConfig) -> None:
+    for key, bound in _BOUNDS:
+        value, most = got.get(key, 0), getattr(join, bound)
+        if not isinstance(value, int) or value > most:
+            problem = f"the run has {key} = {value!r}, and this file allows {most}"
+            raise ConfigError(f"join.{bound}", problem, action="raise it if this site has room for that")
+
+
+def _validated(values: dict[str, Any]) -> SamplerConfig:
+    try:
+        return SamplerConfig.model_validate(values)
+    except ValidationError as error:
+        problem = problems_of(SamplerConfig, error)[0]
+        raise ConfigError("join", f"what the run states does not fit this file: {problem}") from error
+
+
+async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> Adopted | None:
+    """The configuration with what the run states; None when `stop` came first. Says each key that it got.
+
+    Raises:
+        ConfigError: [join] does not accept what is stated, or nothing is.
+        RemoteError: the coordinator refuses this node.
+    """
+    asking = asyncio.ensure_future(_ask(config, clock))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            return None
+        found = adopt(config, asking.result())
+    finally:
+        for task in (asking, stopping):
+            task.cancel()
+        await asyncio.gather(asking, stopping, return_exceptions=True)
+    for key, value in found.got.items():
+        _LOG.info("joining with %s = %.300r, as the run states it", key, value)
+    return found
+
+
+async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
+    patience = Patience(clock=clock, rng=random.Random())
+    client = DiagnosisClient(config.coordinator, tls=config.tls, clock=clock, bandwidth=config.bandwidth)
+    try:
+        has_said = False
+        while True:
+            diagnosis = await patience.insist(client.diagnose)
+            if diagnosis.statement:
+                return statement_from_bytes(diagnosis.statement)
+            if diagnosis.contract is not None:
+                raise ConfigError(
+                    "join",
+                    f"the learner of run {diagnosis.run_id} states no configuration",
+                    action="state task, sampling, group_size, lora and template in this file, and leave [join] out",
+                )
+            if not has_said:
+                _LOG.info("waiting for the learner of run %s, which states what to join with", diagnosis.run_id)
+            has_said = True
+            await clock.sleep(ASK_AGAIN_S)
+    finally:
+        await client.close()
+
+
+def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
+    """See that every file, data set and function that a stated task names is accepted.
+
+    Args:
+        task: the stated keys of [task] that this node would adopt.
+        join: what its operator accepts.
+
+    Raises:
+        ConfigError: names the key of [join] and what to add to it.
+    """
+    for source in (task, *_tables(task.get("sources", ()), "task.sources")):
+        _check_source(source, join)
+        _check_numbers(source, join)
+
+
+def _tables(value: Any, key: str) -> Iterator[Mapping[str, Any]]:
+    # What is no list is one entry that is no table.
+    for entry in value if isinstance(value, list | tuple) else (None,):
+        if not isinstance(entry, Mapping):
+            raise ConfigError("join.accept", f"{key}: the run states {value!r} where tables belong", action=_INSTEAD)
+        yield entry
+
+
+def _check_source(source: Mapping[str, Any], join: JoinConfig) -> None:
+    kind, _, argument = str(source.get("name", "arithmetic")).partition(":")
+    if kind in ("jsonl", "parquet"):
+        _check_path(kind, argument, join)
+    elif kind == "hf":
+        _check_hub(argument, join)
+    elif kind not in _BUILT_IN:
+        raise ConfigError("join.accept", f"the run's task is {kind!r}, which this program does not know")
+    # Also without a name: the one of the file itself or of another source may take them.
+    _check_patterns(source.get("data", {}))
+    if held_out := source.get("evaluation_path"):
+        _check_path(kind if kind in ("jsonl", "parquet") else "jsonl", str(held_out), join)
+    for name in _functions(source):
+        if f"reward:{name}" not in join.accept:
+            _refuse(f"the run's reward is your own function {name}", f"reward:{name}")
+    if (name := str(source.get("environment") or "")) and f"environment:{name}" not in join.accept:
+        _refuse(f"the run's environment is {name}", f"environment:{name}")
+
+
+def _functions(source: Mapping[str, Any]) -> Iterator[str]:
+    if reward := str(source.get("reward", "")):
+        if reward.startswith(("http://", "https://")):
+            _refuse_kind(f"the service {reward}")
+        yield reward
+    for table in _tables(source.get("rewards", ()), "task.rewards"):
+        kind = table.get("kind")
+        if kind == "function":
+            yield str(table.get("function"))
+        elif kind != "match":
+            _refuse_kind(f"of kind {kind!r}")
+
+
+def _check_patterns(data: Any) -> None:
+    patterns = data.get("files", ()) if isinstance(data, Mapping) else ()
+    for pattern in map(str, patterns if isinstance(patterns, list | tuple) else (patterns,)):
+        # With a colon the datasets library takes an address, file:// among them, or a file within another.
+        if pattern.startswith(("/", "~")) or ":" in pattern or ".." in PurePosixPath(pattern).parts:
+            problem = f"the run reads {pattern!r}, which leaves the data set"
+            raise ConfigError("join.accept", problem, action=_INSTEAD)
+
+
+def _check_hub(argument: str, join: JoinConfig) -> None:
+    place = parse("task.name", argument)
+    if place.is_local:
+        _check_path("hf", place.place, join)
+    elif f"hf:{place.place}@{place.revision}" in join.accept:
+        return
+    elif f"hf:{place.place}" not in join.accept:
+        _refuse(f"the run's task reads the data set {place.place}", f"hf:{place.place}")
+    elif not _OWN_REVISION.fullmatch(place.revision) or _FOREIGN_REVISION.match(place.revision):
+        # Anybody may open a pull request at the hub, and its commits are found by their numbers.
+        what = f"the run's task reads revision {place.revision!r} of the data set {place.place}, no branch or tag of it"
+        _refuse(what, f"hf:{place.place}@{place.revision}")
+
+
+def _check_path(kind: str, path: str, join: JoinConfig) -> None:
+    # Links are followed on both sides: what counts is the file that would be read.
+    if path.startswith("~"):
+        raise ConfigError("join.accept", f"the run's task reads {path}: a home is another one at each site")
+    try:
+        target = Path(path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError("join.accept", f"the run's task reads {path!r}: {error}", action=_INSTEAD) from error
+    for entry in join.accept:
+        accepted, _, directory = entry.partition(":")
+        # Of the hub, `hf:NAME` is no directory.
+        is_directory = kind in ("jsonl", "parquet") or directory.startswith("/")
+        if accepted == kind and is_directory and target.is_relative_to(Path(directory).resolve()):
+            return
+    _refuse(f"the run's task reads {target}", f"{kind}:{target.parent}")
+
+
+def _check_numbers(source: Mapping[str, Any], join: JoinConfig) -> None:
+    for key in ("size", "evaluation_size"):
+        number = source.get(key, 0)
+        if not isinstance(number, int) or number > join.max_prompts:
+            raise ConfigError(
+                "join.max_prompts", f"the run has task.{key} = {number!r}, and this file allows {join.max_prompts}",
+                action=f"raise it, {_STATE}",
+            )  # fmt: skip
+
+
+def _refuse(what: str, entry: str) -> None:
+    problem = f"{what}, which this file does not accept"
+    raise ConfigError("join.accept", problem, action=f'add "{entry}" to it, {_STATE}')
+
+
+def _refuse_kind(what: str) -> None:
+    raise ConfigError(
+        "join.accept", f"the run has a reward {what}, which is never adopted", action="state task.rewards in this file"
+    )

@@ -141,7 +141,7 @@ def reaching(root: Path = ROOT) -> dict[str, list[str]]:
         graph[first].add(second)
     # The command line loads a service by its name, and `children` starts the command line.
     graph[f"{NAME}.cli.main"] |= {name for name in ours if name.endswith(".app")}
-    graph[f"{NAME}.common.process.children"].add(f"{NAME}.__main__")
+    graph[f"{NAME}.common.process.threads"].add(f"{NAME}.__main__")
     for name, path in (ours | theirs).items():
         graph[name] |= _started(name, path) & (ours.keys() | theirs.keys())
         graph[name] |= {f"{folder}.conftest" for folder in _folders(name)} & theirs.keys()

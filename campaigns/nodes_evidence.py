@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.evaluation.intervals import interval
-from heterorl.common.process.children import own_command
+from heterorl.common.process.threads import own_command
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.export import read_published
 from heterorl.learner.publish.checkpoint import CheckpointStore

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.children import own_command
 from heterorl.common.process.config import load
+from heterorl.common.process.threads import own_command
 from heterorl.common.wire.common import bytes_digest
 from heterorl_research.lab.cell import Cell, list_cells
 from heterorl_research.lab.config import ExperimentConfig

@@ -14,8 +14,7 @@ from rich.console import Console
 import heterorl
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
-from heterorl.common.process.config import Config, InvalidConfig, flatten, load, read_tables
-from heterorl.common.process.config_words import all_keys
+from heterorl.common.process.config import Config, InvalidConfig, all_keys, flatten, load, read_tables
 from heterorl.common.types.run import facts_of
 
 Service = Literal["coordinator", "learner", "sampler", "relay"]
@@ -225,7 +224,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
-    from heterorl.common.model.positions import room_at
+    from heterorl.common.model.building import room_at
     from heterorl.common.text.conversation import open_conversations
     from heterorl.common.text.trial import try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here

@@ -120,7 +120,7 @@ def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
 def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Screen) -> tuple[Int32Array, Played]:
     from heterorl.cli.episode import Model, play
     from heterorl.common.generation.hf import HfEngine
-    from heterorl.common.model.positions import room_at
+    from heterorl.common.model.building import room_at
     from heterorl.common.text.conversation import Conversations
 
     ends = config.sampling.end_token_ids or prompter.end_token_ids

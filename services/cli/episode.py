@@ -21,7 +21,7 @@ from heterorl.common.types.rollout import FinishReason, RewardPart, total_reward
 
 if TYPE_CHECKING:
     from heterorl.common.generation.engine import Engine
-    from heterorl.common.model.positions import Room
+    from heterorl.common.model.building import Room
     from heterorl.common.text.conversation import Conversation
 
 

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from heterorl.cli.config import Service, schema_of
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.process.config import DIRECTORY, load
-from heterorl.common.process.config_words import problems_of
+from heterorl.common.process.config import DIRECTORY, load, problems_of
 
 Launcher = Literal["compose", "systemd", "slurm", "k8s"]
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import tomli_w
 
 from heterorl.common.errors import HeterorlError
-from heterorl.common.process.children import own_command
+from heterorl.common.process.threads import own_command
 
 GRACE_S = 15.0
 TAIL_LINES = 15

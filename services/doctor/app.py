@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError, InvalidRequest
-from heterorl.common.identity.credentials import read_material
+from heterorl.common.identity.credentials import Revocations, read_material
 from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
-from heterorl.common.identity.revocation import Revocations
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.roles import Diagnosis, DiagnosisClient

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from heterorl.common.errors import HeterorlError, Unreachable
 from heterorl.common.identity.identity import Identity, Role, read_identity
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.threads import num_threads
 from heterorl.common.rpc.roles import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
-from heterorl.common.weights.parallel import num_threads
 from heterorl.doctor.check import TIMEOUT, Check, Trouble, fail, ok, skip, warn
 
 ResultT = TypeVar("ResultT")

@@ -149,8 +149,8 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
 
     With adapters the digest of the base weights stays empty: it needs all of them.
     """
+    from heterorl.common.model.building import room_at
     from heterorl.common.model.contract import build_contract
-    from heterorl.common.model.positions import room_at
     from heterorl.common.tasks.registry import build_task
     from heterorl.common.tasks.sources.revision import NOTES
     from heterorl.common.text.conversation import open_conversations
@@ -204,9 +204,8 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
 
     from heterorl.common.model import tensors
     from heterorl.common.model.adapters import attach
-    from heterorl.common.model.building import BUILDING
+    from heterorl.common.model.building import BUILDING, room_of
     from heterorl.common.model.directory import first_line
-    from heterorl.common.model.positions import room_of
     from heterorl.common.model.routing import routing_shape
 
     try:

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.config import EvaluationSetConfig
-from heterorl.common.process.config import InvalidConfig
-from heterorl.common.process.config_words import problems_of
+from heterorl.common.process.config import InvalidConfig, problems_of
 from heterorl.common.tasks.task import Measure
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.sampler.config import SamplerConfig

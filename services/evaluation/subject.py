@@ -12,17 +12,17 @@ from tempfile import TemporaryDirectory
 import torch
 
 from heterorl.common.generation.engine import Engine
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.model.directory import check_model_dir
-from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.threads import num_threads
 from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
-from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import FlavouredEngine, build_engines
 

@@ -39,15 +39,14 @@ from pathlib import Path
 from heterorl.common.api import LearnerApi
 from heterorl.common.federation.push import pushing
 from heterorl.common.identity.identity import site_of
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience
-from heterorl.common.process.threads import cause_of, in_thread
+from heterorl.common.process.threads import cause_of, in_thread, num_threads
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.weights.parallel import num_threads
 from heterorl.learner.assembly import Parts, assemble
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.checks.examiner import Examiner

@@ -12,10 +12,10 @@ import torch
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.canary import canary_texts
 from heterorl.common.identity.signing import Signer, load_signer
+from heterorl.common.model.building import room_at, room_of
 from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
-from heterorl.common.model.positions import room_at, room_of
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.registry import apart, build_task, close_task

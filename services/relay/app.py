@@ -24,9 +24,8 @@ import grpc.aio
 
 from heterorl.common.errors import ConfigError, PortInUse
 from heterorl.common.federation.push import pushing
-from heterorl.common.identity.credentials import MaterialFiles, server_credentials
+from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
 from heterorl.common.identity.identity import Identity, Role, site_of
-from heterorl.common.identity.revocation import Revocations
 from heterorl.common.identity.tls import check_tls
 from heterorl.common.process import descriptors, metrics, notify
 from heterorl.common.process.clock import Clock, SystemClock

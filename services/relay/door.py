@@ -17,9 +17,7 @@ from typing import Any
 import grpc.aio
 
 from heterorl.common.errors import PermissionDenied, QuotaExceeded, RemoteError, Unauthenticated
-from heterorl.common.identity.carried import refuse_node
-from heterorl.common.identity.handshake import certificate_of, identify
-from heterorl.common.identity.identity import Identity, Refusal, RefusalReason
+from heterorl.common.identity.identity import Identity, Refusal, RefusalReason, certificate_of, identify, refuse_node
 from heterorl.common.process.metrics import IDENTITY_REFUSALS, RELAY_CALLS
 from heterorl.common.rpc.budget import Budget, Holder, Room
 

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from heterorl.common.errors import HeterorlError, InvalidRequest, RemoteError, Unreachable
-from heterorl.common.identity.carried import NODE_KEY
+from heterorl.common.identity.identity import NODE_KEY
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.metrics import RPC_SECONDS
 from heterorl.common.rpc.budget import Room

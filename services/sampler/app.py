@@ -39,16 +39,15 @@ from rich.filesize import decimal
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.federation.push import pushing
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
 from heterorl.common.process.patience import Patience
-from heterorl.common.process.threads import cause_of
+from heterorl.common.process.threads import cause_of, num_threads
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
-from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s

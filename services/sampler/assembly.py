@@ -9,9 +9,9 @@ import torch
 
 from heterorl.common.generation.canary import ScoredText, canary_texts
 from heterorl.common.generation.engine import Engine
+from heterorl.common.model.building import room_at
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
-from heterorl.common.model.positions import room_at
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task

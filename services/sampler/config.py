@@ -19,8 +19,7 @@ from pydantic import (
 from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.model.contract import SamplingConfig
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import without_local
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.config_words import problems_of
+from heterorl.common.process.config import problems_of
 from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.roles import DiagnosisClient
 from heterorl.common.tasks.sources.name import parse

@@ -19,7 +19,7 @@ import random
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion, Puller

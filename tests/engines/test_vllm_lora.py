@@ -10,7 +10,7 @@ import torch
 from heterorl.common.errors import StaleWeights
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.rollout import Span
 from heterorl.sampler.vllm import source as weights
 from tests.support.engines import PROMPTS, Truth, semantics, vllm_engine, write_model

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller

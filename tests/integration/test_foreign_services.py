@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from heterorl import __version__
-from heterorl.common.process.children import own_command
+from heterorl.common.process.threads import own_command
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.demo import processes
 from tests.support.foreign import MARK, foreign_project, run

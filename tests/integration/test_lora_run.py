@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from heterorl.common.errors import ConfigError, ContractMismatch
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.tiny.model import write_tiny_model

@@ -16,9 +16,8 @@ from heterorl.common.errors import (
     UnknownVersion,
     Unreachable,
 )
-from heterorl.common.identity.carried import NODE_KEY
-from heterorl.common.identity.signing import new_key
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.identity import NODE_KEY
+from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.rpc import budget
 from heterorl.common.rpc.link import check_health
 from heterorl.common.rpc.status import from_rpc_error

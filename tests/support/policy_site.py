@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller

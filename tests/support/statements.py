@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from heterorl.common.model.contract import SamplingConfig
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import Statement, contract_digest, statement_to_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.process.children import own_command
+from heterorl.common.process.threads import own_command
 from heterorl.common.tiny.model import write_tiny_model
 from heterorl_research.lab import pace, world
 from heterorl_research.lab.cell import list_cells

@@ -25,11 +25,10 @@ from heterorl.common.generation.rows import Group, Rows
 from heterorl.common.generation.turns import Turns
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
-from heterorl.common.model.building import load_pretrained
+from heterorl.common.model.building import load_pretrained, room_of
+from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
-from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model.positions import room_of
 from heterorl.common.model.routing import RouterRecorder
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout

@@ -1,4 +1,4 @@
-"""Certificates of one node from their files: checked when read, read again when changed, as gRPC credentials.
+"""Certificates of one node, and revoked ones: checked when read, read again when changed, as gRPC credentials.
 
 Guarantees: what is not a working set (unreadable, key of another certificate, expired, foreign authority) is never
 taken: at the start it is the operator's error, at a change the old set stays and a warning says so once.
@@ -157,3 +157,51 @@ def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True
+
+
+def parse_serials(text: str) -> frozenset[int]:
+    """Read the file's text.
+
+    Raises:
+        ValueError: a line is not a hexadecimal number.
+    """
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return frozenset(int(line, 16) for line in lines if line)
+
+
+class Revocations:
+    """Certificates that are no longer accepted: a file of serial numbers, looked at on each call.
+
+    Guarantees: a serial that was read stays refused until a readable file without it replaces it; a file that is gone
+    or damaged takes nothing back. Format: ASCII, one hexadecimal serial a line, `#` begins a comment.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        self._path = path
+        self._stamp = stamp_of(path)
+        try:
+            self._serials = parse_serials(path.read_text(encoding="ascii"))
+        except (OSError, ValueError) as error:
+            raise ConfigError("tls.revoked", f"cannot read {path}: {error}", action="an empty file is none") from error
+
+    def __contains__(self, serial: object) -> bool:
+        """Whether a serial is revoked now."""
+        return serial in self.current()
+
+    def current(self) -> frozenset[int]:
+        """The serials that are revoked now."""
+        stamp = stamp_of(self._path)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._serials = parse_serials(self._path.read_text(encoding="ascii"))
+            except (OSError, ValueError) as error:
+                _LOG.error("the changed list of revoked certificates is not taken, the old one stays: %s", error)
+            else:
+                _LOG.info("%d certificates are revoked", len(self._serials))
+        return self._serials

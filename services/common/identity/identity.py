@@ -6,13 +6,16 @@ certificate with no URI or with two has none. Must never trust a certificate: th
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 
 _NAME = r"[A-Za-z0-9._-]{1,64}"
 """A run or a site, in certificates as in configurations."""
@@ -158,3 +161,88 @@ def _uris(certificate: x509.Certificate) -> list[str]:
     except x509.ExtensionNotFound:
         return []
     return list(names.get_values_for_type(x509.UniformResourceIdentifier))
+
+
+TLS_VERSION = b"TLSv1.3"
+
+
+def identify(auth: Mapping[str, Iterable[bytes]]) -> Identity | Refusal:
+    """The identity that a link's certificate names; `auth` is gRPC's auth_context."""
+    # gRPC also offers peer_spiffe_id, but leaves it out both for no URI and for two; the certificate tells them apart.
+    versions = list(auth.get("ssl_tls_version", ()))
+    if versions != [TLS_VERSION]:
+        stated = versions[0].decode("ascii", "replace") if versions else "unknown"
+        return Refusal(reason=RefusalReason.TLS_VERSION, message=f"TLS 1.3 is needed, the link has {stated}")
+    certificate = certificate_of(auth)
+    if not certificate:
+        return Refusal(reason=RefusalReason.NO_CERTIFICATE, message="the link has no client certificate")
+    return read_identity(certificate)
+
+
+def certificate_of(auth: Mapping[str, Iterable[bytes]]) -> bytes:
+    """The other end's certificate, PEM; empty where it has none."""
+    certificates = list(auth.get("x509_pem_cert", ()))
+    return certificates[0] if len(certificates) == 1 else b""
+
+
+NODE_KEY = "heterorl-node-bin"
+"""Metadata of a call that a relay carries: the certificate of the node whose call it is, PEM."""
+MAX_CERTIFICATE_BYTES = 4096
+
+
+def is_within(site: str, *, relay_site: str) -> bool:
+    """Whether a node of `site` is of the relay's own: `eu`, or below it, as `eu.gpu1`."""
+    return site == relay_site or site.startswith(f"{relay_site}.")
+
+
+def refuse_node(relay: Identity, node: Identity) -> Refusal | None:
+    """Decide whether a relay may carry a node's calls; None is yes."""
+    if node.run != relay.run:
+        return Refusal(reason=RefusalReason.RUN, message=f"the node is of run {node.run}, the relay of {relay.run}")
+    if node.role is not Role.SAMPLER:
+        message = f"a relay carries samplers, this is a {node.role}: let it dial the coordinator itself"
+        return Refusal(reason=RefusalReason.ROLE, message=message)
+    if not is_within(node.site, relay_site=relay.site):
+        message = f"the relay of {relay.site} carries {relay.site} and {relay.site}.*, not {node.site}"
+        return Refusal(reason=RefusalReason.SITE, message=message)
+    return None
+
+
+def carried(relay: Identity, shown: Sequence[bytes], authorities: bytes) -> Identity | Refusal:
+    """The node behind a relay whose call the relay says it carries.
+
+    A relay proves itself by the handshake and shows the certificate of the node that called it, so that role, site,
+    lifetime and revocation are judged of the node as if it had called itself. What a relay cannot show is a node that
+    the authority never made; what it can do is to act as any node of its own site whose certificate it has seen.
+
+    Args:
+        relay: the other end of the link, as its own certificate names it.
+        shown: values of NODE_KEY.
+        authorities: PEM of the authorities whose certificates are believed.
+    """
+    if relay.role is not Role.RELAY:
+        message = f"a {relay.role} carries no other node's calls"
+        return Refusal(reason=RefusalReason.ROLE, message=message)
+    if len(shown) != 1 or len(shown[0]) > MAX_CERTIFICATE_BYTES:
+        return Refusal(reason=RefusalReason.NO_IDENTITY, message="the relay must show exactly one certificate")
+    node = _vouched(shown[0], authorities)
+    refusal = node if isinstance(node, Refusal) else refuse_node(relay, node)
+    if isinstance(node, Refusal) or refusal is not None:
+        return refusal or node
+    return dataclasses.replace(node, through=relay)
+
+
+@functools.lru_cache(maxsize=4096)
+def _vouched(pem: bytes, authorities: bytes) -> Identity | Refusal:
+    node = read_identity(pem)
+    if isinstance(node, Refusal):
+        return node
+    certificate = x509.load_pem_x509_certificate(pem)
+    for authority in x509.load_pem_x509_certificates(authorities):
+        try:
+            certificate.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            continue
+        return node
+    message = f"the certificate of {node.uri} was issued by no authority in tls.ca"
+    return Refusal(reason=RefusalReason.NO_IDENTITY, message=message)

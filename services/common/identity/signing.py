@@ -1,4 +1,4 @@
-"""Ed25519 keys: who published a version. The signature is over the exact bytes of its manifest.
+"""Ed25519 keys: who published a version, and whose versions a node accepts. What is signed is a manifest's exact bytes.
 
 A private key is a file of its own (PKCS 8, PEM) that only its owner may read; a public key is written
 `ed25519:` and 64 hex digits, and may be shown to anybody. What a private key file holds is never part of a message,
@@ -7,9 +7,10 @@ an error or a log line.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import Field
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, UnsignedManifest, WrongSignature
 
 PREFIX = "ed25519:"
 PublicKey = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
@@ -117,3 +118,42 @@ def signed_by(data: bytes, signature: bytes, keys: Iterable[str]) -> str | None:
             continue
         return text
     return None
+
+
+_LOG = logging.getLogger(__name__)
+UNSIGNED = "unsigned"
+"""What the state shows of a version that no key was asked about."""
+
+
+class Trust:
+    """The keys whose versions a node accepts; none means that every manifest is accepted, which is said once.
+
+    A signed manifest names its parent by digest, so one signature vouches for the whole history behind it. Several keys
+    may be trusted at once: that is how a learner's key is exchanged.
+    """
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._keys = tuple(dict.fromkeys(keys))
+        self._has_warned = False
+
+    def check(self, data: bytes, signature: bytes, *, version: int) -> str:
+        """Accept the exact bytes of a manifest, or refuse them.
+
+        Returns:
+            The trusted key that signed them; UNSIGNED where no key is trusted, for then nothing was proven.
+
+        Raises:
+            UnsignedManifest: keys are trusted and there is no signature.
+            WrongSignature: the signature is of none of them, or of other bytes.
+        """
+        if not self._keys:
+            if not self._has_warned:
+                self._has_warned = True
+                _LOG.warning("trusted_keys is empty: whoever controls the coordinator can replace the weights")
+            return UNSIGNED
+        if not signature:
+            raise UnsignedManifest(f"the manifest of version {version} is not signed")
+        key = signed_by(data, signature, self._keys)
+        if key is None:
+            raise WrongSignature(f"the signature of version {version} is of none of the {len(self._keys)} trusted keys")
+        return key

@@ -1,21 +1,178 @@
-"""Models are built one at a time in a process.
+"""Models of transformers as they are built: one at a time in a process, with positions that no other text changes.
 
 While transformers builds a model it replaces functions of `torch.nn.init`, and the learner replaces one of `nn.Module`
 for a model without weights. Two threads inside at once put back each other's replacement, and it stays for good:
 `normal_` then writes nothing into a loaded parameter. So each thread that builds a model holds one lock.
+
+transformers chooses some rotary positions by the longest position of a pass:
+
+    longrope    short or long factors, by whether the pass goes beyond the window of the first training
+    dynamic     a base that grows with the longest position, and stays what an earlier pass needed
+
+So a text's log-probs would depend on the texts that it shares a pass with, and a completion that leaves the window
+would have keys of two kinds. Within the window both are what a model without such positions has.
+
+Guarantees: after `hold_positions` they are those of the window at every length; a prompt that leaves a completion no
+room is refused before anything is generated.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, PromptRefused, PromptTooLong
 from heterorl.common.model.directory import first_line
-from heterorl.common.model.positions import hold_positions
+from heterorl.common.types.common import Int32Array
+
+_HELD = "held"
+_NUM_TRIED = 8
+_FAR = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Tokens that a model knows; `positions` bounds a prompt with its completion, 0 is no bound.
+
+    `key` of the configuration sets `positions`.
+    """
+
+    vocab_size: int
+    positions: int
+    key: str = "model_dir"
+
+    def check_length(self, max_new_tokens: int, *, key: str = "sampling.max_new_tokens") -> None:
+        """Refuse completions that leave no room for any prompt.
+
+        Args:
+            max_new_tokens: of a completion.
+            key: of the configuration, which sets it.
+
+        Raises:
+            ConfigError: names the key.
+        """
+        if 0 < self.positions <= max_new_tokens:
+            problem = f"{max_new_tokens} new tokens leave no room for a prompt: {self.key} has {self.positions} tokens"
+            raise ConfigError(key, problem, action="lower it")
+
+    def check(self, prompt: Int32Array, max_new_tokens: int) -> None:
+        """Refuse what the model cannot compute, before it is among what others wait for.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: of its completion.
+
+        Raises:
+            ConfigError: no prompt has room beside such a completion.
+            PromptTooLong: this prompt has none.
+            PromptRefused: it has a token that is none of the model's.
+        """
+        self.check_length(max_new_tokens, key="max_new_tokens")
+        if self.positions and prompt.size + max_new_tokens > self.positions:
+            raise PromptTooLong(
+                self.key,
+                f"{self.positions} tokens hold no prompt of {prompt.size} and {max_new_tokens} new ones",
+                action="leave such rows out (task.data.max_prompt_tokens), or lower sampling.max_new_tokens",
+            )
+        if prompt.size and not 0 <= prompt.min() <= prompt.max() < self.vocab_size:
+            raise PromptRefused(
+                "model_dir",
+                f"the tokenizer writes token {prompt.max()}, and the model has {self.vocab_size}",
+                action="take the tokenizer and the model from one directory",
+            )
+
+
+def room_at(model_dir: str) -> Room:
+    """The room of the model in a directory or on the hub, without its weights.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return room_of(AutoConfig.from_pretrained(model_dir))
+    except (OSError, ValueError) as error:
+        raise ConfigError("model_dir", f"cannot read config.json of {model_dir}: {first_line(error)}") from error
+
+
+def room_of(config: Any) -> Room:
+    """The room of a model's configuration; a model that reads more than text has one of text inside."""
+    text, window = config.get_text_config(), window_of(config)
+    positions = int(getattr(text, "max_position_embeddings", None) or 0)
+    return Room(vocab_size=int(text.vocab_size), positions=window.tokens if window else max(0, positions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Tokens of prompt and completion up to which positions of a kind are the same in every pass."""
+
+    kind: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"rotary positions of type {self.kind} depend on the longest text of a pass beyond {self.tokens} tokens"
+
+
+def window_of(config: Any) -> Window | None:
+    """The smallest window of a model's configuration; None where its positions do not depend on what passes."""
+    config = config.get_text_config()
+    windows = [
+        Window(kind=kind, tokens=int(tokens))
+        for kind, tokens in _by_length(
+            getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", 0)
+        )
+    ]
+    return min(windows, key=lambda window: window.tokens, default=None)
+
+
+def hold_positions(model: nn.Module) -> None:
+    """Keep a model's rotary positions as they are for short texts; in place, for a model that was just built.
+
+    Raises:
+        ConfigError: they depend on the longest position all the same.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _is_by_length(kinds):
+            module.rope_type = _HELD  # type: ignore[assignment]
+            _check_held(module, kinds, {})
+        elif isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if _is_by_length(kind):
+                    kinds[layer_type] = _HELD
+                    _check_held(module, kind, {"layer_type": layer_type})
+
+
+@torch.no_grad()
+def _check_held(module: nn.Module, kind: str, options: Mapping[str, Any]) -> None:
+    near = torch.arange(_NUM_TRIED)[None]
+    far = torch.cat([near, torch.full((1, 1), _FAR)], 1)
+    one, other = (module(torch.zeros(1), positions, **options) for positions in (near, far))
+    if not all(torch.equal(part, whole[:, :_NUM_TRIED]) for part, whole in zip(one, other, strict=True)):
+        problem = f"rotary positions of type {kind} depend on the longest text of a pass in {type(module).__name__}"
+        raise ConfigError("model_dir", problem, action="name a model with other positions")
+
+
+def _by_length(parameters: Mapping[str, Any], max_positions: int) -> list[tuple[str, int]]:
+    """Kind and window of all layers: models with several kinds have one table each."""
+    tables = [value for value in parameters.values() if isinstance(value, Mapping)]
+    found = [pair for table in tables for pair in _by_length(table, max_positions)]
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "")
+    if _is_by_length(kind):
+        tokens = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
+        found.append((kind, tokens or max_positions))
+    return found
+
+
+def _is_by_length(kind: object) -> bool:
+    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
+
 
 BUILDING = threading.RLock()
 """Held by a thread while it builds a model or gives modules to one."""

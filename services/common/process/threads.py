@@ -1,5 +1,4 @@
-"""Work beside each other: heavy work in one thread at a time, never left running behind its caller's back; what of
-several tasks ended the others."""
+"""Work beside each other: threads that are never left running behind their caller, chunks in order, own processes."""
 
 from __future__ import annotations
 
@@ -7,8 +6,11 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 ArgumentsT = ParamSpec("ArgumentsT")
@@ -66,3 +68,42 @@ def cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one failure that ended the other tasks of a group."""
     first = group.exceptions[0]
     return cause_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+ItemT = TypeVar("ItemT")
+
+
+def num_threads(threads: int) -> int:
+    """What a configured number of threads means: 0 is one for each core that this process may use."""
+    if threads:
+        return threads
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_order(work: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, threads: int) -> Iterator[ResultT]:
+    """Results of `work` for each item, in the items' order, from `threads` threads; 1 uses the caller's.
+
+    numpy, zstandard and xxhash let go of the interpreter while they work, so threads share the cores. Memory is that of
+    `threads` items in work, and one result that is written. `items` is read by the caller's thread, at most threads + 1
+    ahead. The first error in the order of the items is raised; what is under way then ends first.
+    """
+    if threads == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="weights") as executor:
+        waiting: deque[Future[ResultT]] = deque()
+        try:
+            for item in items:
+                waiting.append(executor.submit(work, item))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def own_command(module: str, *arguments: str) -> list[str]:
+    """The words that run one of our modules as a program, whatever the working directory and PYTHONPATH have."""
+    return [sys.executable, "-P", "-m", module, *arguments]

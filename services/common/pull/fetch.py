@@ -21,14 +21,48 @@ from heterorl.common.api import WeightsApi
 from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
-from heterorl.common.pull.link_estimate import LinkEstimate
-from heterorl.common.pull.ranges import Gap, Piece, find_gaps
-from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, num_reserved, settle
+from heterorl.common.pull.spool import Gap, Piece, PieceWriter, RunningDigest, find_gaps, join, num_reserved, settle
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.rpc.roles import WeightCalls
 from heterorl.common.types.common import file_name
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.container import FRAME_BYTES
+
+MAX_OBJECT_BYTES = 1 << 40
+WEIGHT = 0.5
+"""Share of the newest download in each estimate: links change within a run."""
+
+
+class LinkEstimate:
+    """Round trip and bandwidth of one link.
+
+    With n bytes before the first frame's end, N bytes in all and the instants 0, t_1 (first frame) and t_N (end):
+
+        round trip  t_1, less what n bytes take          bandwidth  (N - n) / (t_N - t_1)
+    """
+
+    def __init__(self) -> None:
+        self._round_trip_s: float | None = None
+        self._bytes_per_s: float | None = None
+
+    def note(self, *, first_bytes: int, first_s: float, total_bytes: int, total_s: float) -> None:
+        """Learn from one download; one of a single frame says nothing of the bandwidth."""
+        if total_bytes > first_bytes and total_s > first_s:
+            self._bytes_per_s = _mean(self._bytes_per_s, (total_bytes - first_bytes) / (total_s - first_s))
+        sent_s = first_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
+        self._round_trip_s = _mean(self._round_trip_s, max(0.0, first_s - sent_s))
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes that the link could have carried in one round trip; 0 while the bandwidth is not known."""
+        if self._bytes_per_s is None or self._round_trip_s is None:
+            return 0
+        return min(MAX_OBJECT_BYTES, round(self._bytes_per_s * self._round_trip_s))
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else (1 - WEIGHT) * old + WEIGHT * new
+
 
 STALL_S = 60.0
 """A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from pathlib import Path
 
 from heterorl.common.api import WeightsApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.ladder import BELOW, Failure, Ladder, Rung
 from heterorl.common.pull.way import Way
@@ -268,3 +271,49 @@ def _check_target(plan: PullPlan, layout: Layout) -> None:
     numbers = [payload.to_version for payload in plan.payloads]
     if numbers != sorted(set(numbers)) or numbers[-1] != plan.target_version:
         raise StateMismatch(f"the payloads of the plan do not lead to version {plan.target_version} in order")
+
+
+class TrustedPuller:
+    """A puller that insists and builds nothing but what a trusted key signed; its spool directory is its own.
+
+    A link that breaks is waited for, and every frame that arrives makes the next failure the first of a row. What is
+    refused, damaged or no longer there is the caller's to judge.
+    """
+
+    def __init__(
+        self,
+        *,
+        api: WeightsApi,
+        spool: Path,
+        layout: Layout,
+        patience: Patience,
+        trust: Trust,
+        threads: int = 1,
+        flavour: str = "",
+    ) -> None:
+        self._patience = patience
+        self._trust = trust
+        self._puller = Puller(
+            api=api,
+            spool=spool,
+            layout=layout,
+            clock=patience.clock,
+            threads=threads,
+            flavour=flavour,
+            on_frame=patience.reset,
+        )
+
+    async def pull(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
+        """Build a version from what is held, waiting for the coordinator as long as it takes.
+
+        Raises:
+            UntrustedVersion: no trusted key signed it; not a byte of it was fetched.
+            UnknownVersion: no such version, or no payloads lead to it.
+            UnknownPayload: the coordinator's payloads go as fast as plans are made.
+            CorruptData: even the snapshot fails its checks.
+        """
+        pull = functools.partial(self._puller.pull, held=held, want_version=version, admit=self._admit)
+        return await self._patience.insist(pull)
+
+    async def _admit(self, plan: PullPlan) -> None:
+        self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)

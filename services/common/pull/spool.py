@@ -1,4 +1,4 @@
-"""One file of a fetch: frames are written and hashed on a thread while the next ones arrive.
+"""Ranges of a payload to ask for, and the file of each: a thread writes and hashes frames while the next arrive.
 
     put     waits for room: at most BATCH_BYTES are kept beside what is being written; unblocked by the thread
     thread  waits for a frame; unblocked by put
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,60 @@ import blake3
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import reserve, write_all
 from heterorl.common.types.common import Digest
+
+SPLIT_BYTES = 4 << 20
+"""Ranges are not cut into halves smaller than this: a stream needs some round trips to come up to speed."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """Bytes [start, start + length) of a payload are in the file of this start.
+
+    Piece 0 is the payload as far as it is known from its beginning; others exist only while several streams fetch.
+    """
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Gap:
+    """Bytes [begin, end) are missing and belong at the end of the piece that starts at `start`."""
+
+    begin: int
+    end: int
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes missing."""
+        return self.end - self.begin
+
+
+def find_gaps(pieces: Sequence[Piece], *, num_bytes: int, num_streams: int) -> list[Gap]:
+    """Which ranges to ask for next, at most `num_streams`: the holes, the largest cut until there are enough.
+
+    Args:
+        pieces: what is there, in any order; a piece 0 of length 0 if nothing is.
+        num_bytes: size of the payload.
+        num_streams: ranges wanted, at least 1.
+    """
+    known = sorted(pieces)
+    ends = [piece.start for piece in known[1:]] + [num_bytes]
+    gaps = [
+        Gap(begin=piece.start + piece.length, end=end, start=piece.start)
+        for piece, end in zip(known, ends, strict=True)
+        if piece.start + piece.length < end
+    ]
+    while gaps and len(gaps) < num_streams:
+        largest = max(gaps, key=lambda gap: gap.num_bytes)
+        if largest.num_bytes < 2 * SPLIT_BYTES:
+            break
+        middle = (largest.begin + largest.end) // 2
+        gaps.remove(largest)
+        gaps += [Gap(largest.begin, middle, largest.start), Gap(middle, largest.end, middle)]
+    return sorted(gaps)
+
 
 BATCH_BYTES = 4 << 20
 SYNC_S = 30.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
-from heterorl.common.model.positions import Room
+from heterorl.common.model.building import Room
 from heterorl.common.tasks.environments.task import environment_of, environment_problem
 from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, knows_answers
 from heterorl.common.text.actions import Parser, parser_for

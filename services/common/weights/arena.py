@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from heterorl.common.process.threads import in_order
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.parallel import in_order
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8"]
 IntArray = npt.NDArray[np.signedinteger[Any]]

@@ -26,8 +26,7 @@ import numpy as np
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.weights.arena import IntArray
 from heterorl.common.weights.dense import apply_dense, apply_planes, encode_dense, encode_planes
-from heterorl.common.weights.step_reader import StepReader
-from heterorl.common.weights.steps import MAX_WIDE_SHARE, StepWriter, changes, count_changes
+from heterorl.common.weights.steps import MAX_WIDE_SHARE, StepReader, StepWriter, changes, count_changes
 
 
 class Method(enum.IntEnum):

@@ -25,9 +25,17 @@ import numpy as np
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.weights.arena import IntArray
-from heterorl.common.weights.step_reader import from_planes
-from heterorl.common.weights.steps import ESCAPE, MAX_WIDE_SHARE, SCAN_ELEMENTS, U8Array, UnsignedArray, to_planes
-from heterorl.common.weights.zstd_reader import compress, decompress
+from heterorl.common.weights.steps import (
+    ESCAPE,
+    MAX_WIDE_SHARE,
+    SCAN_ELEMENTS,
+    U8Array,
+    UnsignedArray,
+    compress,
+    decompress,
+    from_planes,
+    to_planes,
+)
 
 _HEADER = Struct("<3I")
 _SIZE = Struct("<I")

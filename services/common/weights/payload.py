@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from heterorl.common.errors import StateMismatch
+from heterorl.common.process.threads import in_order
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Chunk, Layout, state_root
 from heterorl.common.weights.codec import apply_chunk, encode_chunk
@@ -28,7 +29,6 @@ from heterorl.common.weights.container import (
     write_durably,
     write_header,
 )
-from heterorl.common.weights.parallel import in_order
 
 __all__ = [
     "MAGIC",

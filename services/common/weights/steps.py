@@ -1,4 +1,4 @@
-"""Changed elements of a chunk as positions and exact integer steps (method GAPULP): writing.
+"""Changed elements of a chunk as positions and exact integer steps (method GAPULP), and zstandard frames.
 
 A step is new bits - old bits, wrapping in the element's width w bytes; it is never 0. Layout, little-endian:
 
@@ -14,20 +14,79 @@ A step is new bits - old bits, wrapping in the element's width w bytes; it is ne
 
 A frame is zstandard, or nothing when its stream is empty. At learning rates of RL almost all steps are +-1, so a
 change costs about 7.6 bits for where and 1.8 bits for how much. A chunk is read in blocks that fit the cache, so
-memory is the streams' own and a few blocks; heterorl.common.weights.step_reader undoes it.
+memory is the streams' own and a few blocks.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from struct import Struct
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
+from heterorl.common.errors import LimitExceeded, MalformedPayload
 from heterorl.common.weights.arena import IntArray
-from heterorl.common.weights.zstd_reader import compress
+
+MAX_WINDOW_BYTES = 8 << 20
+
+
+class _Contexts(threading.local):
+    """Zstandard contexts of one thread: they are dear to make and cannot be shared."""
+
+    def __init__(self) -> None:
+        # Zstandard only serves as an entropy coder here, so levels above 1 gain nothing.
+        self.compressor = zstandard.ZstdCompressor(level=1, write_content_size=True)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+
+
+_contexts = _Contexts()
+
+
+def compress(data: bytes | memoryview) -> bytes:
+    """One frame that states its size, or nothing for nothing."""
+    if not len(data):
+        return b""
+    result: bytes = _contexts.compressor.compress(data)
+    return result
+
+
+def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
+    """Undo `compress`, allocating no more than `num_bytes` and a window: nothing on a sender's word alone.
+
+    The library is bounded only where a frame states its size: a frame without one grows as far as its blocks say
+    (64 KiB can become 2 GiB in one call), a stated one is allocated before it is believed, and a second frame is
+    dropped in silence. So a frame must state exactly the size that the caller expects, must not ask for a large window,
+    and must be all there is.
+
+    Args:
+        data: what `compress` returned.
+        num_bytes: exact size of the content; the caller has checked it against what it can hold.
+
+    Raises:
+        LimitExceeded: the frame states another size, none, or too large a window.
+        MalformedPayload: not exactly one complete frame.
+    """
+    if num_bytes == 0:
+        if len(data):
+            raise MalformedPayload(f"{len(data)} bytes stand for an empty zstd stream")
+        return b""
+    try:
+        frame = zstandard.get_frame_parameters(data)
+        if frame.content_size != num_bytes:
+            raise LimitExceeded(f"a zstd frame states {frame.content_size} bytes, {num_bytes} are expected")
+        if frame.window_size > MAX_WINDOW_BYTES:
+            raise LimitExceeded(f"a zstd frame asks for a window of {frame.window_size} bytes")
+        # One shot is bounded now: the library allocates the stated size and refuses blocks that exceed it, fall short
+        # of it, or are not the end of the data.
+        content: bytes = _contexts.decompressor.decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise MalformedPayload(f"zstd: {error}") from error
+    return content
+
 
 U8Array = npt.NDArray[np.uint8]
 IndexArray = npt.NDArray[np.int64]
@@ -172,3 +231,135 @@ def _joined(parts: list[Any]) -> Any:
     joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.uint8)
     parts.clear()
     return joined
+
+
+_BYTE = np.arange(256, dtype=np.uint8)
+# One uint32 for each byte: the four 2-bit codes in it as four bytes.
+_FOUR_CODES = np.stack([_BYTE & 3, (_BYTE >> 2) & 3, (_BYTE >> 4) & 3, _BYTE >> 6], axis=1).copy().view(np.uint32)[:, 0]
+_THREES = (_FOUR_CODES.view(np.uint8).reshape(-1, 4) == 3).sum(axis=1).astype(np.uint8)
+
+
+class StepReader:
+    """The changes of one chunk, or of `num_elements` places of it; `blocks` can be walked more than once.
+
+    Everything is checked before the first element is given out: sizes are held against the chunk before anything is
+    allocated; the sum of the gaps, which is the last position, before any position is made. Memory is the decoded
+    streams, at most a few bytes a change, and one block of changes.
+
+    Raises (when made):
+        MalformedPayload: the bytes break the format.
+        LimitExceeded: a frame states another size than the header.
+    """
+
+    def __init__(self, data: memoryview, *, num_elements: int, dtype: np.dtype[np.signedinteger]) -> None:
+        if len(data) < HEADER.size:
+            raise MalformedPayload("a GAPULP chunk is shorter than its header")
+        num_changed, num_gaps, num_escapes, num_wide, *sizes = HEADER.unpack_from(data)
+        if not 0 < num_changed <= num_elements or not num_wide <= num_escapes <= num_changed:
+            raise MalformedPayload(
+                f"{num_changed}, {num_escapes}, {num_wide} steps in a chunk of {num_elements} elements"
+            )
+        # A 255 skips 255 elements of the chunk, which bounds how many there can be.
+        if not num_changed <= num_gaps <= num_changed + num_elements // ESCAPE:
+            raise MalformedPayload(f"{num_gaps} gap bytes for {num_changed} changes")
+        sizes.insert(1, (num_changed + 7) // 8)
+        if HEADER.size + sum(sizes) != len(data):
+            raise MalformedPayload("the streams of a GAPULP chunk do not add up")
+        parts: list[memoryview] = []
+        position = HEADER.size
+        for size in sizes:
+            parts.append(data[position : position + size])
+            position += size
+        self.num_changed: int = num_changed
+        self._dtype = dtype.newbyteorder("=")
+        self._unsigned: np.dtype[np.unsignedinteger] = np.dtype(f"u{dtype.itemsize}")
+        self._gaps = np.frombuffer(decompress(parts[0], num_bytes=num_gaps), np.uint8)
+        self._signs = np.frombuffer(parts[1], np.uint8)
+        self._codes = np.frombuffer(decompress(parts[2], num_bytes=(num_changed + 3) // 4), np.uint8)
+        self._escapes = np.frombuffer(decompress(parts[3], num_bytes=num_escapes), np.uint8)
+        self._wide = from_planes(decompress(parts[4], num_bytes=num_wide * dtype.itemsize), self._unsigned)
+        self._check_positions(num_elements)
+        self._check_values()
+
+    def blocks(self) -> Iterator[tuple[IndexArray, IntArray]]:
+        """Positions, strictly ascending, and the step of each, some ten thousand at a time."""
+        position = place = num_escapes = num_wide = 0
+        for begin in range(0, self._gaps.size, BATCH_CHANGES):
+            coded = self._gaps[begin : begin + BATCH_CHANGES]
+            index: IndexArray = np.cumsum(coded, dtype=np.int64)
+            total = int(index[-1])
+            if self._gaps.size != self.num_changed:
+                index = index[coded != ESCAPE]
+            count = index.size
+            index += np.arange(position + place, position + place + count)
+            codes = self._codes_between(place, place + count)
+            escaped = np.flatnonzero(codes == 3)
+            magnitude: UnsignedArray = codes.astype(self._unsigned)
+            if escaped.size:
+                escapes = self._escapes[num_escapes : num_escapes + escaped.size].astype(self._unsigned)
+                num_escapes += escaped.size
+                if self._wide.size:
+                    wide = np.flatnonzero(escapes == ESCAPE)
+                    escapes[wide] += self._wide[num_wide : num_wide + wide.size]
+                    num_wide += wide.size
+                magnitude[escaped] += escapes
+            magnitude += np.uint8(1)
+            step: IntArray = magnitude.view(self._dtype)
+            # Two's complement without a branch: -x = (x ^ -1) + 1.
+            sign = self._signs_between(place, place + count).astype(self._dtype)
+            np.negative(sign, out=sign)
+            step ^= sign
+            step -= sign
+            yield index, step
+            position += total
+            place += count
+
+    def _codes_between(self, start: int, stop: int) -> U8Array:
+        codes: U8Array = _FOUR_CODES[self._codes[start // 4 : (stop + 3) // 4]].view(np.uint8)
+        return codes[start % 4 : start % 4 + stop - start]
+
+    def _signs_between(self, start: int, stop: int) -> U8Array:
+        return np.unpackbits(self._signs[start // 8 : (stop + 7) // 8])[start % 8 : start % 8 + stop - start]
+
+    def _check_positions(self, num_elements: int) -> None:
+        num_open = int(np.count_nonzero(self._gaps == ESCAPE))
+        if self._gaps.size - num_open != self.num_changed or self._gaps[-1] == ESCAPE:
+            raise MalformedPayload(f"{self._gaps.size - num_open} gaps for {self.num_changed} changes, or an open end")
+        last = int(self._gaps.sum(dtype=np.int64)) + self.num_changed - 1
+        # Positions ascend, so the last one bounds all.
+        if last >= num_elements:
+            raise MalformedPayload(f"position {last} in a chunk of {num_elements} elements")
+
+    def _check_values(self) -> None:
+        if self.num_changed % 8 and self._signs[-1] & (0xFF >> self.num_changed % 8):
+            raise MalformedPayload("bits after the last sign")
+        if self.num_changed % 4 and self._codes[-1] >> (2 * (self.num_changed % 4)):
+            raise MalformedPayload("bits after the last magnitude")
+        num_escapes = int(_THREES[self._codes].sum(dtype=np.int64))
+        num_wide = int(np.count_nonzero(self._escapes == ESCAPE)) if self._unsigned.itemsize > 1 else 0
+        if (num_escapes, num_wide) != (self._escapes.size, self._wide.size):
+            raise MalformedPayload("magnitudes and escapes disagree")
+        # The largest step, 2^(bits - 1), goes down only; a larger one, or this one upwards, would wrap into another.
+        largest = (1 << (8 * self._unsigned.itemsize - 1)) - 1 - 3
+        rests, bound = (self._escapes, largest) if self._unsigned.itemsize == 1 else (self._wide, largest - ESCAPE)
+        most = int(rests.max(initial=0))
+        if most > bound:
+            raise MalformedPayload("a step leaves its width")
+        if most == bound:
+            self._check_largest()
+
+    def _check_largest(self) -> None:
+        lowest = np.iinfo(self._dtype).min
+        place = 0
+        for index, step in self.blocks():
+            is_up = self._signs_between(place, place + index.size) == 0
+            if (step[is_up] == lowest).any():
+                raise MalformedPayload("a step upwards leaves its width")
+            place += index.size
+
+
+def from_planes(data: bytes, unsigned: np.dtype[np.unsignedinteger]) -> UnsignedArray:
+    """Undo `steps.to_planes`."""
+    planes = np.frombuffer(data, np.uint8).reshape(unsigned.itemsize, -1)
+    little: UnsignedArray = np.ascontiguousarray(planes.T).reshape(-1).view(unsigned.newbyteorder("<"))
+    return little.astype(unsigned, copy=False)

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from heterorl.common.errors import PermissionDenied, Unauthenticated
-from heterorl.common.identity.carried import NODE_KEY, carried
-from heterorl.common.identity.handshake import identify
-from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, Role
+from heterorl.common.identity.identity import (
+    NODE_KEY,
+    Identity,
+    LocalPeer,
+    Peer,
+    Refusal,
+    RefusalReason,
+    Role,
+    carried,
+    identify,
+)
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
 
 

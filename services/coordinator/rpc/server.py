@@ -15,9 +15,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common.errors import ConfigError, HeterorlError, PortInUse
-from heterorl.common.identity.credentials import MaterialFiles, server_credentials
+from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
 from heterorl.common.identity.identity import Identity, Role
-from heterorl.common.identity.revocation import Revocations
 from heterorl.common.identity.tls import ServerTlsConfig, check_tls
 from heterorl.common.process.metrics import RPC_SECONDS
 from heterorl.common.rpc.budget import Budget

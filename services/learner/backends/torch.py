@@ -18,7 +18,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest, trainable
-from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.common.model.routing import RouterReplay
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.pull import PulledVersion
-from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.pull.pull import PulledVersion, TrustedPuller
 from heterorl.common.weights.arena import Arena, Layout
 
 _LOG = logging.getLogger(__name__)

@@ -20,13 +20,12 @@ from pathlib import Path
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
-from heterorl.common.identity.signing import Signer
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Signer, Trust
 from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise, scales_of
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.pull.pull import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION, FlavourVersion
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes

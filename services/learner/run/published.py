@@ -8,9 +8,9 @@ from pathlib import Path
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import StateMismatch
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.patience import Patience
-from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.pull.pull import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes

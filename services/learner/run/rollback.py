@@ -22,10 +22,9 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.types.policy import Manifest, PayloadKind
 from heterorl.common.weights.arena import Arena
-from heterorl.common.weights.compose import MAX_PAYLOADS, compose
+from heterorl.common.weights.compose import MAX_PAYLOADS, compose, negate
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_state
-from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.generation.engine import Engine
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.patience import Patience
-from heterorl.common.pull.trusted import TrustedPuller
-from heterorl.common.weights.parallel import num_threads
+from heterorl.common.process.threads import num_threads
+from heterorl.common.pull.pull import TrustedPuller
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.drawing import Drawing
 from heterorl.sampler.evaluation.sets import SiteSet

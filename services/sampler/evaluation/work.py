@@ -35,7 +35,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
-from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.pull.pull import TrustedPuller
 from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.evaluation import MAX_PARTS, PART_SAMPLES, EvaluationPart, PromptResult, without_texts
 from heterorl.sampler.config import SamplerConfig

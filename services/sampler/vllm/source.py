@@ -30,9 +30,8 @@ from typing import Any
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, attach, base_digest
-from heterorl.common.model.building import load_pretrained
-from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model.positions import room_of, window_of
+from heterorl.common.model.building import load_pretrained, room_of, window_of
+from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.common.process.files import replacing, try_lock
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from heterorl.cli.config import counted
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import InvalidConfig, load
-from heterorl.common.process.config_words import PATTERNS, all_keys
+from heterorl.common.process.config import PATTERNS, InvalidConfig, all_keys, load
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.coordinator.config import CoordinatorConfig

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.state import read_lora
 from heterorl.learner.backends.torch import TorchBackend

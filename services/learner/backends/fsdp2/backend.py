@@ -16,7 +16,7 @@ from torch import nn
 
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, start_of, trainable
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import NO_LORA, SamplingSemantics
 from heterorl.learner import progress

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.building import BUILDING
+from heterorl.common.model.building import BUILDING, hold_positions
 from heterorl.common.model.directory import first_line
-from heterorl.common.model.positions import hold_positions
 
 
 def empty_model(model_dir: str) -> nn.Module:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from heterorl.common.errors import OperatorError
-from heterorl.common.process.children import own_command
+from heterorl.common.process.threads import own_command
 from heterorl.learner.backends.ranks.place import Place, local_place
 
 _LOG = logging.getLogger(__name__)

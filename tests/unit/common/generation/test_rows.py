@@ -12,7 +12,7 @@ from heterorl.common.generation import rows
 from heterorl.common.generation.canary import ScoredText
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Finished, Lost, Request, in_order
-from heterorl.common.model.positions import room_of
+from heterorl.common.model.building import room_of
 from heterorl.common.types.rollout import FinishReason
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 from tests.support.one_batch import one_batch

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, UnsignedManifest, WrongSignature
-from heterorl.common.identity.signing import Signer, load_signer, new_key, signed_by
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Signer, Trust, load_signer, new_key, signed_by
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 

@@ -10,8 +10,7 @@ import transformers
 from heterorl.common.errors import ConfigError, PromptTooLong
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.requests import Request
-from heterorl.common.model.building import load_pretrained
-from heterorl.common.model.positions import Room, room_at, room_of, window_of
+from heterorl.common.model.building import Room, load_pretrained, room_at, room_of, window_of
 from heterorl.learner.backends.loading.empty import empty_model
 from heterorl.learner.backends.loading.opened import fill, open_model
 from heterorl.learner.train.batch import TrainingSequence

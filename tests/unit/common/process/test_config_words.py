@@ -5,7 +5,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from heterorl.common.process.config_words import problems_of
+from heterorl.common.process.config import problems_of
 from heterorl.coordinator.config import CoordinatorConfig
 
 

@@ -7,12 +7,10 @@ import random
 import pytest
 
 from heterorl.common.errors import CorruptData, StateMismatch, WrongSignature
-from heterorl.common.identity.signing import new_key
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import Puller
-from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.pull.pull import Puller, TrustedPuller
 from heterorl.common.pull.way import Way
 from heterorl.common.types.policy import PlanKind, PullPlan, SignedManifest
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes

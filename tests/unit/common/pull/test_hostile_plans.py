@@ -8,9 +8,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from heterorl.common.errors import CorruptData, DiskFull, LimitExceeded, MalformedPayload
-from heterorl.common.identity.signing import Signer
+from heterorl.common.identity.signing import Signer, Trust
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.identity.trust import Trust
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetch import MAX_COPIES, Fetcher
 from heterorl.common.pull.pull import Puller

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from heterorl.common.errors import Unreachable, UnsignedManifest
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
-from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.pull.pull import TrustedPuller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import MalformedPayload, NotReversible
 from heterorl.common.weights.arena import Chunk, TensorSpec, zeros
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
-from heterorl.common.weights.compose import compose
-from heterorl.common.weights.negate import negate, negate_chunk
+from heterorl.common.weights.compose import compose, negate, negate_chunk
 from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
 from tests.support.arenas import random_arena, small_layout
 

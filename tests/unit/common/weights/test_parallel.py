@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import CorruptData
+from heterorl.common.process.threads import in_order, num_threads
 from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Layout, TensorSpec
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
-from heterorl.common.weights.parallel import in_order, num_threads
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from tests.support.arenas import changed_arena, random_arena, small_layout
 

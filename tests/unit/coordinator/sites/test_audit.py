@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.common.identity.revocation import Revocations
+from heterorl.common.identity.credentials import Revocations
 from heterorl.coordinator.app import _gauges
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.versions.lineage import contract_difference

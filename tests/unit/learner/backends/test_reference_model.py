@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.backends.zero.backend import DeepSpeedBackend
 from heterorl.learner.loss.config import CustomLossConfig, GrpoConfig

@@ -14,7 +14,7 @@ from heterorl.common.errors import PromptRefused, RewardError, UnknownPayload, U
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model import tensors
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
 from heterorl.common.tiny.model import write_tiny_model

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from heterorl.common.errors import UnknownVersion, UnsignedManifest
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.coordinator.config import CoordinatorConfig

@@ -20,8 +20,7 @@ from heterorl.common.errors import (
     UnsignedManifest,
     WrongSignature,
 )
-from heterorl.common.identity.signing import new_key
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.model.quantise import SCALE, flavour_layout, quantise
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience

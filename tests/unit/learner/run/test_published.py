@@ -6,8 +6,7 @@ import random
 import pytest
 
 from heterorl.common.errors import StateMismatch
-from heterorl.common.identity.signing import new_key
-from heterorl.common.identity.trust import Trust
+from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes

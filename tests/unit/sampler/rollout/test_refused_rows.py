@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
 from heterorl.common.generation.canary import NUM_SEQUENCES, canary_texts
-from heterorl.common.model.positions import Room
+from heterorl.common.model.building import Room
 from heterorl.common.process import metrics
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards import math_verify

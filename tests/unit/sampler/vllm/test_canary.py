@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from heterorl.common.errors import ConfigError, StaleWeights
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.common import Digest, LogprobMode
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.sampler.vllm import canary

@@ -5,7 +5,7 @@ import pytest
 
 from heterorl.common.errors import PromptTooLong
 from heterorl.common.generation.requests import Request
-from heterorl.common.model.positions import Room
+from heterorl.common.model.building import Room
 from heterorl.sampler.vllm.engine import VllmEngine
 from tests.support.engines import semantics
 

@@ -19,9 +19,9 @@ import torch
 
 from heterorl.common.errors import ConfigError, CorruptData, MalformedPayload
 from heterorl.common.model import tensors
+from heterorl.common.process.threads import in_order
 from heterorl.common.weights.arena import Arena, IntArray, Layout, digest_integers, zeros
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
-from heterorl.common.weights.parallel import in_order
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.state import DividedState, Piece
 from heterorl.learner.backends.ranks.versions.exchange import Exchange, Segment

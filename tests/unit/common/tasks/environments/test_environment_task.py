@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
-from heterorl.common.model.positions import Room
+from heterorl.common.model.building import Room
 from heterorl.common.process.config import load
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.task import environment_of, environments_of, seed_of

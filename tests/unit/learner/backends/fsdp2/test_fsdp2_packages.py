@@ -8,8 +8,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyUnsupported
 from heterorl.common.model import packages
-from heterorl.common.model.contract import SamplingConfig
-from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.learner import assembly
 from heterorl.learner.backends.fsdp2 import backend as fsdp2_backend
 from heterorl.learner.backends.fsdp2 import state

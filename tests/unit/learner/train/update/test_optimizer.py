@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from heterorl.common.errors import ConfigError, CorruptStore
-from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,19 +36,19 @@ def launch(
 
     Exit code 0: written. 2: run.toml or --out is wrong, nothing was written.
     """
-    for package, module in (("PyYAML", "yaml"), ("tomli-w", "tomli_w")):
+    for package, module in (("Jinja2", "jinja2"), ("tomli-w", "tomli_w")):
         if importlib.util.find_spec(module) is None:
             raise DependencyMissing(package, "launch")
     from heterorl.launch.nodes import check_nodes, nodes_of
+    from heterorl.launch.render import render, write_tree
     from heterorl.launch.run import RunFile
-    from heterorl.launch.texts import write_tree
 
     loaded = load(RunFile, run)
     if part and not (loaded.tls.insecure or Path(loaded.tls.directory).is_absolute()):
         problem = f"{loaded.tls.directory} would be another authority for each launcher"
         raise ConfigError("tls.directory", problem, action="name an absolute directory, which all certs.sh share")
     check_nodes(nodes_of(loaded), _problems)
-    tree: dict[str, str] = importlib.import_module(f"heterorl.launch.{launcher}").render(loaded, part or ())
+    tree = render(launcher, loaded, part or ())
     write_tree(tree, out)
     console = Console(markup=False, emoji=False, highlight=False)
     console.print(f"{len(tree)} files in {out}; begin with {out / 'README.md'}", soft_wrap=True)

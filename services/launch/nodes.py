@@ -96,11 +96,11 @@ def without(table: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name != key}
 
 
-def renumbered(node: Node) -> dict[str, Any]:
-    """The configuration where a node sees its own GPUs alone, as 0, 1 and so on."""
-    if node.kind != "sampler" or not node.devices:
-        return node.config
-    return node.config | {"engine": {**node.config["engine"], "devices": list(range(len(node.devices)))}}
+def renumbered(node: Node, **changes: Any) -> Node:
+    """The node where it sees its own GPUs alone, as 0, 1 and so on; with `changes` of its configuration."""
+    if node.kind == "sampler" and node.devices:
+        changes["engine"] = {**node.config["engine"], "devices": list(range(len(node.devices)))}
+    return replace(node, config=node.config | changes)
 
 
 Dial = Literal["host", "name"]
@@ -237,7 +237,8 @@ def _shared(run: RunFile) -> dict[str, Any]:
     return shared | {key: value for key, value in tables.items() if value}
 
 
-def _data_dirs(run: RunFile) -> tuple[str, ...]:
+def data_dirs(run: RunFile) -> tuple[str, ...]:
+    """Directories that learner and samplers read: the model's, where it is one, and the run's own."""
     model = (run.run.model_dir,) if run.run.model_dir.startswith("/") else ()
     return tuple(dict.fromkeys((*model, *run.run.data_dirs)))
 
@@ -270,7 +271,7 @@ def _learner(run: RunFile, coordinators: tuple[Node, ...], address: Address) -> 
         machines=hosts if table.nnodes > 1 else (),
         nproc=table.nproc,
         memory=table.memory,
-        data_dirs=_data_dirs(run),
+        data_dirs=data_dirs(run),
     )
 
 
@@ -301,7 +302,7 @@ def _samplers(
             devices=devices,
             num_gpus=len(devices),
             memory=table.memory,
-            data_dirs=_data_dirs(run),
+            data_dirs=data_dirs(run),
         )
 
 

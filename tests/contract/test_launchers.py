@@ -12,7 +12,7 @@ import typer.main
 from torch.distributed.run import get_args_parser
 
 from heterorl.cli.main import app
-from heterorl.launch.slurm import render
+from heterorl.launch.render import render
 from tests.support.launches import run_file
 from tests.support.tools import check, tool
 
@@ -48,7 +48,7 @@ def slurm(tmp_path):
 @pytest.fixture
 def rendered(tmp_path):
     """The job of a learner of one machine, as `heterorl launch slurm` writes it."""
-    for path, text in render(run_file(learner={"host": "gpu.example"})).items():
+    for path, text in render("slurm", run_file(learner={"host": "gpu.example"})).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     return _slurm(tmp_path, lambda _: [str(tmp_path / "learner.sbatch")])

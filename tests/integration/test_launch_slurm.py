@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.launch import slurm
 from heterorl.launch.nodes import nodes_of
-from heterorl.launch.texts import write_tree
+from heterorl.launch.render import render, write_tree
 from tests.support.cluster import free_port
 from tests.support.launches import NODES, run_file, run_table
 from tests.support.tools import check, tool
@@ -75,7 +74,7 @@ def test_jobs_start_after_what_they_need_and_complete(tmp_path):
         learner={},
         run=table["run"],
     )
-    write_tree(slurm.render(run), tmp_path / "tree")
+    write_tree(render("slurm", run), tmp_path / "tree")
     began = tmp_path / "began"
     began.mkdir()
     program = tmp_path / "program"

@@ -60,7 +60,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-@pytest.mark.parametrize(("package", "module"), [("PyYAML", "yaml"), ("tomli-w", "tomli_w")])
+@pytest.mark.parametrize(("package", "module"), [("Jinja2", "jinja2"), ("tomli-w", "tomli_w")])
 def test_launch_names_the_package_that_it_lacks(tmp_path, monkeypatch, package, module):
     monkeypatch.setitem(sys.modules, module, None)
 

@@ -11,19 +11,18 @@ import yaml
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import check_tls
-from heterorl.launch import compose, k8s, slurm, systemd
 from heterorl.launch.nodes import nodes_of
-from heterorl.launch.texts import write_tree
+from heterorl.launch.render import render, write_tree
 from tests.support.launches import NODES, SCHEMAS, run_file, run_table
 from tests.support.tools import check, tool
 
 ROOT = Path(__file__).parents[3]
-LAUNCHERS = {"compose": compose, "systemd": systemd, "slurm": slurm, "k8s": k8s}
+LAUNCHERS = ("compose", "systemd", "slurm", "k8s")
 
 
 def configurations(launcher):
     """Name of each node to its TOML."""
-    tree = LAUNCHERS[launcher].render(run_file())
+    tree = render(launcher, run_file())
     if launcher != "k8s":
         return {Path(path).stem: tomllib.loads(text) for path, text in tree.items() if path.endswith(".toml")}
     documents = [document for text in tree.values() if text.startswith("# ") for document in manifests(text)]
@@ -53,7 +52,7 @@ def test_every_configuration_is_its_services(launcher):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_renders_are_equal_and_say_all_in_the_readme(launcher):
-    first, second = (LAUNCHERS[launcher].render(run_file()) for _ in range(2))
+    first, second = (render(launcher, run_file()) for _ in range(2))
 
     assert list(first.items()) == list(second.items())
     assert all(f"| {name} |" in first["README.md"] for name in NODES)
@@ -64,7 +63,7 @@ def test_two_renders_are_equal_and_say_all_in_the_readme(launcher):
 @pytest.mark.process
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_scripts_are_clean(launcher, tmp_path):
-    write_tree(LAUNCHERS[launcher].render(run_file()), tmp_path / "out")
+    write_tree(render(launcher, run_file()), tmp_path / "out")
 
     check(tool("shellcheck"), *map(str, sorted((tmp_path / "out").rglob("*.sh"))))
     for script in (tmp_path / "out").rglob("*.sbatch"):
@@ -76,14 +75,14 @@ def test_samplers_see_their_own_gpus_under_the_numbers_that_they_have_there():
 
     # A unit sees the machine's; a container, a job and a pod see theirs alone.
     assert devices == {"systemd": [2, 3], "compose": [0, 1], "slurm": [0, 1], "k8s": [0, 1]}
-    document = yaml.safe_load(compose.render(run_file())["eu.example/compose.yaml"])
+    document = yaml.safe_load(render("compose", run_file())["eu.example/compose.yaml"])
     reserved = document["services"]["sampler-eu-2"]["deploy"]["resources"]["reservations"]["devices"]
     assert [each["device_ids"] for each in reserved] == [["2", "3"]]
 
 
 @pytest.mark.process
 def test_compose_files_satisfy_specification_and_program(tmp_path):
-    write_tree(compose.render(run_file()), tmp_path / "out")
+    write_tree(render("compose", run_file()), tmp_path / "out")
     found = sorted((tmp_path / "out").glob("*/compose.yaml"))
 
     assert len(found) == 4
@@ -96,7 +95,7 @@ def test_compose_files_satisfy_specification_and_program(tmp_path):
 def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
     table = run_table()
     table |= {"relays": [], "samplers": [{"site": "us"}], "learner": {}, "coordinator": {"host": "127.0.0.1"}}
-    tree = compose.render(run_file(**table))
+    tree = render("compose", run_file(**table))
 
     services = yaml.safe_load(tree["127.0.0.1/compose.yaml"])["services"]
     assert tomllib.loads(tree["127.0.0.1/config/sampler-us.toml"])["coordinator"] == "coordinator:50051"
@@ -107,7 +106,7 @@ def test_on_one_host_containers_dial_names_and_publish_on_loopback_alone():
 @pytest.mark.process
 def test_units_are_the_installed_ones_with_the_names_of_nodes(tmp_path):
     shipped = ROOT / "services" / "launch" / "units" / "heterorl-sampler@.service"
-    tree = systemd.render(run_file())
+    tree = render("systemd", run_file())
     unit = tree["us.example/etc/systemd/system/heterorl-sampler-us.service"]
 
     assert unit == shipped.read_text().replace("%i", "sampler-us")
@@ -126,19 +125,19 @@ def test_units_are_the_installed_ones_with_the_names_of_nodes(tmp_path):
 def test_learner_on_several_machines_is_an_agent_on_each():
     table = run_table()
     learner = {**table["learner"], "nnodes": 2, "other_hosts": ["gpu-2.example"]}
-    tree = systemd.render(run_file(learner=learner))
+    tree = render("systemd", run_file(learner=learner))
 
     env = "etc/heterorl/learner.env"
     first, second = (tree[f"{host}/{env}"].splitlines() for host in ("gpu.example", "gpu-2.example"))
     assert set(first) ^ set(second) == {"HETERORL_NODE_RANK=0", "HETERORL_NODE_RANK=1"}
     assert "HETERORL_MASTER_ADDR=gpu.example" in first
     assert "torch.distributed.run" in tree["gpu-2.example/etc/systemd/system/heterorl-learner.service"]
-    script = slurm.render(run_file(learner=learner))["learner.sbatch"]
+    script = render("slurm", run_file(learner=learner))["learner.sbatch"]
     assert "#SBATCH --nodes=2" in script
     assert "--nproc-per-node 2" in script
-    for refusing in (compose, k8s):
+    for refusing in ("compose", "k8s"):
         with pytest.raises(ConfigError, match="learner.nnodes"):
-            refusing.render(run_file(learner=learner))
+            render(refusing, run_file(learner=learner))
 
 
 def test_coordinator_with_postgres_finds_its_directory_and_password():
@@ -146,7 +145,7 @@ def test_coordinator_with_postgres_finds_its_directory_and_password():
     coordinator = {"host": "a.example", "data_dir": "/shared/run", "postgres": postgres}
     run = run_file(coordinator=coordinator, relays=[], samplers=[{"site": "us", "host": "us.example"}])
 
-    tree = systemd.render(run)
+    tree = render("systemd", run)
 
     unit = tree["b.example/etc/systemd/system/heterorl-coordinator-2.service"]
     assert "--config /etc/heterorl/coordinator-2.toml --log json --standby" in unit
@@ -154,12 +153,12 @@ def test_coordinator_with_postgres_finds_its_directory_and_password():
     assert "ReadWritePaths=/shared/run\n" in unit
     assert "LoadCredential=tls:/etc/heterorl/credentials/coordinator-2\n" in unit
     with pytest.raises(ConfigError, match="coordinator.data_dir"):
-        k8s.render(run)
+        render("k8s", run)
 
 
 def test_manifests_satisfy_the_api_of_kubernetes():
     validator = pytest.importorskip("kubernetes_validate")
-    tree = k8s.render(run_file())
+    tree = render("k8s", run_file())
     documents = [document for path, text in tree.items() if path.endswith(".yaml") for document in manifests(text)]
 
     # Six nodes, two of which serve.
@@ -173,7 +172,7 @@ def test_manifests_satisfy_the_api_of_kubernetes():
 
 @pytest.mark.process
 def test_coordinator_that_listens_and_does_not_answer_is_not_alive(tmp_path):
-    tree = k8s.render(run_file())
+    tree = render("k8s", run_file())
     (pod,) = (
         document["spec"]["template"]["spec"]
         for document in manifests(tree["01-coordinator.yaml"])
@@ -201,9 +200,9 @@ def test_plaintext_is_refused_where_nodes_meet_over_a_network(launcher):
     run = run_file(**table, tls={"insecure": True})
 
     with pytest.raises(ConfigError, match="tls.insecure"):
-        LAUNCHERS[launcher].render(run)
-    assert "certs.sh" not in systemd.render(run)
-    assert "LoadCredential" not in systemd.render(run)["127.0.0.1/etc/systemd/system/heterorl-coordinator.service"]
+        render(launcher, run)
+    assert "certs.sh" not in render("systemd", run)
+    assert "LoadCredential" not in render("systemd", run)["127.0.0.1/etc/systemd/system/heterorl-coordinator.service"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -211,7 +210,7 @@ def test_readme_says_where_each_coordinator_finds_the_secrets_of_its_stores(laun
     def words(payloads):
         postgres = {"url": "postgresql://me@db.example/runs", "standby": ["two.example"]}
         coordinator = {"host": "coord.example", "postgres": postgres, "config": {"payloads": payloads}}
-        return LAUNCHERS[launcher].render(run_file(coordinator=coordinator))["README.md"]
+        return render(launcher, run_file(coordinator=coordinator))["README.md"]
 
     text = words({"bucket": "mine", "credentials_file": "/etc/heterorl/bucket"})
 
@@ -225,7 +224,7 @@ def test_readme_says_where_each_coordinator_finds_the_secrets_of_its_stores(laun
         assert "on the host of coordinator and of coordinator-2" in text
         assert "-m 0600 KEYS /etc/heterorl/bucket\n" in text
     assert "environment of each coordinator or from its machine's role" in words({"bucket": "mine"})
-    assert "Secrets of the stores" not in LAUNCHERS[launcher].render(run_file())["README.md"]
+    assert "Secrets of the stores" not in render(launcher, run_file())["README.md"]
 
 
 def limits(launcher, tree, node):
@@ -246,11 +245,11 @@ def limits(launcher, tree, node):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_memory_has_the_limit_that_the_run_says_or_none(launcher):
     table = run_table()
-    bare = LAUNCHERS[launcher].render(run_file())
+    bare = render(launcher, run_file())
     samplers = [{**each, "memory": "512m"} for each in table["samplers"]]
     relays = [{**each, "memory": "2g"} for each in table["relays"]]
     learner = {**table["learner"], "memory": "200g"}
-    tree = LAUNCHERS[launcher].render(run_file(learner=learner, samplers=samplers, relays=relays))
+    tree = render(launcher, run_file(learner=learner, samplers=samplers, relays=relays))
 
     assert [limits(launcher, bare, name) for name in ("learner", "sampler-eu-1", "sampler-us")] == [None] * 3
     # Shared memory of a node with GPUs counts against its limit and comes on top.
@@ -271,8 +270,8 @@ def test_an_amount_of_memory_without_its_unit_is_refused(memory):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_parts_of_a_run_by_two_launchers_make_the_whole(launcher):
-    render = LAUNCHERS[launcher].render
-    first, second = render(run_file(), ["coordinator", "eu"]), render(run_file(), ["learner", "us"])
+    first = render(launcher, run_file(), ["coordinator", "eu"])
+    second = render(launcher, run_file(), ["learner", "us"])
 
     def table(tree):
         return set(re.findall(r"^\| \d+ \| (\S+) \|", tree["README.md"], re.MULTILINE))
@@ -311,7 +310,7 @@ def test_nodes_dial_names_within_a_launcher_and_hosts_beyond_it():
 def test_prometheus_is_told_where_the_coordinator_is(launcher):
     table = run_table()
     coordinator = {**table["coordinator"], "config": {"metrics_port": 9200, "metrics_host": "0.0.0.0"}}
-    trees = [LAUNCHERS[launcher].render(run_file(**changes)) for changes in ({}, {"coordinator": coordinator})]
+    trees = [render(launcher, run_file(**changes)) for changes in ({}, {"coordinator": coordinator})]
 
     own, other = (yaml.safe_load(tree["targets/my-run.yml"])[0] for tree in trees)
     assert own["labels"] == {"run": "my-run", "service": "coordinator"}
@@ -323,10 +322,20 @@ def test_prometheus_is_told_where_the_coordinator_is(launcher):
 
 
 def test_manifests_are_read_by_people():
-    text = k8s.render(run_file())["03-learner.yaml"]
+    text = render("k8s", run_file())["03-learner.yaml"]
 
     assert "  node.toml: |\n    # learner of run my-run." in text
-    assert "defaultMode: 0440\n" in text
+    assert "defaultMode: 0440}" in text
     container = manifests(text)[-1]["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"] == {"requests": {"cpu": "8"}, "limits": {"nvidia.com/gpu": 2}}
     assert tomllib.loads(manifests(text)[0]["data"]["node.toml"])["group_size"] == 4
+
+
+def test_a_run_whose_name_is_a_number_stays_a_text_in_yaml():
+    run = run_file(run={**run_table()["run"], "id": "2026"})
+
+    (entry,) = yaml.safe_load(render("compose", run)["targets/2026.yml"])
+    (pod,) = (each for each in manifests(render("k8s", run)["03-learner.yaml"]) if each["kind"] == "StatefulSet")
+
+    assert entry["labels"]["run"] == "2026"
+    assert pod["metadata"]["labels"]["app.kubernetes.io/part-of"] == "2026"

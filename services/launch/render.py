@@ -1,0 +1,281 @@
+"""The files of one launcher: its templates, in `templates/` for an operator to read, filled with the nodes of a run.
+
+Values are quoted as the format wants it: `quoted` in YAML, `shell` in scripts. A template names no unknown value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.process.address import is_loopback
+from heterorl.launch.nodes import (
+    CPUS,
+    SHARED_MEMORY_GIB,
+    Node,
+    complete,
+    data_dirs,
+    memory_limit,
+    nodes_of,
+    renumbered,
+)
+from heterorl.launch.run import RunFile
+
+Launcher = Literal["compose", "systemd", "slurm", "k8s"]
+Tree = dict[str, str]
+"""Texts by their path within the directory that is written."""
+Hosts = dict[str, list[Node]]
+STATE = "/var/lib/heterorl"
+METRICS_PORT = 9101
+"""Of a coordinator's metrics where its configuration says none."""
+_HERE = Path(__file__).parent
+_TITLES = {"compose": "Docker Compose", "systemd": "systemd", "slurm": "Slurm", "k8s": "Kubernetes"}
+_CERTIFICATES = {
+    "compose": "{host}/secrets/{name}", "systemd": "{host}/credentials/{name}",
+    "slurm": "credentials/{name}", "k8s": "credentials/{name}",
+}  # fmt: skip
+"""Where certs.sh puts a node's files: the launcher takes them from there."""
+_REVOKED = "# Serial numbers of revoked certificates; `heterorl certs revoke` writes this list.\n"
+_NO_TLS = "--set tls.ca=%d/tls_ca.crt --set tls.cert=%d/tls_node.crt --set tls.key=%d/tls_node.key "
+_UNITS = {
+    "coordinator": "heterorl-coordinator.service", "learner": "heterorl-learner@.service",
+    "learner-deepspeed": "heterorl-learner@.service", "sampler": "heterorl-sampler@.service",
+    "sampler-vllm": "heterorl-sampler-vllm@.service", "relay": "heterorl-relay@.service",
+    "machines": "heterorl-learner-node@.service",
+}  # fmt: skip
+
+
+def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
+    """The files of a run; of some parts alone where they are named.
+
+    Raises:
+        ConfigError: the run asks for what the launcher cannot do.
+    """
+    _check(launcher, run)
+    # Containers of one host are dialled by their names, and what is dialled never leaves it.
+    is_alone = launcher == "compose" and len(run.hosts) == 1
+    nodes = nodes_of(run, dial="name" if is_alone or launcher == "k8s" else "host", parts=parts)
+    hosts = _hosts(run, nodes)
+    homes = {node.name: node.host or run.coordinator.host for node in nodes}
+    values: dict[str, Any] = {"run": run, "nodes": nodes, "cpus": CPUS, "shared_memory_gib": SHARED_MEMORY_GIB}
+    values |= {"is_alone": is_alone, "project": project(run.run.id)}
+    values["certificates"] = {
+        name: _CERTIFICATES[launcher].format(host=host, name=name) for name, host in homes.items()
+    }
+    values["coordinators"] = [node.name for node in nodes if node.kind == "coordinator"]
+    tree = _FILES[launcher](run, hosts, values)
+    if not run.tls.insecure:
+        tree["certs.sh"] = _fill("certs.sh", values)
+    if targets := _targets(launcher, nodes):
+        tree[f"targets/{run.run.id}.yml"] = _fill("targets.yml", values | {"targets": targets})
+    places = {
+        node.name: {"k8s": "where there is room", "slurm": node.host or "any"}.get(launcher, homes[node.name])
+        for node in nodes
+    }
+    values |= {"title": _TITLES[launcher], "places": places, "hosts": hosts, "data_dirs": data_dirs(run)}
+    payloads: Any = run.coordinator.config.get("payloads", {}) if run.coordinator.has_bucket else {}
+    values["bucket_file"] = payloads.get("credentials_file", "")
+    # Parts that a run has not leave blank lines.
+    words = re.sub(r"\n{3,}", "\n\n", _fill(f"{launcher}/README.md", values))
+    return tree | {"README.md": words.strip() + "\n"}
+
+
+def write_tree(tree: Tree, directory: Path) -> None:
+    """Write every text to a directory that holds nothing yet; scripts may be run.
+
+    Raises:
+        ConfigError: the directory holds something already, or cannot be written.
+    """
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ConfigError("--out", f"{directory} exists and is not empty", action="name a new directory")
+        for path, text in sorted(tree.items()):
+            target = directory / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            target.chmod(0o755 if path.endswith(".sh") else 0o644)
+    except OSError as error:
+        raise ConfigError("--out", f"cannot write {directory}: {error.strerror}") from error
+
+
+def project(run_id: str) -> str:
+    """The run's name, of the characters that Compose and labels of Kubernetes allow."""
+    return re.sub(r"[^a-z0-9_-]", "-", run_id.lower()).lstrip("-_") or "heterorl"
+
+
+def _check(launcher: Launcher, run: RunFile) -> None:
+    if launcher == "systemd" and run.learner.nnodes > 1 and not run.learner.other_hosts:
+        raise ConfigError("learner.other_hosts", f"nnodes = {run.learner.nnodes} and no hosts of the other machines")
+    if launcher not in ("compose", "k8s"):
+        return
+    if run.tls.insecure:
+        name = "Compose" if launcher == "compose" else "Kubernetes"
+        raise ConfigError("tls.insecure", f"nodes of {name} meet over a network", action="set tls.directory instead")
+    if run.learner.nnodes > 1:
+        problem = "Compose starts a learner on one machine" if launcher == "compose" else "one pod is one machine"
+        raise ConfigError("learner.nnodes", problem, action="use systemd or slurm")
+    if launcher == "k8s" and run.coordinator.data_dir:
+        raise ConfigError("coordinator.data_dir", "a volume claim holds it on Kubernetes", action="remove it")
+
+
+def _hosts(run: RunFile, nodes: Sequence[Node]) -> Hosts:
+    """The nodes of each host; those without one stand beside the coordinator, a learner on each of its machines."""
+    placed: Hosts = {}
+    for node in nodes:
+        others = (host for host in node.machines[1:] if host)
+        for host in dict.fromkeys((node.host or run.coordinator.host, *others)):
+            placed.setdefault(host, []).append(node)
+    return placed
+
+
+def _fill(template: str, values: dict[str, Any]) -> str:
+    return _TEMPLATES.get_template(f"{template}.j2").render(values)
+
+
+def _compose(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
+    tree = {}
+    for host, own in hosts.items():
+        names = [node.name for node in own]
+        tree[f"{host}/compose.yaml"] = _fill("compose/compose.yaml", values | {"nodes": own, "names": names})
+        tree |= {f"{host}/config/{node.name}.toml": _toml(run, node, _in_container(node)) for node in own}
+    return tree
+
+
+def _k8s(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa: ARG001 - pods have no hosts
+    tree = {"secrets.sh": _fill("k8s/secrets.sh", values)}
+    for number, node in enumerate(values["nodes"], start=1):
+        toml = _toml(run, node, _in_container(node))
+        tree[f"{number:02}-{node.name}.yaml"] = _fill("k8s/node.yaml", values | {"node": node, "toml": toml})
+    return tree
+
+
+def _slurm(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa: ARG001 - one directory for all hosts
+    # A variable for a job that nothing waits for would be for the eyes alone.
+    waited_for = {name for node in values["nodes"] for name in node.needs}
+    tree = {"submit.sh": _fill("slurm/submit.sh", values | {"waited_for": waited_for})}
+    for node in values["nodes"]:
+        tree[f"{node.name}.sbatch"] = _fill("slurm/node.sbatch", values | {"node": node})
+        config = complete(
+            renumbered(node),
+            state_dir=f"state/{node.name}",
+            tls_dir=f"credentials/{node.name}",
+            insecure=run.tls.insecure,
+        )
+        tree[f"config/{node.name}.toml"] = _toml(run, node, config)
+    return tree
+
+
+def _toml(run: RunFile, node: Node, config: dict[str, Any]) -> str:
+    head = f"# {node.name} of run {run.run.id}. `heterorl print-config {node.kind}` shows every key.\n"
+    return head + tomli_w.dumps(config)
+
+
+def _in_container(node: Node) -> dict[str, Any]:
+    listen = {"listen": f"0.0.0.0:{node.port}"} if node.port else {}
+    own = renumbered(node, metrics_host="0.0.0.0", **listen)
+    return complete(own, state_dir=f"{STATE}/{node.name}", tls_dir="/tls")
+
+
+def metrics_port(node: Node) -> int:
+    """The port of a coordinator's metrics."""
+    return int(node.config.get("metrics_port") or METRICS_PORT)
+
+
+def _targets(launcher: Launcher, nodes: Sequence[Node]) -> list[str]:
+    """What Prometheus scrapes: coordinators, to which all others push; at loopback where their metrics are there."""
+    name = {"compose": "127.0.0.1", "k8s": "coordinator"}.get(launcher)
+    found = []
+    for node in nodes:
+        if node.kind == "coordinator":
+            is_shown = not is_loopback(f"{node.config.get('metrics_host', '127.0.0.1')}:{METRICS_PORT}")
+            found.append(f"{name or (node.host if is_shown else '127.0.0.1')}:{metrics_port(node)}")
+    return list(dict.fromkeys(found))
+
+
+def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
+    tree: Tree = {}
+    for host, own in hosts.items():
+        for node in own:
+            tree |= _systemd_files(run, host, node, values)
+        if any(node.port for node in own) and not run.tls.insecure:
+            tree[f"{host}/etc/heterorl/revoked"] = _REVOKED
+    return tree
+
+
+def _systemd_files(run: RunFile, host: str, node: Node, values: dict[str, Any]) -> Tree:
+    config = complete(
+        node,
+        state_dir=f"{STATE}/{node.name}",
+        tls_dir=f"/etc/heterorl/credentials/{node.name}",
+        revoked="/etc/heterorl/revoked",
+        insecure=run.tls.insecure,
+    )
+    tree = {
+        f"{host}/etc/heterorl/{node.name}.toml": _toml(run, node, config),
+        f"{host}/etc/systemd/system/heterorl-{node.name}.service": _unit(run, node),
+    }
+    rank = node.machines.index(host) if host in node.machines else 0
+    if variables := _fill("systemd/node.env", values | {"node": node, "rank": rank}):
+        tree[f"{host}/etc/heterorl/{node.name}.env"] = variables
+    return tree
+
+
+def _unit(run: RunFile, node: Node) -> str:
+    """The unit that deploy/install.sh installs, with the name of the node and what the run says of it."""
+    kind = "relay" if node.kind == "relay" else "machines" if node.machines else node.image
+    text = (_HERE / "units" / _UNITS[kind]).read_text(encoding="utf-8")
+    if node.kind == "coordinator":
+        for place in ("heterorl", "credentials"):
+            text = re.sub(rf"(?<=\b{place}/)coordinator\b(?!-)", node.name, text)
+        text = text.replace("Description=heterorl coordinator", f"Description=heterorl {node.name}")
+        text = text.replace("--log json", " ".join(["--log json", *node.arguments]))
+    text = text.replace("%i", node.name)
+    if directory := node.config.get("data_dir"):
+        text = text.replace(f"--set data_dir={STATE}/{node.name}", f"--set data_dir={directory}")
+        text = text.replace("ProtectSystem=strict\n", f"ProtectSystem=strict\nReadWritePaths={directory}\n")
+    if limit := memory_limit(node):
+        text = re.sub(r"^MemoryMax=.*\n", "", text, flags=re.MULTILINE)
+        text = text.replace("[Service]\n", f"[Service]\nMemoryMax={limit.upper()}\n")
+    if "store" in node.config:
+        text = text.replace("[Service]\n", "[Service]\nEnvironment=PGPASSFILE=%d/tls_pgpass\n")
+    if run.tls.insecure:
+        text = text.replace(_NO_TLS, "")
+        text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("LoadCredential="))
+    return text
+
+
+def _role(node: Node) -> str:
+    """What deploy/install.sh calls the node."""
+    if node.kind == "coordinator":
+        return "coordinator"
+    return f"{'relay' if node.kind == 'relay' else node.image}:{node.name}"
+
+
+_FILES = {"compose": _compose, "systemd": _systemd, "slurm": _slurm, "k8s": _k8s}
+# Shell, YAML and Markdown: escapes of HTML would break them.
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(_HERE / "templates"),
+    autoescape=False,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_TEMPLATES.filters |= {
+    "quoted": json.dumps,
+    "shell": shlex.quote,
+    "job": lambda name: f"${{{name.replace('-', '_')}%%;*}}",
+    "memory": memory_limit,
+    "container_memory": partial(memory_limit, is_container=True),
+    "metrics_port": metrics_port,
+    "role": _role,
+}

@@ -32,7 +32,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from heterorl.common.generation.canary import ScoredText, canary_texts
+from heterorl.common.generation.engine import ScoredText, canary_texts
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt

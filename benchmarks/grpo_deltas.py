@@ -22,10 +22,10 @@ import torch
 from rich.progress import Progress
 
 from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.tiny import build_tokenizer
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.tiny.model import build_tokenizer
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, WorkAssignment
 from heterorl.common.weights.arena import Arena, Layout

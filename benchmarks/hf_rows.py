@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from heterorl.common.generation import rows
+from heterorl.common.generation.engine import Finished, Request
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.requests import Finished, Request
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 
 NUM_REQUESTS, GROUP_SIZE, NUM_ROWS, PROMPT_TOKENS = 40, 4, 32, 16

@@ -40,9 +40,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.loop_engine import Span, span_of
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.run import RunStatus
 from heterorl.common.wire.seal import open_group, read_sealed
 from heterorl.coordinator.groups.schedule import seed_of

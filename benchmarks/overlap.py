@@ -30,12 +30,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.options import BURST_S, BandwidthConfig
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import Contract, SiteId, StepReport
 from heterorl.common.types.rollout import (
     FinishReason,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.tiny.model import write_tiny_model
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.vllm.arguments import VllmOptions

@@ -25,10 +25,10 @@ from typing import Any
 from rich.console import Console
 
 from campaigns import wan_evidence
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.tiny.model import write_tiny_model
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account
 from tests.support.prometheus import PROMETHEUS, Prometheus, metrics_port, start_prometheus

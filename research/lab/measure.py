@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from heterorl.common.generation.canary import ScoredText
-from heterorl.common.generation.engine import Engine, generate_all
-from heterorl.common.generation.requests import Finished, Lost, Request
+from heterorl.common.generation.engine import Engine, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.tasks.task import Task
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Float32Array, StepReport

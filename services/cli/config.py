@@ -200,7 +200,7 @@ def _build_task(config: Any, prompter: Any) -> Any:
 def counted(task: Any, prompter: Any) -> str:
     """How many prompts a task has, and the longest of some that are spread over it."""
     from heterorl.common.tasks.environments.task import environments_of
-    from heterorl.common.tasks.sources.length import lengths_of
+    from heterorl.common.tasks.sources.rows import lengths_of
 
     num = NUM_RESET if environments_of(task) else NUM_COUNTED
     indices = sorted({number * task.num_prompts // num for number in range(num)})
@@ -225,8 +225,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     from heterorl.common.model.building import room_at
-    from heterorl.common.text.conversation import open_conversations
-    from heterorl.common.text.trial import try_answers, try_prompts, try_reward
+    from heterorl.common.text.conversation import open_conversations, try_answers, try_prompts, try_reward
     from heterorl.learner.checks.rewards import check_trust, tried_here
 
     if service == "learner":

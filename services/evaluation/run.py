@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.evaluation.summary import summarize
-from heterorl.common.text.trial import try_reward
+from heterorl.common.text.conversation import try_reward
 from heterorl.common.types.evaluation import EvaluationSummary, PromptResult
 from heterorl.evaluation.offline import evaluate_set
 from heterorl.evaluation.sets import OpenSet

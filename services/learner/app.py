@@ -37,11 +37,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.federation.push import pushing
 from heterorl.common.identity.identity import site_of
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.federation import pushing
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of, in_thread, num_threads

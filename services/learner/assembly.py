@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.canary import canary_texts
+from heterorl.common.generation.engine import canary_texts
 from heterorl.common.identity.signing import Signer, load_signer
 from heterorl.common.model.building import room_at, room_of
 from heterorl.common.model.contract import build_contract, statement_of
@@ -19,11 +19,10 @@ from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.registry import apart, build_task, close_task
-from heterorl.common.tasks.sources.revision import NOTES
+from heterorl.common.tasks.sources.hub import NOTES
 from heterorl.common.tasks.task import Task
-from heterorl.common.text.conversation import Conversations
+from heterorl.common.text.conversation import Conversations, try_answers, try_prompts, try_reward
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.ranks.backend import DividedBackend

@@ -23,12 +23,12 @@ from pathlib import Path
 import grpc.aio
 
 from heterorl.common.errors import ConfigError, PortInUse
-from heterorl.common.federation.push import pushing
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
 from heterorl.common.identity.identity import Identity, Role, site_of
 from heterorl.common.identity.tls import check_tls
 from heterorl.common.process import descriptors, metrics, notify
 from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.federation import pushing
 from heterorl.common.process.files import replacing
 from heterorl.common.process.metrics import RELAY_BYTES
 from heterorl.common.rpc.budget import Budget

@@ -38,10 +38,10 @@ from dataclasses import dataclass
 from rich.filesize import decimal
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.federation.push import pushing
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
+from heterorl.common.process.federation import pushing
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of, num_threads
 from heterorl.common.pull.pull import Puller

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from heterorl.common.generation.canary import ScoredText, canary_texts
-from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.engine import Engine, ScoredText, canary_texts
 from heterorl.common.model.building import room_at
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.tasks.registry import apart, build_task, close_task
-from heterorl.common.tasks.sources.revision import NOTES
+from heterorl.common.tasks.sources.hub import NOTES
 from heterorl.common.tasks.task import Task
-from heterorl.common.text.conversation import Conversations, open_conversations
+from heterorl.common.text.conversation import Conversations, open_conversations, try_answers, try_prompts, try_reward
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.trial import try_answers, try_prompts, try_reward
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig

@@ -22,9 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from heterorl.common.errors import EngineError
-from heterorl.common.generation.canary import ScoredText
-from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.requests import Finished, Lost, Request
+from heterorl.common.generation.engine import Engine, Finished, Lost, Request, ScoredText
 from heterorl.common.types.common import Float32Array
 from heterorl.common.weights.arena import Arena, Layout
 

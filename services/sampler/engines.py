@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.canary import ScoredText
-from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.engine import Engine, Finished, Lost, Request, ScoredText
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.requests import Finished, Lost, Request
 from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
 from heterorl.common.types.common import Float32Array, LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Layout

@@ -3,8 +3,7 @@
 import psutil
 import pytest
 
-from heterorl.common.generation.engine import generate_all
-from heterorl.common.generation.requests import Finished, Lost, Request
+from heterorl.common.generation.engine import Finished, Lost, Request, generate_all
 from heterorl.sampler.engines import start_vllm
 from heterorl.sampler.vllm import source as weights
 from heterorl.sampler.vllm.arguments import VllmOptions

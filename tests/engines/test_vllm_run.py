@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from heterorl.common.generation.tiny import WarmStart, warm_start
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.tiny.warm_start import WarmStart, warm_start
 from heterorl.coordinator.groups import ledger
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT

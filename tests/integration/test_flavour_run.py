@@ -10,11 +10,11 @@ from rich.console import Console
 
 from heterorl.cli.offline import verify_directory
 from heterorl.common.errors import ContractMismatch
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.model.quantise import dequantise, flavour_layout, quantise
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.sites import quarantine

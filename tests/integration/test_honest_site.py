@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from heterorl.common.errors import ConfigError, ContractMismatch
 from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner import app as learner_app

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from heterorl.cli import main as cli
-from heterorl.common.generation.canary import ScoredText
+from heterorl.common.generation.engine import Completion, Finished, Lost, ScoredText
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import FinishReason, WorkAssignment

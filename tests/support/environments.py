@@ -36,7 +36,7 @@ if __name__ == "__main__":
             raise
     if service == "coordinator":
         sys.exit()
-    from heterorl.common.text.trial import try_reward
+    from heterorl.common.text.conversation import try_reward
     from heterorl.common.tasks.registry import build_task
 
     config = load_service(service, Path(file), overrides)

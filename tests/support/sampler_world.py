@@ -15,9 +15,8 @@ from typing import Any, cast
 import numpy as np
 
 from heterorl.common.errors import EngineError, RewardError, Unreachable
-from heterorl.common.generation.canary import ScoredText
-from heterorl.common.generation.requests import Completion, Finished, Lost, Request
-from heterorl.common.generation.turns import spans_of
+from heterorl.common.generation.engine import Completion, Finished, Lost, Request, ScoredText
+from heterorl.common.generation.rows import spans_of
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Contract, Digest, Float32Array, Int32Array

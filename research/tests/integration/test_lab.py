@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.process.threads import own_command
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl_research.lab import pace, world
 from heterorl_research.lab.cell import list_cells
 from heterorl_research.lab.config import ExperimentConfig

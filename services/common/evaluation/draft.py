@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from heterorl.common.generation.requests import Completion
+from heterorl.common.generation.engine import Completion
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason

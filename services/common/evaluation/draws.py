@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from heterorl.common.generation.requests import Request
+from heterorl.common.generation.engine import Request
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.evaluation import EvaluationDraws
 

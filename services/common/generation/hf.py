@@ -18,11 +18,8 @@ import numpy as np
 import torch
 
 from heterorl.common.errors import ConfigError, EngineError
-from heterorl.common.generation.canary import ScoredText
-from heterorl.common.generation.engine import generate_all
-from heterorl.common.generation.requests import Completion, Finished, Lost, Request
-from heterorl.common.generation.rows import Group, Rows
-from heterorl.common.generation.turns import Turns
+from heterorl.common.generation.engine import Completion, Finished, Lost, Request, ScoredText, generate_all
+from heterorl.common.generation.rows import Group, Rows, Turns
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.building import load_pretrained, room_of
@@ -64,7 +61,7 @@ class HfEngine:
             batch_rows: completions that are computed at once.
             end_token_ids: each ends a completion, and stays its last token; nothing else does.
             lora: adapters to take instead of all weights.
-            is_seeded: the seeds of `generate` are keys of heterorl.common.generation.seeded.
+            is_seeded: the seeds of `generate` are keys of heterorl.common.generation.draw.
             records_routing: completions have the experts of their tokens.
 
         Raises:

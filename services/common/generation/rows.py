@@ -10,21 +10,51 @@ batch, bit for bit the same whenever they are; the members of a group begin toge
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from heterorl.common.generation.draw import draw, gumbel
-from heterorl.common.generation.requests import Completion, Finished, Request
-from heterorl.common.generation.seeded import gumbel_noise
-from heterorl.common.generation.turns import spans_of
+from heterorl.common.generation.draw import draw, gumbel, gumbel_noise
+from heterorl.common.generation.engine import Completion, Finished, Request
 from heterorl.common.model.routing import RouterRecorder
 from heterorl.common.types.common import SamplingSemantics
-from heterorl.common.types.rollout import FinishReason
+from heterorl.common.types.rollout import FinishReason, Span
+
+
+class Turns:
+    """A lock for two threads that alternate.
+
+    Example: `with turns.taken(): output = model(ids)` in the loop, `with turns.taken(): load(weights)` beside it.
+    """
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the turn and hold it."""
+        with self._next:
+            self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
+    """Runs of equal versions, one version for each token."""
+    starts = [place for place, version in enumerate(versions) if place == 0 or version != versions[place - 1]]
+    return tuple(
+        Span(version=int(versions[start]), start=start, end=end)
+        for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
+    )
+
 
 Pass = Callable[..., tuple[Any, int]]
 """One pass of the model with the weights of one version: its output and the version."""

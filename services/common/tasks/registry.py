@@ -12,11 +12,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config
-from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.tasks.matching import Matcher
+from heterorl.common.tasks.generated import ArithmeticTask, ProgressionTask
 from heterorl.common.tasks.messages import SystemPromptTask
-from heterorl.common.tasks.progression import ProgressionTask
 from heterorl.common.tasks.rewards.config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file
+from heterorl.common.tasks.rewards.matching import Matcher
 from heterorl.common.tasks.sources.config import DataConfig
 from heterorl.common.tasks.task import Measure, Task
 
@@ -209,20 +208,20 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
             digits=config.digits, terms=config.terms, seed=config.seed, prefix_counts=argument == "prefix"
         )
     elif kind == "reasoning_gym" and argument:
-        from heterorl.common.tasks.reasoning_gym import ReasoningGymTask
+        from heterorl.common.tasks.rewards.sandbox.rewards import ReasoningGymTask
 
         task = ReasoningGymTask(
             name=argument, size=config.size, evaluation_size=config.evaluation_size, seed=config.seed,
             timeout_s=config.reward_timeout_s, num_workers=config.reward_workers, sandbox=config.sandbox,
         )  # fmt: skip
     elif kind == "seeds" and not argument:
-        from heterorl.common.tasks.seeds import SeedsTask
+        from heterorl.common.tasks.environments.task import SeedsTask
 
         if not config.environment:
             raise ConfigError("task.name", "seeds are prompts of an environment", action="set task.environment")
         task = SeedsTask(size=config.size, evaluation_size=config.evaluation_size, seed=config.seed)
     elif kind == "jsonl" and argument:
-        from heterorl.common.tasks.jsonl import JsonlTask
+        from heterorl.common.tasks.sources.jsonl import JsonlTask
 
         task = JsonlTask(
             path=Path(argument),
@@ -234,7 +233,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
             needs_answers=_needs_answers(config),
         )
     elif kind in ("parquet", "hf") and argument:
-        from heterorl.common.tasks.sources.opening import open_parquet, open_repository
+        from heterorl.common.tasks.sources.files import open_parquet, open_repository
         from heterorl.common.tasks.sources.table import TableTask
 
         if kind == "hf":
@@ -299,7 +298,7 @@ def _rewarded(task: Task, config: SourceConfig) -> Task:
 
 def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None) -> Task:
     from heterorl.common.tasks.sources.mixture import MixtureTask, Source
-    from heterorl.common.tasks.sources.separation import separated
+    from heterorl.common.tasks.sources.rows import separated
 
     sources = {each.label: each for each in config.inherited()}
     tasks: dict[str, Task] = {}
@@ -334,7 +333,7 @@ def _matcher(config: SourceConfig) -> Matcher:
 
 def apart(task: Task, config: SourceConfig) -> Task:
     """The task with its score in processes that can be killed; where it computes its score so already, itself."""
-    from heterorl.common.tasks.rewards.apart import TaskApart
+    from heterorl.common.tasks.rewards.own import TaskApart
     from heterorl.common.tasks.rewards.weighted import WeightedTask
     from heterorl.common.tasks.sources.mixture import MixtureTask
 

@@ -1,4 +1,4 @@
-"""An environment and a policy as they speak to each other: drawn ids in, given ids out; the same on every node.
+"""Conversations of an environment and a policy, and what is tried of a task before its first group.
 
 Guarantees: what is given depends on the drawn ids, the environment and the run's template alone. So a learner that
 steps a deterministic environment again gets the ids that its sampler was given.
@@ -6,13 +6,16 @@ steps a deterministic environment again gets the ids that its sampler was given.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from heterorl.common.errors import EpisodeError, RewardError
+from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
+from heterorl.common.model.building import Room
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
 from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.tasks.environments.task import (
@@ -21,10 +24,9 @@ from heterorl.common.tasks.environments.task import (
     environment_problem,
     environments_of,
 )
-from heterorl.common.tasks.task import Message, Prompt, Task
-from heterorl.common.text.actions import Parser, parse_action
+from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, knows_answers
+from heterorl.common.text.actions import Parser, parse_action, parser_for
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.trial import TRIED_TURN, tried_prompts, try_turns
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import total_reward
 
@@ -184,3 +186,150 @@ def open_conversations(
     found = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)
     found.try_episodes()
     return found
+
+
+_LOG = logging.getLogger(__name__)
+NUM_ANSWERS = 1000
+"""Answers that are tried, evenly spread over the task, as far as ANSWERS_S reaches: 0.2 to 6 ms each."""
+ANSWERS_S = 10.0
+MAX_UNREADABLE = 0.5
+"""Share of answers that cannot be read beyond which the reward is not the one for this data."""
+NUM_TRIED = 32
+"""Prompts that are tried, evenly spread over the task."""
+TRIED_TURN = "Yes"
+"""What the policy says in an episode that is tried."""
+
+
+def tried_prompts(task: Task) -> Iterator[Prompt]:
+    """The prompts that are tried."""
+    return map(task.prompt, sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)}))
+
+
+def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: int) -> None:
+    """Write some prompts; a task of which the model can be asked none is not begun, single ones are left out later.
+
+    Args:
+        task: whose prompts they are.
+        prompter: writes them.
+        room: of the model.
+        max_new_tokens: of a completion.
+
+    Raises:
+        ConfigError: all of them were refused.
+    """
+    room.check_length(max_new_tokens)
+    num_tried = 0
+    for prompt in tried_prompts(task):
+        num_tried += 1
+        try:
+            room.check(prompter.encode_prompt(prompt), max_new_tokens)
+        except PromptRefused as error:
+            refused = error
+        else:
+            return
+    problem = refused.args[0].removeprefix(f"{refused.key}: ")
+    words = f"all of {num_tried} prompts that were tried are refused: {problem}"
+    raise ConfigError(refused.key, words, action=refused.action)
+
+
+def try_turns(
+    prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: Parser | Literal["auto"] = "auto"
+) -> Parser | None:
+    """Prove for an environment that the template writes turns one behind another, whatever stands before them.
+
+    Args:
+        prompter: writes them.
+        tools: JSON schemas of what the policy may call; with them the template must write tools and their results too.
+        tool_parser: the key of the task: how calls are read.
+
+    Returns:
+        How calls are read; None without tools.
+
+    Raises:
+        ConfigError: it does not, or no parser reads the calls that it writes.
+    """
+    problem = prompter.given_problem("user", tools=tools)
+    if problem:
+        raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
+    if not tools:
+        return None
+    prompter.check_tools(tools)
+    problem = prompter.given_problem("tool", tools=tools)
+    if problem:
+        raise ConfigError("task.environment", problem, action="take an environment without tools, or another model")
+    return parser_for(prompter, tools=tools, setting=tool_parser)
+
+
+def try_answers(task: Task) -> None:
+    """Read the answers, all of a small task: a row whose answer cannot be read gives no group, and rows keep numbers.
+
+    Raises:
+        ConfigError: more than half of them cannot be read.
+        DependencyMissing: the package that reads them is not installed.
+    """
+    if not knows_answers(task):
+        return
+    until, bad, num_tried = time.monotonic() + ANSWERS_S, [], 0
+    for index in sorted({number * task.num_prompts // NUM_ANSWERS for number in range(NUM_ANSWERS)}):
+        prompt = task.prompt(index)
+        try:
+            problem = answer_problem_of(task, prompt)
+        except RewardError as error:
+            # Whoever tries a reward says so.
+            _LOG.warning("the answers are not tried: %s", error)
+            return
+        num_tried += 1
+        if problem:
+            bad.append((prompt, problem))
+        if time.monotonic() >= until:
+            break
+    if not bad:
+        return
+    shown = ", ".join(f"prompt {prompt.index} ({prompt.answer[:40]!r}: {problem})" for prompt, problem in bad[:3])
+    words = f"{len(bad)} of {num_tried} answers that were tried cannot be read: {shown}"
+    if len(bad) > MAX_UNREADABLE * num_tried:
+        raise ConfigError("task.match", words, action='correct the data, or take match = "exact" or another reward')
+    _LOG.warning("%s; no group is made of such rows", words)
+
+
+def try_reward(task: Task, prompter: Prompter | None) -> float:
+    """Score a prompt's own answer, the first one that can be read; a task without rewards here is not begun.
+
+    An environment is told the answer as the only turn of an episode, or TRIED_TURN where the row has none.
+
+    Args:
+        task: whose prompt it is.
+        prompter: through whose tokens the answer goes; None takes its text as it is.
+
+    Raises:
+        ConfigError: the reward failed.
+        DependencyMissing: the package that computes it is not installed.
+    """
+    prompt = _readable(task)
+    is_played = environment_of(task, prompt) is not None
+    text = prompt.answer or (TRIED_TURN if is_played else "")
+    if prompter is not None:
+        text = prompter.decode(prompter.tokens(text))
+    try:
+        reward = total_reward(task.score(prompt, text))
+    except RewardError as error:
+        if is_played:
+            raise environment_problem(f"the policy says {text[:40]!r}", error) from error
+        problem = f"the reference answer of prompt {prompt.index} gets no reward here: {error}"
+        action = "correct task.reward or the data; raise task.reward_timeout_s if it only needs longer"
+        raise ConfigError("task", problem, action=action) from error
+    words = "an episode with one turn" if is_played else "the reference answer"
+    _LOG.info("%s of prompt %d gets a reward of %g", words, prompt.index, reward)
+    return reward
+
+
+def _readable(task: Task) -> Prompt:
+    """The first prompt whose answer can be read; the first one where none of some can."""
+    for index in range(min(NUM_TRIED, task.num_prompts) if knows_answers(task) else 0):
+        prompt = task.prompt(index)
+        try:
+            if not answer_problem_of(task, prompt):
+                return prompt
+        except RewardError:
+            break
+    return task.prompt(0)

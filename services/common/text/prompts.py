@@ -15,12 +15,12 @@ import numpy as np
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import check_model_dir, first_line
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.text.given import GivenTokens
 from heterorl.common.text.template import (
     CLOCK,
     DATE,
     TEMPLATE_ERRORS,
     ChatTemplate,
+    GivenTokens,
     as_variables,
     has_clock,
     source_of,

@@ -1,7 +1,17 @@
-"""Chat templates, which write the same text on every node: no clock, no chance, no release of transformers matters.
+"""Chat templates: the text of messages, the same on every node, and the tokens that are given between two turns.
 
 transformers' renderer gives a template the machine's date and time, and its releases differ. Here jinja2 renders it,
 and `strftime_now` tells the run's date.
+
+Drawn ids are never decoded and encoded again: the next context is the old ids, the drawn ids, and the given ids. Those
+are the difference of two texts: the template's text of (user, assistant, new messages), from behind the assistant's end
+token on. They depend on the new messages alone, so a learner computes the same ones from a trajectory's messages.
+
+Guarantees: a role is given only after it was proven for the template. The proof tries histories with a system prompt,
+with tools, with thoughts and with two turns; behind each of them the template must write the same text and tokens.
+
+A template may rewrite earlier turns, as Qwen3's leaves out their thoughts. That is no reason to refuse it, because
+nothing that was drawn is written again: the policy reads its own earlier thoughts.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, ext, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.directory import first_line
 from heterorl.common.tasks.task import Message
 
@@ -152,3 +162,153 @@ def _time_of(arguments: Mapping[str, Any]) -> datetime:
     except (TypeError, ValueError) as error:
         problem = f"{told!r} is no date of ISO 8601, such as {DATE!r}"
         raise ConfigError(f"chat_template_arguments.{CLOCK}", problem) from error
+
+
+GIVEN_ROLES = ("user", "tool", "system")
+"""Roles of messages between two turns; the assistant's are the policy's own."""
+
+_DRAWN = "answer0of0heterorl"
+"""Stands for drawn text; no template has it, and none trims it."""
+_ASKED = Message(role="user", content="asked")
+_PROBES = ("probe0one", "probe0two")
+_THOUGHT = "<think>\nthought\n</think>\n\n"
+
+
+class GivenTokens:
+    """The tokens between turns, of one template and its tokenizer."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Any, *, end_token_id: int) -> None:
+        """Of a template that ends an assistant's answer by this token."""
+        self._template = template
+        self._tokenizer = tokenizer
+        self._end_id = end_token_id
+        self._end = str(tokenizer.added_tokens_decoder[end_token_id].content)
+        self._problems: dict[str, str] = {}
+
+    def ids(self, messages: Sequence[Message], *, is_cut: bool) -> list[int]:
+        """Token ids behind a turn, up to where the policy's next turn begins.
+
+        A text that spells a special token becomes that token, as in prompts.
+
+        Args:
+            messages: what is said to the turn; at least one.
+            is_cut: the turn ended at its token limit, so that its end token is given too.
+
+        Raises:
+            PromptRefused: the template cannot write such messages behind an answer.
+        """
+        if not messages:
+            raise ValueError("no messages")
+        for role in sorted({message.role for message in messages}):
+            if role not in self._problems:
+                self._problems[role] = self.problem(role)
+            if self._problems[role]:
+                raise PromptRefused("use_chat_template", self._problems[role])
+        try:
+            ids = self._encoded(self._behind(messages))
+        except TEMPLATE_ERRORS as error:
+            raise PromptRefused("use_chat_template", _refusal(messages, error)) from error
+        return ids if is_cut else ids[1:]
+
+    def problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Why messages of a role cannot be given; empty where they can.
+
+        Args:
+            role: of the messages.
+            tools: schemas of the run's tools; with them the histories are tried with tools too.
+        """
+        if role not in GIVEN_ROLES:
+            return f"no message of the role {role} is given between turns, only of {', '.join(GIVEN_ROLES)}"
+        for messages in _tried(role):
+            try:
+                behind = self._behind(messages)
+                problem = self._problem_behind(messages, behind, tools)
+            except TEMPLATE_ERRORS as error:
+                problem = _refusal(messages, error)
+            if problem:
+                return problem
+        return ""
+
+    def _problem_behind(self, messages: Sequence[Message], behind: str, tools: Sequence[Mapping[str, Any]]) -> str:
+        place = -1
+        for message in messages:
+            place = behind.find(message.content, place + 1)
+            if place < 0:
+                return f"the model's template leaves out messages of the role {message.role} behind an answer"
+        expected = self._encoded(behind)
+        for number, (words, history) in enumerate(_histories(messages)):
+            for given in ((), tools) if tools else ((),):
+                try:
+                    text = self._write([*history, *messages], tools=given)
+                except TEMPLATE_ERRORS:
+                    # Such a history cannot come to be; without this one nothing can.
+                    if number:
+                        continue
+                    raise
+                whole = f"{words}{' and tools' if given else ''}"
+                if not text.endswith(_DRAWN + behind):
+                    roles = ", ".join(message.role for message in messages)
+                    return (
+                        f"the model's template writes messages of {roles} otherwise behind {whole} than behind one turn"
+                    )
+                # The tokenizer splits a text at its special tokens first and joins nothing across them. So what stands
+                # from an end token on has the same ids alone as in the whole; a tokenizer that does else is found here.
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                if ids[-len(expected) :] != expected:
+                    return f"the tokenizer joins tokens across {self._end!r}, behind {whole}"
+        return ""
+
+    def _behind(self, messages: Sequence[Message]) -> str:
+        """What is written behind an answer that messages follow, its end included."""
+        text = self._write([_ASKED, _answer(), *messages])
+        return text.partition(_DRAWN)[2]
+
+    def _write(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        return self._template.write([as_variables(each) for each in messages], begins_answer=True, tools=tools)
+
+    def _encoded(self, behind: str) -> list[int]:
+        """Ids from the end token on.
+
+        The end token's text is encoded with the rest: some tokenizers let it take the white space behind it.
+
+        Raises:
+            ValueError: the template ends an earlier answer by something else than the last one.
+        """
+        before, end, rest = behind.partition(self._end)
+        if not end or before.strip():
+            raise ValueError(f"an earlier answer ends by {behind[:20]!r}, the last one by {self._end!r}")
+        ids: list[int] = self._tokenizer.encode(end + rest, add_special_tokens=False)
+        if ids[:1] != [self._end_id]:
+            raise ValueError(f"{self._end!r} is encoded as other tokens")
+        return ids
+
+
+def _tried(role: str) -> list[list[Message]]:
+    """New messages of a role; results of several tools come at once, and a word of the user may follow them."""
+    first, second = (Message(role=role, content=text, name="tool" if role == "tool" else "") for text in _PROBES)
+    if role != "tool":
+        return [[first]]
+    return [[first], [first, second], [first, Message(role="user", content=_PROBES[1])]]
+
+
+def _histories(messages: Sequence[Message]) -> list[tuple[str, list[Message]]]:
+    """Conversations that end with the answer, by name; the first one is one turn."""
+    system = Message(role="system", content="told")
+    turn, thinking = [_ASKED, _answer()], [_ASKED, _answer(_THOUGHT)]
+    return [
+        ("one turn", turn),
+        ("a system prompt", [system, *turn]),
+        ("thoughts", thinking),
+        ("two turns", [*turn, *messages, _answer()]),
+        ("two turns of the user", [*turn, *turn]),
+        ("two turns with thoughts", [*thinking, *messages, _answer(_THOUGHT)]),
+    ]
+
+
+def _answer(thought: str = "") -> Message:
+    return Message(role="assistant", content=f"{thought}{_DRAWN}")
+
+
+def _refusal(messages: Sequence[Message], error: Exception) -> str:
+    roles = ", ".join(message.role for message in messages)
+    return f"the model's template refuses messages of {roles} behind an answer: {first_line(error)}"

@@ -177,7 +177,7 @@ class Group:
     state_root: Digest
     generation_s: float
     is_seeded: bool = False
-    """Whether the tokens were drawn with the noise of heterorl.common.generation.seeded."""
+    """Whether the tokens were drawn with the noise of heterorl.common.generation.draw."""
     trace: str = ""
     """W3C trace context of the generation; empty when nobody follows the group."""
 

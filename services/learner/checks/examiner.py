@@ -31,11 +31,10 @@ from heterorl.common.errors import (
     UnknownVersion,
     UntrustedVersion,
 )
-from heterorl.common.generation.seeded import group_key
+from heterorl.common.generation.draw import group_key
 from heterorl.common.process import metrics
 from heterorl.common.process.threads import in_thread, in_thread_of
-from heterorl.common.tasks.scoring import FailureRow
-from heterorl.common.tasks.task import Task, source_of
+from heterorl.common.tasks.task import FailureRow, Task, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import SiteId

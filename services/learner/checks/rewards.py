@@ -9,11 +9,10 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.environments.task import environments_of
-from heterorl.common.tasks.rewards.remote.reward import Terms
+from heterorl.common.tasks.rewards.remote import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
-from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.sources.mixture import MixtureTask
-from heterorl.common.tasks.task import Prompt, Task, uncertain_parts
+from heterorl.common.tasks.task import Prompt, Task, score_group, uncertain_parts
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum

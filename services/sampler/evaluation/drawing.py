@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from heterorl.common.errors import EngineError, PromptRefused, RewardError
 from heterorl.common.evaluation.draft import PromptDraft
 from heterorl.common.evaluation.draws import Block, blocks_of, request_of, seed_of
-from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.requests import Completion, Finished, Request
+from heterorl.common.generation.engine import Completion, Engine, Finished, Request
 from heterorl.common.process.clock import Bell
 from heterorl.common.tasks.task import Prompt, Task, check_answer
 from heterorl.common.text.texts import Texts

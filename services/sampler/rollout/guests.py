@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from heterorl.common.generation.requests import Finished, Lost
+from heterorl.common.generation.engine import Finished, Lost
 from heterorl.common.process.clock import Bell
 from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.policy import NO_VERSION

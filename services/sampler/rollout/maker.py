@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from heterorl.common.errors import AnswerUnreadable, PromptRefused, PromptTooLong
-from heterorl.common.generation.requests import Completion
-from heterorl.common.generation.seeded import group_key
+from heterorl.common.generation.draw import group_key
+from heterorl.common.generation.engine import Completion
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.tasks.scoring import FailureRow, score_group
-from heterorl.common.tasks.task import Prompt, Task, check_answer, source_of
+from heterorl.common.tasks.task import FailureRow, Prompt, Task, check_answer, score_group, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId

@@ -21,9 +21,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError
-from heterorl.common.generation.canary import ScoredText
-from heterorl.common.generation.engine import generate_all
-from heterorl.common.generation.requests import Completion, Finished, Lost, Request
+from heterorl.common.generation.engine import Completion, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.vllm import canary

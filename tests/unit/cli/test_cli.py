@@ -254,11 +254,11 @@ def test_every_screen_takes_text_literally():
     }
 
     # These bars show no text but their own.
-    assert {name for name, _ in calls} >= {"cli/main.py", "demo/run.py", "common/tiny/warm_start.py"}
+    assert {name for name, _ in calls} >= {"cli/main.py", "demo/run.py", "common/generation/tiny.py"}
     assert [
         call
         for name, call in calls
-        if "markup=False" not in call and name not in ("common/tiny/warm_start.py", "cli/offline.py")
+        if "markup=False" not in call and name not in ("common/generation/tiny.py", "cli/offline.py")
     ] == []
 
 

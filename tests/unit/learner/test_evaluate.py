@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
-from heterorl.common.generation.requests import Finished
+from heterorl.common.generation.engine import Finished
 from heterorl.common.model import tensors
-from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.generated import ArithmeticTask
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import FinishReason, RewardPart

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, EngineDied, EngineError, StaleWeights
-from heterorl.common.generation.engine import generate_all
-from heterorl.common.generation.requests import Finished, Lost, Request, in_order
+from heterorl.common.generation.engine import Finished, Lost, Request, generate_all, in_order
 from heterorl.sampler.engine_group import EngineGroup
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 

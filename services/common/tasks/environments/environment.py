@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from heterorl.common.tasks.completions import answer_of
 from heterorl.common.tasks.task import Message
-from heterorl.common.tasks.thoughts import answer_of
 
 
 @dataclass(frozen=True, slots=True)

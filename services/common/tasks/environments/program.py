@@ -28,7 +28,7 @@ from typing import IO, Any, ClassVar
 
 from heterorl.common.tasks.environments.endpoint import Endpoint, over
 from heterorl.common.tasks.environments.environment import Action, Observation
-from heterorl.common.tasks.rewards.files import reward_files
+from heterorl.common.tasks.rewards.functions import reward_files
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
 

@@ -18,8 +18,8 @@ from heterorl.common.tasks.rewards.config import (
     RewardConfig,
 )
 from heterorl.common.tasks.rewards.own import OwnReward
-from heterorl.common.tasks.rewards.remote.reward import RemoteReward, Terms
-from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
+from heterorl.common.tasks.rewards.remote import RemoteReward, Terms
+from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, RewardSource, WeightedTask
 from heterorl.common.tasks.task import Task
 from heterorl.common.wire.common import bytes_digest

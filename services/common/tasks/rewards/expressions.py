@@ -4,14 +4,17 @@ Runs in a worker process. An answer of a data set is what follows its last `####
 `\\boxed` of its own say which part is mathematics. Of a completion the last box, what follows the last `####` or the
 last "answer is" is read in the same way; where none can be read, math-verify looks for mathematics in its prose.
 
-Guarantees: what is read was read to its end: an answer that is not is None, and never a part of itself.
+Signs of Unicode, numbers, units and words are put into the LaTeX that a parser reads.
+
+Guarantees: what is read was read to its end: an answer that is not is None, and never a part of itself. What is put
+aside is a unit, a currency or a sign around mathematics; other words make the text unreadable.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import convert_to_pct
@@ -19,7 +22,181 @@ from latex2sympy2_extended.math_normalization import extract_boxed_content, norm
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
-from heterorl.common.tasks.rewards.notation import ENDED, GAP, Text, signs, unwrapped, words_of, written
+MAX_WORDS = 6
+"""Words of an answer that is no mathematics, such as a name; more are prose."""
+_SIGNS = {
+    "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2010": "-", "\u2011": "-", "\u2013": "-", "\uff0b": "+",
+    "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2217": "*", "\u00f7": r"\div ", "\u2215": "/",
+    "\u2044": "/", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2a7d": r"\le ", "\u2a7e": r"\ge ", "\u2260": r"\ne ",
+    "\u2248": r"\approx ", "\u00b1": r"\pm ", "\u221e": r"\infty ", "\u2205": r"\emptyset ", "\u00f8": r"\emptyset ",
+    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}",
+    "\u2115": r"\mathbb{N}", "\u211a": r"\mathbb{Q}", "\u00b0": r"^\circ ", "\u03c0": r"\pi ", "\u03b1": r"\alpha ",
+    "\u03b2": r"\beta ", "\u03b3": r"\gamma ", "\u03b4": r"\delta ", "\u03b8": r"\theta ", "\u03bb": r"\lambda ",
+    "\u03bc": r"\mu ", "\u03c1": r"\rho ", "\u03c3": r"\sigma ", "\u03c6": r"\phi ", "\u03c9": r"\omega ",
+    "\uff0c": ",", "\uff05": "%", "\uff08": "(", "\uff09": ")", "\uff1a": ":", "\uff1d": "=",
+    "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}",
+    "\u2154": r"\frac{2}{3}", "\u2155": r"\frac{1}{5}", "\u2159": r"\frac{1}{6}", "\u215b": r"\frac{1}{8}",
+    "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2002": " ", "\u2003": " ", "\u200b": "", "\ufeff": "",
+}  # fmt: skip
+_SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
+_RAISED = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a\u207f", "0123456789-+n"
+)
+_RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b\u207a\u207f]+")
+_LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
+_LOWERED_RUN = re.compile("[\u2080-\u2089]+")
+_ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))")
+
+_CLOSED = r"(?<!\\)\$\$?(?P<dollars>(?:[^$\\]|\\.)+)\$\$?|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]"
+_MATHS = re.compile(_CLOSED, re.DOTALL)
+_PRICE = re.compile(r"^\s*(-?)\s*(?:\\?\$|[\u00a3\u20ac\u00a5\u20b9])\s*(?=[\d.])")
+_CURRENCY_BEHIND = re.compile(r"(?<=\d)\s*(?:\\?\$|[\u00a3\u20ac\u00a5\u20b9])\s*$")
+_GROUPED = re.compile(r"(?<![\d.,])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)\s*\d{3})+)(?!\d)")
+_COMMAS = re.compile(r"(?<![\d.,(\[{])(\d{1,3}(?:,\d{3})+)(?!,?\d)")
+_BRACKETED = re.compile(r"[(\[{|]")
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])")
+_MIXED = re.compile(r"(?<![\w.}/^])(\d+)(?:\s+|\s*\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?![\w./])")
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?!\d)")
+ENDED = re.compile(r"[\s.;,]+$")
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|textnormal|textsf|operatorname)\s*\{([^{}]*)\}"
+)
+_WORDS = re.compile(r"[^\W\d_][^\d_\\${}^=<>|+*/]*", re.DOTALL)
+_OPTION = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]?")
+_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[lcr|]+\})?")
+_NOT_WORDS = re.compile(r"\d|(?i:\b(?:thousand|[mbtr]+illion)\b)")
+_UNREAD = re.compile(r"(?<![_\d])\d+\s+\d|\d_|\d\.\d+\.\d")
+_RAISED_BY = re.compile(r"(?:\*\*|\^)\s*(?:\((-?[^()]*)\)|(-?\d+(?:\.\d+)?))")
+_PHRASE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
+_NUMBER = re.compile(r"-?\s*[\d.,]+")
+_FUNCTIONS = frozenset([
+    "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "min", "gcd", "lcm", "mod", "inf",
+    "infinity", "and", "arcsin", "arccos", "arctan", "det", "percent", "percentage", "pct", "degree",
+    "degrees",
+])  # fmt: skip
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(r"(?<=[\d}])\s*(" + "|".join(_SCALES) + r")\b", re.IGNORECASE)
+GAP = r"(?:\s|\\[ ,;:!]|~)*"
+_POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
+_UNIT = re.compile(
+    rf"(?:(?<=[\d}})%])|(?<=\\pi)){GAP}"
+    rf"(?P<words>[A-Za-z][A-Za-z./ -]*?){_POWER}(?:\s*\([A-Za-z .-]+\))?\s*$"
+)
+_UNIT_IN_TEXT = re.compile(
+    rf"(?<=[\w)}}%]){GAP}\\(?:text|textrm|mathrm|mbox|rm)\s*\{{(?P<words>[^{{}}\d]*)\}}{_POWER}\s*$"
+)
+_SHORT_UNITS = frozenset([
+    "st", "nd", "rd", "th", "cm", "mm", "km", "nm", "kg", "mg", "ml", "cl", "dl", "ft", "in", "lb", "lbs",
+    "oz", "mi", "hr", "hrs", "yd", "yds", "pt", "qt", "min", "sec", "mph", "kph", "rpm", "am", "pm", "ms",
+    "ns", "hz", "kw", "mw", "ha", "sq", "cu", "m/s", "ft/s", "km/h", "mi/h", "m/h",
+])  # fmt: skip
+_LETTER_UNITS = frozenset(["m", "s", "g", "h", "l", "L", "N", "J", "W", "V", "K", "C", "F", "d"])
+_NO_UNITS = frozenset(["and", "or", "mod"])
+_SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
+_CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[CFK]\b)?")
+_ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_TURNS = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)\b")
+_ORDINAL = re.compile(r"\^\s*\{\s*\\(?:text|mathrm|textrm)\s*\{(?:st|nd|rd|th)\}\s*\}\s*$")
+_SYMBOLS = re.compile(r"[a-z]{1,2}|[A-Z]{1,2}")
+
+
+class Text(NamedTuple):
+    """An answer that is words, compared without regard to case and to blanks."""
+
+    words: str
+
+
+def signs(text: str) -> str:
+    """Signs of Unicode as LaTeX writes them."""
+    text = _ROOT.sub(
+        lambda root: f"\\sqrt{'[3]' if root[1] == chr(0x221B) else ''}{{{root[2] or root[3] or root[4]}}}", text
+    )
+    text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text)
+    text = _LOWERED_RUN.sub(lambda run: f"_{{{run[0].translate(_LOWERED)}}}", text)
+    return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
+
+
+def unwrapped(text: str) -> str:
+    """The text without the signs around mathematics; of prose its last formula."""
+    text = text.strip().strip("*")
+    found = list(_MATHS.finditer(text))
+    if not found:
+        return _CURRENCY_BEHIND.sub("", _PRICE.sub(r"\1", text)).replace("\\$", "")
+    inner = [next(part for part in match.groups() if part is not None) for match in found]
+    outside = _MATHS.sub(" ", text)
+    if _LONG_WORD.search(re.sub(r"(?i)\b(?:and|or)\b", " ", _UNIT.sub("", f"0{outside.rstrip(' .')}"))) is None:
+        # Formulas with what joins them, such as $x = 3$, $y = 4$: one expression.
+        joined = _MATHS.sub(lambda match: next(part for part in match.groups() if part is not None), text)
+        return joined
+    return inner[-1]
+
+
+def words_of(text: str) -> Text | None:
+    """An answer that is words, such as a name or the letter of an option; None where it is something else."""
+    plain = _TEXT.sub(r"\1", text).replace("\\ ", " ").replace("~", " ").strip()
+    plain = ENDED.sub("", plain)
+    if (option := _OPTION.fullmatch(plain)) is not None and (plain != option[1] or plain != text):
+        return Text(option[1].casefold())
+    if len(plain) == 1 and plain.isupper():
+        return Text(plain.casefold())
+    if not _WORDS.fullmatch(plain) or len(plain.split()) > MAX_WORDS:
+        return None
+    if _SYMBOLS.fullmatch(plain) and plain == text and plain.casefold() not in ("no", "yes"):
+        return None
+    if any(word in _FUNCTIONS for word in plain.split()):
+        return None
+    if plain == text and not _LONG_WORD.search(plain) and plain.casefold() not in ("no", "yes"):
+        return None
+    return Text(" ".join(plain.casefold().split()))
+
+
+def written(text: str) -> str | None:
+    """An expression with its numbers as LaTeX writes them; None where it has words that are none of mathematics."""
+    text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
+    text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
+    if not _BRACKETED.search(text):
+        text = _COMMAS.sub(lambda group: group[1].replace(",", ""), text)
+    text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+    text = _REPEATING.sub(_repeated, text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _SCALED.sub(lambda scale: f" \\times 10^{{{_SCALES[scale[1].lower()]}}}", text)
+    text = text.replace("\\varnothing", "\\emptyset").replace("\\degree", "^\\circ")
+    text = _RAISED_BY.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)
+    text = text.replace("\\langle", "(").replace("\\rangle", ")")
+    text = _ANGLE.sub(r"\\frac{\1\\pi}{180}", text) if _TURNS.search(text) else _CIRCLE.sub("", text)
+    text = _without_unit(_ORDINAL.sub("", text))
+    if any(_PHRASE.search(part[1]) for part in _TEXT.finditer(text)):
+        return None
+    rest = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
+    if any(word.lower() not in _FUNCTIONS for word in _LONG_WORD.findall(rest)) or _SMALL_WORDS.search(rest):
+        return None
+    # Numbers with nothing between them are none, and a number with a base inside an expression is not read as one.
+    return None if _UNREAD.search(text) else text.strip()
+
+
+def _without_unit(text: str) -> str:
+    if (unit := _UNIT_IN_TEXT.search(text)) is not None and not set(unit["words"].split()) & _NO_UNITS:
+        return text[: unit.start()]
+    unit = _UNIT.search(text)
+    if unit is None:
+        return text
+    words, before = unit["words"].strip(), text[: unit.start()]
+    is_apart = not text[unit.start()].isalpha()
+    if set(words.split()) & (_FUNCTIONS | _NO_UNITS):
+        return text
+    is_one = words.lower() in _SHORT_UNITS or _LONG_WORD.search(words)
+    if is_one or (is_apart and words in _LETTER_UNITS and _NUMBER.fullmatch(before)):
+        return before
+    return text
+
+
+def _repeated(number: re.Match[str]) -> str:
+    whole, once, again = number[1] or "0", number[2], number[3] or number[4]
+    above = int(whole + once + again) - int(whole + once)
+    return f"\\frac{{{above}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
+
 
 _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
 _PERCENT = re.compile(rf"{GAP}(?:\\?%|\b(?:percent|percentage|pct)\b|\\text\{{\s*percent\s*\}})\s*$")

@@ -9,6 +9,7 @@ counts. It is processor time, so that a busy machine gives the same values; a lo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -324,3 +326,29 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     except subprocess.TimeoutExpired:
         return "the process closed its pipe"
     return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended: code {code}"
+
+
+NEAR = 0.25
+"""Share of a time limit beyond which another machine may come to another result."""
+_REMEMBERED = 4096
+
+
+class NearLimit:
+    """The last ones of them."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, prompt: object, completion: str) -> None:
+        """Remember one of a prompt's number, or of its answer; the oldest is forgotten for it."""
+        self._names[_name(prompt, completion)] = None
+        while len(self._names) > _REMEMBERED:
+            self._names.popitem(last=False)
+
+    def has(self, prompt: object, completion: str) -> bool:
+        """Whether it is one of them."""
+        return _name(prompt, completion) in self._names
+
+
+def _name(prompt: object, completion: str) -> bytes:
+    return hashlib.sha256(f"{prompt}\n{completion}".encode(errors="surrogatepass")).digest()

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from heterorl.common.errors import RewardError
-from heterorl.common.tasks.rewards.remote.reward import WHOLE, RemoteReward, Terms
-from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
-from heterorl.common.tasks.scoring import score_group
-from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_parts
+from heterorl.common.tasks.rewards.remote import WHOLE, RemoteReward, Terms
+from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
+from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, score_group, uncertain_parts
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, weighted_sum
 from heterorl.common.wire.common import bytes_digest

@@ -117,10 +117,10 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 def _exact(_job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    thoughts: Any = importlib.import_module("heterorl.common.tasks.thoughts")
+    completions: Any = importlib.import_module("heterorl.common.tasks.completions")
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        given = thoughts.answer_of(request["completion"])
+        given = completions.answer_of(request["completion"])
         return {"parts": {"correct": float(given.strip() == request["answer"].strip())}}
 
     return answer, {}
@@ -144,7 +144,7 @@ def _task(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 def _remote(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    module: Any = importlib.import_module(f"heterorl.common.tasks.rewards.remote.{job['module']}")
+    module: Any = importlib.import_module(f"heterorl.common.tasks.rewards.{job['module']}")
     try:
         return module.load(job), {}
     except ValueError as error:
@@ -172,7 +172,7 @@ def _code(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     module, name = job["module"], job["name"]
     function = load_function(module, name, job["directory"])
-    ways = _beside("calling")
+    ways = _beside("functions")
     try:
         calling = ways.Calling(function)
     except ways.Unanswerable as error:
@@ -181,7 +181,7 @@ def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"parts": calling.parts(request)}
 
-    files = _beside("files").reward_files(module.partition(".")[0])
+    files = _beside("functions").reward_files(module.partition(".")[0])
     return answer, {"digest": files.digest, "num_files": files.count, "place": files.place, **calling.facts}
 
 
@@ -190,7 +190,7 @@ def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     found, facts = None, {}
     if job["module"]:
         found = load_function(job["module"], job["name"], job["directory"], what=job["what"])
-        files = _beside("files").reward_files(job["module"].partition(".")[0])
+        files = _beside("functions").reward_files(job["module"].partition(".")[0])
         facts = {"digest": files.digest, "num_files": files.count, "place": files.place}
     try:
         answer, more = inside.load(job, found)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.messages import BETWEEN, ROLES, SYSTEM_ROLES
 from heterorl.common.tasks.sources.config import ANSWER, MESSAGES, PROMPT, DataConfig
-from heterorl.common.tasks.sources.values import plain, written
+from heterorl.common.tasks.sources.rows import plain, written
 from heterorl.common.tasks.task import Message, Prompt
 
 Mask = npt.NDArray[np.bool_]

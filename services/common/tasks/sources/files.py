@@ -1,4 +1,4 @@
-"""Rows of a data set as an Arrow table in a mapped file, and which files they were read from."""
+"""From the name of a data set to its rows: an Arrow table in a mapped file, and which files it was read from."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import blake3
 
 from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.tasks.sources.config import DataConfig
+from heterorl.common.tasks.sources.hub import parse, pinned, snapshot
 
 _SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves."""
@@ -131,3 +133,47 @@ def _words(error: BaseException) -> str:
     # What the library raises names a cause, which says more.
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}".splitlines()[0][:300]
+
+
+def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:
+    """Rows to train on, and those of the held-out split where one is named.
+
+    Args:
+        text: `NAME@REVISION[split]`, or a directory with its split.
+        config: which subset and files.
+        notes: see `revision.pinned`.
+
+    Raises:
+        ConfigError: no such set, revision, subset or split.
+        DependencyMissing: the datasets library is not installed.
+    """
+    key = "task.name"
+    name = parse(key, text)
+    if name.is_local:
+        directory = Path(name.place).expanduser()
+    else:
+        commit = pinned(key, name, notes=notes, cache_dir=config.cache_dir)
+        directory = snapshot(key, name, commit, files=config.files, cache_dir=config.cache_dir)
+
+    def load(key: str, split: str) -> Loaded:
+        return load_directory(
+            key, directory, split=split, subset=config.subset, files=config.files, cache_dir=config.cache_dir
+        )
+
+    held_out = load("task.data.evaluation_split", config.evaluation_split) if config.evaluation_split else None
+    return load(key, name.split), held_out
+
+
+def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:
+    """Rows of one Parquet file or of all that a pattern names, and those of a held-out one.
+
+    Raises:
+        ConfigError: a file is not there, or not Parquet.
+        DependencyMissing: the datasets library is not installed.
+    """
+    if config.evaluation_split:
+        raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
+    held_out = None
+    if evaluation_path:
+        held_out = load_parquet("task.evaluation_path", evaluation_path, cache_dir=config.cache_dir)
+    return load_parquet("task.name", path, cache_dir=config.cache_dir), held_out

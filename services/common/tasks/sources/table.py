@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.matching import Matcher
+from heterorl.common.tasks.rewards.matching import Matcher
 from heterorl.common.tasks.sources.columns import Columns
 from heterorl.common.tasks.sources.config import DataConfig
 from heterorl.common.tasks.sources.files import Loaded
-from heterorl.common.tasks.sources.length import short_ones
-from heterorl.common.tasks.sources.separation import say_held_out
+from heterorl.common.tasks.sources.rows import say_held_out, short_ones
 from heterorl.common.tasks.task import Measure, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart

@@ -12,11 +12,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.draw import draw, gumbel, truncated
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.rows import _is_made_of
-from heterorl.common.generation.turns import Turns
+from heterorl.common.generation.rows import Turns, _is_made_of
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.model.tensors import store
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena

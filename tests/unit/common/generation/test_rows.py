@@ -9,9 +9,7 @@ import torch
 
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, PromptTooLong
 from heterorl.common.generation import rows
-from heterorl.common.generation.canary import ScoredText
-from heterorl.common.generation.engine import generate_all
-from heterorl.common.generation.requests import Finished, Lost, Request, in_order
+from heterorl.common.generation.engine import Finished, Lost, Request, ScoredText, generate_all, in_order
 from heterorl.common.model.building import room_of
 from heterorl.common.types.rollout import FinishReason
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model

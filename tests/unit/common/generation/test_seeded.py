@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.generation.draw import group_key, gumbel_noise
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.seeded import group_key, gumbel_noise
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.process.config import load
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.sampler.config import SamplerConfig
 

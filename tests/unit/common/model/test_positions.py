@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from heterorl.common.errors import ConfigError, PromptTooLong
+from heterorl.common.generation.engine import Request
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.requests import Request
 from heterorl.common.model.building import Room, load_pretrained, room_at, room_of, window_of
 from heterorl.learner.backends.loading.empty import empty_model
 from heterorl.learner.backends.loading.opened import fill, open_model

@@ -9,7 +9,7 @@ import pytest
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
 from heterorl.common.tasks.rewards import process
-from heterorl.common.tasks.rewards.apart import TaskApart
+from heterorl.common.tasks.rewards.own import TaskApart
 from heterorl.common.tasks.rewards.process import RewardPool
 
 pytestmark = pytest.mark.process

@@ -17,7 +17,7 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.config import CodeRewardConfig
 from heterorl.common.tasks.rewards.process import PATIENCE
-from heterorl.common.tasks.rewards.sandbox import bubblewrap, outcome, seccomp
+from heterorl.common.tasks.rewards.sandbox import bubblewrap, outcome
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import Sandbox as RealSandbox
 from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, tried
@@ -222,7 +222,7 @@ def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, mo
 
 def test_there_is_no_network_not_even_this_machine(sandbox, monkeypatch):
     # Not even where sockets of the network were not refused.
-    monkeypatch.setattr(seccomp, "_AF_UNIX", socket.AF_INET)
+    monkeypatch.setattr(bubblewrap, "_AF_UNIX", socket.AF_INET)
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = (
             "import socket\nok = 4\n"
@@ -265,7 +265,7 @@ def f(x): return 4
 
 def test_calls_that_leave_something_behind_or_open_the_kernel_are_refused(sandbox):
     column = ("x86_64", "aarch64").index(os.uname().machine)
-    numbers = {name: both[column] for name, both in seccomp._REFUSED.items()}
+    numbers = {name: both[column] for name, both in bubblewrap._REFUSED.items()}
 
     result = tried_in(sandbox, REFUSED.format(numbers=numbers, clone=(56, 220)[column], unshare=(272, 97)[column]))
 
@@ -297,7 +297,7 @@ def _decided(program, architecture, number, argument=0):
 )
 def test_program_of_each_machine_refuses_by_number_and_argument(machine, architecture, numbers):
     def decided(name, argument=0, architecture=architecture):
-        verdict = _decided(seccomp.program(machine), architecture, numbers[name], argument)
+        verdict = _decided(bubblewrap.program_of(machine), architecture, numbers[name], argument)
         return 0 if verdict == 0x7FFF0000 else verdict - 0x50000
 
     assert [decided(name) for name in ("read", "openat", "keyctl")] == [0, 0, errno.EPERM]
@@ -310,10 +310,10 @@ def test_program_of_each_machine_refuses_by_number_and_argument(machine, archite
 
 
 def test_without_a_filter_of_calls_there_is_no_sandbox(monkeypatch):
-    monkeypatch.setattr(seccomp, "program", lambda machine: bytes(8))
+    monkeypatch.setattr(bubblewrap, "program_of", lambda machine: bytes(8))
     with pytest.raises(NoSandbox, match="this kernel filters no calls"):
         find_sandbox(python="", shown=(), limits=LIMITS)
-    monkeypatch.setattr(seccomp, "program", lambda machine: b"")
+    monkeypatch.setattr(bubblewrap, "program_of", lambda machine: b"")
     with pytest.raises(NoSandbox, match="calls of the kernel are not filtered on"):
         find_sandbox(python="", shown=(), limits=LIMITS)
 

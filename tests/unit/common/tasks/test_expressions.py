@@ -2,8 +2,7 @@
 
 import pytest
 
-from heterorl.common.tasks.rewards.expressions import answer_of_row, is_right
-from heterorl.common.tasks.rewards.notation import Text
+from heterorl.common.tasks.rewards.expressions import Text, answer_of_row, is_right
 
 # An answer column, what a box may hold that is right, and what is wrong.
 PAIRS = [

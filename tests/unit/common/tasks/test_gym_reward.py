@@ -218,7 +218,7 @@ def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored(
     server.wait()
     first = psutil.Process(server._process.pid)
     with monkeypatch.context() as patch:
-        patch.setattr(gym, "START_TIMEOUT_S", 0.2)
+        patch.setattr(gym, "SERVE_TIMEOUT_S", 0.2)
         with pytest.raises(TimeoutError, match="no answer in 0.2 s"):
             server.score({"index": 0}, "1", timeout_s=60.0)
 

@@ -15,7 +15,7 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.process.config import load
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards.process import PATIENCE, SCRIPT
-from heterorl.common.tasks.scoring import score_group
+from heterorl.common.tasks.task import score_group
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
 from heterorl.coordinator.rpc.bounds import bound_of, text_problem
 from heterorl.learner.config import LearnerConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.common.tasks.progression import ProgressionTask
+from heterorl.common.tasks.generated import ProgressionTask
 from heterorl.common.tasks.registry import TaskConfig, build_task
 
 

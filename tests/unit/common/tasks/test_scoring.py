@@ -8,9 +8,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
-from heterorl.common.tasks.scoring import FailureRow, score_group
-from heterorl.common.tasks.task import Prompt
-from heterorl.common.text.trial import try_answers, try_reward
+from heterorl.common.tasks.task import FailureRow, Prompt, score_group
+from heterorl.common.text.conversation import try_answers, try_reward
 from heterorl.common.types.rollout import RewardPart
 
 

@@ -11,10 +11,10 @@ import threading
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.generated import ArithmeticTask
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
-from heterorl.common.tasks.rewards import math_verify
-from heterorl.common.tasks.rewards.math_verify import MAX_MEMORY_BYTES, MathVerifier
+from heterorl.common.tasks.rewards import matching
+from heterorl.common.tasks.rewards.matching import MAX_MEMORY_BYTES, MathVerifier
 from heterorl.common.tasks.rewards.process import SCRIPT
 
 
@@ -227,7 +227,7 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path, m
     assert task.score(task.prompt(0), "it is $0.4$")[0].value == 0.0
 
     # Processor time alone, however long it takes by the clock.
-    monkeypatch.setattr(math_verify, "PATIENCE", 1000.0)
+    monkeypatch.setattr(matching, "PATIENCE", 1000.0)
     verifier = MathVerifier(timeout_s=0.5)
     try:
         # What takes too long to compare is wrong, and another machine may have had the time.
@@ -310,7 +310,7 @@ def test_math_worker_that_gets_no_processor_says_nothing_of_the_answer():
     try:
         assert verifier.verify(answer="$2$", completion="$2$") is True
         (worker,) = verifier.pool.workers
-        assert worker.timeout_s == 60.0 * math_verify.PATIENCE
+        assert worker.timeout_s == 60.0 * matching.PATIENCE
         worker.timeout_s = 0.5
         os.kill(worker.process.pid, signal.SIGSTOP)
         with pytest.raises(RewardError, match="no answer in 0.5 s"):

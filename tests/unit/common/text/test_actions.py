@@ -18,7 +18,7 @@ from heterorl.common.text.actions import (
     parse_action,
     parser_for,
 )
-from heterorl.common.text.trial import try_turns
+from heterorl.common.text.conversation import try_turns
 from tests.support.conversations import CHATML, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.text.trial import try_turns
+from heterorl.common.text.conversation import try_turns
 from tests.support.conversations import CHATML, FAMILIES, GEMMA, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 from tests.support.templates import THINKING
 from tests.support.tokenizers import sentencepiece, words

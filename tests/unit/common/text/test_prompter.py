@@ -5,10 +5,10 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.prompts import Prompter, chat_template_digest
-from heterorl.common.tiny.model import write_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -8,10 +8,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.prompts import Prompter, chat_template_digest
 from heterorl.common.text.template import DATE, ChatTemplate
-from heterorl.common.tiny.model import write_tiny_model
 from tests.support.templates import DATED, MARKED, NO_SYSTEM, QWEN, THINKING
 from tests.support.tokenizers import sentencepiece, words
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from heterorl.common.errors import RewardError
-from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.generated import ArithmeticTask
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
-from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
+from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward

@@ -11,13 +11,13 @@ import torch
 from benchmarks.verify import build_site
 from benchmarks.verify_cheats import SEED
 from heterorl.common.errors import PromptRefused, RewardError, UnknownPayload, UnknownVersion
+from heterorl.common.generation.draw import group_key
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.seeded import group_key
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.rollout import (
     GIVEN,
     DropReason,

@@ -8,7 +8,7 @@ import pytest
 
 from heterorl.common.errors import RewardError
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
-from heterorl.common.tasks.rewards import math_verify
+from heterorl.common.tasks.rewards import matching
 from heterorl.common.types.rollout import DropReason, RewardPart
 from heterorl.learner.checks.rewards import judge_rewards
 from tests.support.run import Run, rollout
@@ -30,7 +30,7 @@ def task(request, tmp_path_factory):
         source = {"name": "mixture", "sources": [{**source, "label": "math"}, {"name": "arithmetic", "label": "sums"}]}
     # Processor time alone, however long it takes by the clock.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(math_verify, "PATIENCE", 1000.0)
+        patch.setattr(matching, "PATIENCE", 1000.0)
         task = build_task(TaskConfig.model_validate(source))
     yield task
     close_task(task)

@@ -9,13 +9,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
-from heterorl.common.generation.canary import NUM_SEQUENCES, canary_texts
+from heterorl.common.generation.engine import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.building import Room
 from heterorl.common.process import metrics
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
-from heterorl.common.tasks.rewards import math_verify
+from heterorl.common.tasks.rewards import matching
+from heterorl.common.text.conversation import try_prompts
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.trial import try_prompts
 from heterorl.common.types.rollout import ReturnReason, RewardPart
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
@@ -187,7 +187,7 @@ def math_rows(path, *, unreadable):
     )  # fmt: skip
     # Processor time alone, however long it takes by the clock.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(math_verify, "PATIENCE", 1000.0)
+        patch.setattr(matching, "PATIENCE", 1000.0)
         return build_task(config)
 
 

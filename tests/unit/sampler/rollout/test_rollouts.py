@@ -8,12 +8,12 @@ import pytest
 from heterorl.common.errors import RewardError
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.tiny import EOS, write_tiny_model
 from heterorl.common.model.tensors import store
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.tiny.model import EOS, write_tiny_model
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignment  # fmt: skip
 from heterorl.common.weights.arena import Arena

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl_research.lab.fast import stack

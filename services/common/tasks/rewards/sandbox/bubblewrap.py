@@ -1,7 +1,7 @@
 """A Python process that sees no network, no file of this machine but its interpreter, and ends at its limits.
 
 Namespaces for files, processes, network, IPC and host name by bubblewrap; limits of memory, processor time, processes,
-files by `inside`, which sets them on itself before it reads foreign code, and gives up calls of the kernel (`seccomp`).
+files by `inside`, which sets them on itself before it reads foreign code, and gives up calls of the kernel.
 As root it takes an unused user number there: the kernel counts no processes of root. The root is read-only; one tmpfs
 of a bounded size may be written.
 
@@ -9,14 +9,22 @@ What is shown of directories under /tmp or /dev lies there on read-only mounts o
 
 Must never be given a directory that holds secrets. Limits are per process but for the number of them and the tmpfs:
 what a system must not lose belongs into a cgroup (MemoryMax of a unit, the limit of a container).
+
+What foreign code may not ask the kernel for is a seccomp program, as bytes of classic BPF. Refused is what outlives its
+process and has no namespace (keys, addresses of vsock, turns at the disk), what counts for no limit (memory of memfd),
+and what opens much of the kernel to whoever asks (namespaces, io_uring, bpf). Another architecture's numbers of calls
+are refused all together, so no call is asked for by another name. clone3, whose flags a filter cannot see, is unknown
+(ENOSYS): the C library falls back to clone.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import pwd
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,8 +32,65 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from heterorl.common.tasks.rewards.sandbox import seccomp
 from heterorl.common.tasks.rewards.sandbox.outcome import BEGAN, Limits, Outcome, outcome_of
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""As the kernel's audit numbers them."""
+_REFUSED = {
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "setns": (308, 268), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447), "ioprio_set": (251, 30), "sched_setattr": (314, 274),
+}  # fmt: skip
+"""Numbers of calls on x86_64 and aarch64."""
+_CLONE3, _CLONE, _UNSHARE, _SOCKETS = (435, 435), (56, 220), (272, 97), ((41, 198), (53, 199))
+_NEW_NAMESPACES = 0x7E020000
+"""All CLONE_NEW* but that of time, which in clone is a part of a signal's number."""
+_NEW_TIME = 0x80
+_AF_UNIX = 1
+_OTHER_NUMBERING = 0x40000000
+"""Numbers of x32 begin here; no other architecture has so many."""
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+"""Offsets in struct seccomp_data; of an argument the lower half."""
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERROR = 0x7FFF0000, 0x00050000
+
+
+def program_of(machine: str) -> bytes:
+    """The program for a machine, as os.uname() names it; empty where it is not known."""
+    if machine not in _ARCHITECTURES:
+        return b""
+    column = list(_ARCHITECTURES).index(machine)
+
+    def refuse_if(test: int, value: int, error: int) -> bytes:
+        return _line(test, value, if_not=1) + _line(_RETURN, _ERROR | error)
+
+    def refuse_by_argument(number: int, rule: bytes) -> bytes:
+        # The rule ends by itself: behind it another argument is loaded.
+        rule = _line(_LOAD, _FIRST_ARGUMENT) + rule + _line(_RETURN, _ALLOW)
+        return _line(_IF_EQUAL, number, if_not=len(rule) // 8) + rule
+
+    only_unix = _line(_IF_EQUAL, _AF_UNIX, if_so=1) + _line(_RETURN, _ERROR | errno.EAFNOSUPPORT)
+    lines = [
+        _line(_LOAD, _ARCHITECTURE),
+        _line(_IF_EQUAL, _ARCHITECTURES[machine], if_so=1),
+        _line(_RETURN, _ERROR | errno.ENOSYS),
+        _line(_LOAD, _NUMBER),
+        refuse_if(_IF_AT_LEAST, _OTHER_NUMBERING, errno.ENOSYS),
+        refuse_if(_IF_EQUAL, _CLONE3[column], errno.ENOSYS),
+        *(refuse_if(_IF_EQUAL, numbers[column], errno.EPERM) for numbers in _REFUSED.values()),
+        *(refuse_by_argument(numbers[column], only_unix) for numbers in _SOCKETS),
+        refuse_by_argument(_CLONE[column], refuse_if(_IF_ANY_BIT, _NEW_NAMESPACES, errno.EPERM)),
+        refuse_by_argument(_UNSHARE[column], refuse_if(_IF_ANY_BIT, _NEW_NAMESPACES | _NEW_TIME, errno.EPERM)),
+        _line(_RETURN, _ALLOW),
+    ]
+    return b"".join(lines)
+
+
+def _line(code: int, value: int, *, if_so: int = 0, if_not: int = 0) -> bytes:
+    """One instruction; of a test, how many lines are left out where it is so, and where not."""
+    return struct.pack("=HBBI", code, if_so, if_not, value)
+
 
 INSIDE = Path(__file__).parent / "inside.py"
 _SYSTEM = ("/usr",)
@@ -76,14 +141,14 @@ class Sandbox:
         start_s = float(began.removeprefix(BEGAN))
         return replace(outcome, report=outcome.report[len(began) + 1 :], used_s=max(0.0, outcome.used_s - start_s))
 
-    def command(self, orders: int, report: int, info: int = -1, *, serving: Sequence[Path] = ()) -> list[str]:
+    def command(self, orders: int, report: int, info: int = -1, *, serving: Path | None = None) -> list[str]:
         """What runs `inside`.
 
         Args:
             orders: descriptor that it reads.
             report: descriptor that it writes.
             info: descriptor that bubblewrap writes the number of the namespace's first process to; -1: none.
-            serving: files of ours that it may import; it is the first process of its namespace then.
+            serving: file of ours that it may import; it is the first process of its namespace then.
         """
         is_root = os.geteuid() == 0
         spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -108,9 +173,7 @@ class Sandbox:
             elif Path(link).is_dir():
                 files += ["--ro-bind", link, link]
         if serving:
-            files += ["--perms", "0755", "--dir", "/serving"]
-        for script in serving:
-            files += ["--ro-bind", str(script), f"/serving/{script.name}"]
+            files += ["--perms", "0755", "--dir", "/serving", "--ro-bind", str(serving), f"/serving/{serving.name}"]
         numbers = [limits.memory_bytes, limits.work_bytes, limits.num_processes, limits.cpu_s]
         user = _FIRST_USER + os.getpid() if is_root else -1
         told = ["--info-fd", str(info)] if info >= 0 else []
@@ -124,7 +187,7 @@ class Sandbox:
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
             # Not -I: it would ignore PYTHONHASHSEED, and code that reads a set in its order would toss a coin.
             "--", self.python, "-s", "-B", "/inside.py", str(orders), str(report), str(user),
-            *map(str, numbers), seccomp.program(os.uname().machine).hex(),
+            *map(str, numbers), program_of(os.uname().machine).hex(),
         ]  # fmt: skip
 
 
@@ -142,7 +205,7 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: Limits) -> Sandbo
     program = shutil.which("bwrap") or _packaged()
     if not program:
         raise NoSandbox(f"bubblewrap is not installed: {INSTALL}")
-    if not seccomp.program(os.uname().machine):
+    if not program_of(os.uname().machine):
         raise NoSandbox(f"calls of the kernel are not filtered on {os.uname().machine}: x86_64 and aarch64 are known")
     interpreter = os.path.realpath(python or sys.executable)
     prefix = str(Path(interpreter).parents[1])

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from heterorl.common.tasks.completions import python_of
 from heterorl.common.tasks.rewards.process import PATIENCE
-from heterorl.common.tasks.rewards.sandbox.blocks import python_of
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, Sandbox, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.outcome import Limits, Outcome
 from heterorl.common.tasks.rewards.sandbox.unit_tests import Test, tests_of

@@ -28,13 +28,13 @@ MEMORY_BYTES = 1 << 30
 """Of each process; an import of reasoning-gym takes 0.3 GB of it."""
 WORK_BYTES = 16 << 20
 NUM_PROCESSES = 4
-START_TIMEOUT_S = 60.0
+SERVE_TIMEOUT_S = 60.0
 """For an import of reasoning-gym in a sandbox, and for finding a prompt; it counts against no completion."""
 _GRACE_S = 10.0
 """So much later than the time of a completion is over, an answer to it is still taken."""
 _ENVIRONMENT = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Without a sandbox; inside there is one of its own."""
-_FILES = tuple(Path(__file__).parent / name for name in ("serve.py", "entries.py"))
+SERVE = Path(__file__).parent / "serve.py"
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -51,7 +51,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         ValueError: completions can be scored here by nobody.
     """
     paths, shown = _places()
-    command = [sys.executable, "-I", "-B", str(_FILES[0])]
+    command = [sys.executable, "-I", "-B", str(SERVE)]
     if job["sandbox"]:
         limits = Limits(
             # Of what serves; each child sets its own.
@@ -59,7 +59,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
             num_processes=NUM_PROCESSES,
         )  # fmt: skip
         try:
-            command = find_sandbox(python="", shown=shown, limits=limits).command(0, 1, serving=_FILES)
+            command = find_sandbox(python="", shown=shown, limits=limits).command(0, 1, serving=SERVE)
         except NoSandbox as error:
             raise ValueError(f"completions of reasoning_gym are scored in a sandbox: {error}") from error
     limit_s = limit_of(job["timeout_s"])
@@ -101,13 +101,13 @@ class Server:
         """
         self.wait()
         try:
-            found = self._exchange(question, START_TIMEOUT_S)
+            found = self._exchange(question, SERVE_TIMEOUT_S)
         except TimeoutError:
             raise
         except OSError:
             # Gone since the completion before, as where memory was short; this one has not been seen.
             self.wait()
-            found = self._exchange(question, START_TIMEOUT_S)
+            found = self._exchange(question, SERVE_TIMEOUT_S)
         if "error" in found:
             raise ValueError(found["error"])
         try:
@@ -135,7 +135,7 @@ class Server:
         if self._is_ready:
             return
         try:
-            reply = json.loads(converse(self._process, b"", START_TIMEOUT_S))
+            reply = json.loads(converse(self._process, b"", SERVE_TIMEOUT_S))
         except TimeoutError:
             self._end()
             raise

@@ -8,13 +8,18 @@ its turns), and what outlives processes (files, objects of System V), it looks f
 and ends, and another one is started.
 
 JSON lines: an order, then for each completion the prompt and, once that is found, the completion.
+
+Imports nothing of heterorl: prompts are made from `Entries` outside the sandbox, and completions are scored by them
+inside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
+import hashlib
 import importlib
 import json
 import math
@@ -25,9 +30,73 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_SEED_STRIDE = 1_000_003
+"""Item i of a data set is made from seed + i; data sets so far apart share no item."""
+_HELD_OUT_SHARE = 4
+"""One text in so many is held out."""
+_MAX_TRIES = 200
+"""(3/4)**200 = 1e-25: without a held-out text by then, the data set has too few texts."""
+_CACHED_ENTRIES = 4096
+
+
+class NoEntries(Exception):
+    """The data set is unknown, or too small to be split."""
+
+
+class Entries:
+    """Entries on the wrong side of the split are drawn again."""
+
+    def __init__(self, gym: Any, *, name: str, size: int, seed: int) -> None:
+        """Nothing is made before it is asked for.
+
+        Args:
+            gym: the package reasoning_gym.
+            name: of the data set.
+            size: of it; part of what its entries are.
+            seed: of its first entry.
+        """
+        self._gym, self._name, self._size, self._seed = gym, name, size, seed
+        self._datasets: list[Any] = []
+        # A learner evaluates and checks rewards in two threads: made twice, a data set would take the next one's place.
+        self._making = threading.Lock()
+        self.find = functools.lru_cache(maxsize=_CACHED_ENTRIES)(self._find)
+
+    def score(self, entry: Any, completion: str) -> float:
+        """The data set's own score. It may run the completion as Python: inside the sandbox only."""
+        return float(self.dataset(0).score_answer(answer=completion.strip(), entry=entry))
+
+    def dataset(self, attempt: int) -> Any:
+        """The data set that the entries of an attempt are drawn from.
+
+        Raises:
+            NoEntries: there is none of that name.
+        """
+        with self._making:
+            while attempt >= len(self._datasets):
+                seed = self._seed + len(self._datasets) * _SEED_STRIDE
+                try:
+                    self._datasets.append(self._gym.create_dataset(self._name, size=self._size, seed=seed))
+                except (ValueError, KeyError, TypeError, AssertionError) as error:
+                    raise NoEntries(f"reasoning_gym:{self._name}: {error}") from error
+            return self._datasets[attempt]
+
+    def _find(self, index: int, held_out: bool) -> Any:
+        for attempt in range(_MAX_TRIES):
+            entry = self.dataset(attempt)[index]
+            if is_held_out(entry["question"]) is held_out:
+                return entry
+        raise NoEntries(f"reasoning_gym:{self._name} has too few different prompts to hold some out")
+
+
+def is_held_out(text: str) -> bool:
+    """Which side of the split a prompt is on: a function of its text alone."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % _HELD_OUT_SHARE == 0
+
 
 MAX_ANSWER_BYTES = 1024
 _MAX_WORDS = 300
@@ -54,7 +123,7 @@ def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, report)
     try:
-        entries, is_held_out = _load(order)
+        entries = _load(order)
         entry = entries.find(0, False)
         # The data set's own answer, no completion: what is loaded late is there for every child then, and a data set
         # that cannot be scored here is known before the first one.
@@ -92,8 +161,7 @@ def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
             return
 
 
-def _load(order: dict[str, Any]) -> Any:
-    own = importlib.import_module("entries")
+def _load(order: dict[str, Any]) -> Entries:
     # Of packages only those that the service itself would import.
     sys.path[:] = [path for path in sys.path if Path(path).name not in ("site-packages", "dist-packages")]
     sys.path.extend(order["paths"])
@@ -101,7 +169,7 @@ def _load(order: dict[str, Any]) -> Any:
     version = getattr(gym, "__version__", "")
     if version != order["version"]:
         raise RuntimeError(f"it is reasoning-gym {version} there and {order['version']} here")
-    return own.Entries(gym, name=order["name"], size=order["size"], seed=order["seed"]), own.is_held_out
+    return Entries(gym, name=order["name"], size=order["size"], seed=order["seed"])
 
 
 def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_s: float) -> tuple[str, float]:
@@ -258,7 +326,6 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
         resource.setrlimit(kind, (most, most))
-    sys.path.append(str(Path(__file__).parent))
     serve(order, orders, 1)
 
 

@@ -11,8 +11,8 @@ from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.task import environment_of, environments_of, seed_of
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
 from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.text.conversation import try_prompts, try_reward
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.trial import try_prompts, try_reward
 from heterorl.learner.config import LearnerConfig
 from tests.support import tokenizers
 

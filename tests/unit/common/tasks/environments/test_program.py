@@ -10,8 +10,7 @@ import pytest
 from heterorl.common.errors import ConfigError, EnvironmentFailed, ToolLost
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.episodes import Episodes
-from heterorl.common.tasks.environments.task import EnvironmentTask, Limits
-from heterorl.common.tasks.seeds import SeedsTask
+from heterorl.common.tasks.environments.task import EnvironmentTask, Limits, SeedsTask
 from heterorl.common.tasks.task import Message
 
 pytestmark = pytest.mark.process

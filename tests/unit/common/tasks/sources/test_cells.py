@@ -11,7 +11,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.sources.values import written
+from heterorl.common.tasks.sources.rows import written
 
 ASKED = [f"q{number}" for number in range(6)]
 

@@ -12,10 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.generated import ArithmeticTask
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
-from heterorl.common.tasks.rewards.near import NearLimit
-from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
+from heterorl.common.tasks.rewards.process import NearLimit
+from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import source_of

@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.sources.revision import NOTES
+from heterorl.common.tasks.sources.hub import NOTES
 from heterorl.common.tasks.task import Message
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

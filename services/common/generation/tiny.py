@@ -1,6 +1,7 @@
-"""A short supervised run, so that reinforcement learning has something to reinforce; cached by what it depends on.
+"""A small Qwen3 model with its own tokenizer, made on the spot, and a short supervised run on a task.
 
-It stops at a sampled accuracy of about a quarter: enough right answers to learn from, much left to learn.
+So reinforcement learning has something to reinforce: the run stops at a sampled accuracy of about a quarter. It is
+cached by what it depends on.
 """
 
 from __future__ import annotations
@@ -16,20 +17,64 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import Progress
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.model.building import load_pretrained
+from heterorl.common.model.building import BUILDING, load_pretrained
 from heterorl.common.model.tensors import store
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Task
 from heterorl.common.text.prompts import Prompter
-from heterorl.common.tiny.model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import total_reward
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common import bytes_digest
+
+ALPHABET = "0123456789+-*=() "
+EOS = "<eos>"
+PAD = "<pad>"
+
+
+def build_tokenizer() -> Any:
+    """One token a character; anything outside the alphabet is the padding token."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {text: number for number, text in enumerate([PAD, EOS, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token=PAD)
+
+
+def write_tiny_model(directory: Path, *, seed: int, hidden_size: int = 64, num_layers: int = 2) -> Path:
+    """Write a randomly initialised model and its tokenizer; equal arguments give equal bytes of weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        initializer_range=0.06,
+    )
+    with BUILDING, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
 
 DONE = "warm_start.json"
 VERSION = 3

@@ -1,18 +1,58 @@
-"""A reward that somebody else computes, asked in worker processes that can be killed like any other."""
+"""A reward that somebody else computes, asked in worker processes that can be killed like any other.
+
+A learner cannot compute it again: it believes a site that it is told to trust, or a signature of the service, by which
+no site can state another value. That is Ed25519 over one completion's reward:
+
+    "heterorl reward 2\\n" NAME "\\n" MESSAGES "\\n" SHA256(completion) "\\n" SHA256(answer) "\\n" VALUE
+
+NAME is the reward's name in the configuration. MESSAGES is the SHA256 of SHA256(role) SHA256(content) of all messages
+of the prompt in their order, as the request lists them. Every digest is of UTF-8 text and written in lower-case hex,
+also where it is digested again. VALUE is the IEEE 754 double in big-endian order, in lower-case hex. A signature says
+nothing of who asked: the same question may be stated again, and have the same reward. It says nothing of a group
+either, so a reward that looks at all completions of a prompt cannot be signed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.identity.signing import Signer, signed_by
 from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
-from heterorl.common.tasks.rewards.remote.proof import is_signed
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
+
+
+def statement(name: str, messages: Sequence[Message], completion: str, answer: str, value: float) -> bytes:
+    """The bytes that are signed."""
+    asked = _digest("".join(_digest(turn.role) + _digest(turn.content) for turn in messages))
+    words = ["heterorl reward 2", name, asked, _digest(completion), _digest(answer), struct.pack(">d", value).hex()]
+    return "\n".join(words).encode()
+
+
+def sign(signer: Signer, name: str, messages: Sequence[Message], completion: str, answer: str, value: float) -> bytes:
+    """A service's signature, 64 bytes."""
+    return signer.sign(statement(name, messages, completion, answer, value))
+
+
+def is_signed(
+    signature: bytes, keys: Iterable[str], *, name: str, prompt: Prompt, completion: str, value: float
+) -> bool:
+    """Whether one of the keys made the signature of just this reward."""
+    signed = statement(name, messages_of(prompt), completion, prompt.answer, value)
+    return signed_by(signed, signature, keys) is not None
+
+
+def _digest(text: str) -> str:
+    # A model can be made to draw half a surrogate pair, which has no UTF-8.
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
 
 WHOLE = "reward"
 """The one part of a reward that is a number; it takes the name of its reward."""

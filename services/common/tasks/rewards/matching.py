@@ -1,4 +1,4 @@
-"""math-verify in processes of their own that are killed when they take too long.
+"""Whether a completion is the right answer of a row: as text, or as mathematics by math-verify in processes of its own.
 
 An answer of a completion that takes more than the processor time is a wrong answer, as slow code is. It is processor
 time, not that of a clock, so that a busy machine gives the same values. What fails for another reason is an error and
@@ -8,11 +8,13 @@ never a zero reward.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 from heterorl.common.errors import DependencyMissing, RewardError
-from heterorl.common.tasks.rewards.near import NEAR, NearLimit
-from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, OutOfTime, RewardPool
+from heterorl.common.tasks.completions import answer_of
+from heterorl.common.tasks.rewards.process import NEAR, PATIENCE, LoadFailed, NearLimit, OutOfTime, RewardPool
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.rollout import RewardPart
 
 MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30
@@ -88,3 +90,49 @@ class MathVerifier:
             raise
         except RewardError as error:
             raise RewardError(f"math-verify: {error}") from error
+
+
+_PART = "correct"
+
+
+class Matcher:
+    """Compares a completion with the answer of its prompt."""
+
+    def __init__(self, match: Literal["exact", "math_verify"], *, timeout_s: float, num_workers: int) -> None:
+        self.name = f"{match} 2"
+        """What digests of tasks state: a number more where the same completions are worth something else."""
+        self._verifier = MathVerifier(timeout_s=timeout_s, num_workers=num_workers) if match == "math_verify" else None
+        self.num_workers = num_workers if self._verifier else 1
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """1 for a matching answer, else 0; mathematics that take too long to compare match nothing.
+
+        Raises:
+            RewardError: the verifier crashed or timed out.
+        """
+        given = answer_of(completion)
+        if self._verifier is None:
+            is_right = given.strip() == prompt.answer.strip()
+        else:
+            is_right = self._verifier.verify(answer=prompt.answer, completion=given)
+        return (RewardPart(name=_PART, value=float(is_right)),)
+
+    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
+        """The part's name where another machine may give this completion another value without fault."""
+        given = answer_of(completion)
+        is_so = self._verifier is not None and self._verifier.is_uncertain(answer=prompt.answer, completion=given)
+        return (_PART,) if is_so else ()
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why no completion can be compared with the prompt's answer; empty where they can.
+
+        Raises:
+            DependencyMissing: the package that compares is not installed.
+            RewardError: nothing is known.
+        """
+        return "" if self._verifier is None else self._verifier.problem(prompt.answer)
+
+    def close(self) -> None:
+        """Kill the verifier's processes."""
+        if self._verifier is not None:
+            self._verifier.close()

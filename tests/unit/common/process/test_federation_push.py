@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from heterorl.common.errors import PermissionDenied, Unreachable
-from heterorl.common.federation.push import UNWANTED_S, push_metrics, pushing
 from heterorl.common.process import metrics
+from heterorl.common.process.federation import UNWANTED_S, push_metrics, pushing
 from tests.support.clock import ManualClock
 
 REGISTRY = metrics.registry_of("sampler")

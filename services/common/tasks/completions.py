@@ -1,13 +1,14 @@
-"""Blocks of code in a completion, as Markdown defines them and as models write them: CommonMark, and what is near it.
+"""What of a completion counts: its answer without thoughts, and the last block of Python in it.
 
-A fence is three or more back-ticks, or tildes. It opens at the end of its line, at most followed by a word, whatever
-stands before it; of tildes at the start of its line. One closes at the start of a line with at least as many of the
-same sign, or behind the code of the last line. A fence with a word inside a block opens the next one. Of other
-back-ticks inside a block nobody knows whether they are part of the code, as in a string: the block ends at the first of
-them only where nothing else closes it. A block that nothing closes goes to the end. Code that stands further in as a
-whole, as in a list, loses those blanks; in a quote it loses the signs of the quote.
+Blocks are those of Markdown as CommonMark defines them and as models write them. A fence is three or more back-ticks,
+or tildes. It opens at the end of its line, at most followed by a word, whatever stands before it; of tildes at the
+start of its line. One closes at the start of a line with at least as many of the same sign, or behind the code of the
+last line. A fence with a word inside a block opens the next one. Of other back-ticks inside a block nobody knows
+whether they are part of the code, as in a string: the block ends at the first of them only where nothing else closes
+it. A block that nothing closes goes to the end. Code that stands further in as a whole, as in a list, loses those
+blanks; in a quote it loses the signs of the quote.
 
-Guarantees: time and memory are linear in the text.
+Guarantees: time and memory are linear in the text. Imports nothing of heterorl, so that workers load it quickly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+_TAG = re.compile(r"<(/?)think>")
+
+
+def answer_of(completion: str) -> str:
+    """The completion without its thoughts: inside `<think>...</think>`, before a lone end, and behind a lone beginning.
+
+    A template may open the thoughts in the prompt, so the end alone tells that what stands before it is thought.
+    """
+    kept: list[str] = []
+    start, is_thinking = 0, False
+    for tag in _TAG.finditer(completion):
+        if tag.group(1):
+            if not is_thinking:
+                kept.clear()
+            start, is_thinking = tag.end(), False
+        elif not is_thinking:
+            kept.append(completion[start : tag.start()])
+            is_thinking = True
+    if not is_thinking:
+        kept.append(completion[start:])
+    return "".join(kept)
+
 
 _PYTHON = frozenset({"python", "python3", "py"})
 _RUN = re.compile(r"`{3,}|~{3,}")

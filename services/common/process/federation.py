@@ -1,4 +1,8 @@
-"""A node's metrics as it sends them, and the page that the coordinator makes of those of all nodes.
+"""Metrics of nodes that nobody can scrape: sent by the node, and the page that the coordinator makes of all of them.
+
+    push      waits for its interval; unblocked by time
+
+A push that fails is forgotten: the next one has newer numbers.
 
 Guarantees: what a node sends can add nothing to the page but numbers of its own service's metrics under its own name:
 names and labels are those of heterorl's table, each once, and the coordinator writes whose they are. So one node cannot
@@ -7,17 +11,21 @@ make Prometheus refuse the page, and what it adds is bounded.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.utils import floatToGoString
 
-from heterorl.common.errors import InvalidRequest
+from heterorl.common.errors import HeterorlError, InvalidRequest, RemoteError
 from heterorl.common.process import metrics
+from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import Service
 from heterorl.common.types.common import Series
 
@@ -163,3 +171,54 @@ def _known(service: Service) -> Mapping[str, tuple[str, ...]]:
         if metrics.is_of(metric, service)
         for name in names
     }
+
+
+_LOG = logging.getLogger(__name__)
+UNWANTED_S = 300.0
+"""Between two attempts at a coordinator that keeps no metrics of this node."""
+
+
+Push = Callable[[Sequence[Series]], Awaitable[bool]]
+"""Sends numbers once; tells whether the coordinator keeps them."""
+
+
+@contextlib.asynccontextmanager
+async def pushing(push: Push, *, registry: CollectorRegistry, interval_s: float, clock: Clock) -> AsyncIterator[None]:
+    """Push a registry's numbers beside the body; see `push_metrics`."""
+    task = asyncio.create_task(push_metrics(push, registry=registry, interval_s=interval_s, clock=clock))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def push_metrics(
+    push: Push,
+    *,
+    registry: CollectorRegistry,
+    interval_s: float,
+    clock: Clock,
+) -> None:
+    """Send a registry's numbers for ever; returns at once where the interval is 0.
+
+    Args:
+        push: see `Push`.
+        registry: of this process.
+        interval_s: seconds between two pushes.
+        clock: the source of time.
+    """
+    wanted = True
+    while interval_s:
+        try:
+            kept = await push(series_of(registry))
+            problem = "" if kept else "it keeps those of so many other nodes"
+        except HeterorlError as error:
+            # What a coordinator of an earlier release or one that was told otherwise says, it says again.
+            kept, problem = isinstance(error, RemoteError) and error.is_transient, str(error)
+            _LOG.debug("metrics were not pushed: %s", error)
+        if wanted and not kept:
+            _LOG.warning("the coordinator does not take this node's metrics: %s", problem)
+        wanted = kept
+        await clock.sleep(interval_s if kept else UNWANTED_S)

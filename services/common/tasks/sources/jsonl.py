@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.matching import Matcher
 from heterorl.common.tasks.messages import question_of, read_messages
+from heterorl.common.tasks.rewards.matching import Matcher
 from heterorl.common.tasks.sources.config import ANSWER, MESSAGES, PROMPT, DataConfig
-from heterorl.common.tasks.sources.length import short_ones
-from heterorl.common.tasks.sources.separation import say_held_out
-from heterorl.common.tasks.sources.values import ABSENT, cell_of, written
+from heterorl.common.tasks.sources.rows import ABSENT, cell_of, say_held_out, short_ones, written
 from heterorl.common.tasks.task import Measure, Message, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart

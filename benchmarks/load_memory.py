@@ -113,7 +113,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     if job["kind"] == "torch":
         _operate(build_backend(tiny, 1)[0], "step", "")
         return _measured(lambda: build_backend(big, 1)[0], job["operations"], [os.getpid()])
-    from heterorl.learner.backends.zero.engine import import_deepspeed
+    from heterorl.learner.backends.zero import import_deepspeed
 
     import_deepspeed("cpu")
     local = LocalRanks(job["ranks"])

@@ -107,8 +107,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     from heterorl.common.rpc.options import keep_freed_frames
     from heterorl.demo.processes import start, stop
     from heterorl.learner.assembly import build_divided
+    from heterorl.learner.backends.ranks import checkpoints
     from heterorl.learner.backends.ranks.backend import DividedBackend
-    from heterorl.learner.backends.ranks.checkpoints import write
     from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.backends.ranks.local import LocalRanks
     from heterorl.learner.backends.ranks.place import place_of
@@ -122,7 +122,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     address = f"127.0.0.1:{free_port()}"
     tiny, config = (_config(name, job[key], directory, address) for key in ("tiny", "model_dir"))
     if BACKENDS[name]["kind"] == "deepspeed":
-        from heterorl.learner.backends.zero.engine import import_deepspeed
+        from heterorl.learner.backends.zero import import_deepspeed
 
         import_deepspeed("cpu")
     torch.set_num_threads(1)
@@ -144,7 +144,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     if name.endswith("before"):
         # What rank 0 does alone; the others do what it says.
         mock.patch.object(DividedBackend, "is_divided", new=False).start()
-        mock.patch.object(write, "_sees", return_value=False).start()
+        mock.patch.object(checkpoints, "_sees", return_value=False).start()
     warm = build(tiny)
     warm.train_step(random_groups(4, seed=0), head_version=2, step=1)
     if company is not None:

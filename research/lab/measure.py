@@ -23,7 +23,7 @@ from heterorl.common.types.rollout import QueuedGroup, total_reward
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.evaluate import Evaluation, Evaluator
-from heterorl.learner.train.ratios import LogRatios
+from heterorl.learner.train.report import LogRatios
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,10 +13,11 @@ from heterorl.learner.loss.config import (
     Advantage,
     Aggregation,
     CustomLossConfig,
+    GroupDenominatorConfig,
     LossConfig,
     LossOptions,
+    RatioLossConfig,
 )
-from heterorl.learner.loss.options import GroupDenominatorConfig, RatioLossConfig
 from heterorl.learner.loss.rule import rule_of
 
 

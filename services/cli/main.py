@@ -145,8 +145,7 @@ def learner(
     On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Rank 0
     alone reads the configuration and knows the coordinator.
     """
-    from heterorl.learner.backends.ranks.place import place_of
-    from heterorl.learner.launcher import end_with_agent
+    from heterorl.learner.backends.ranks.place import end_with_agent, place_of
 
     place = place_of(os.environ)
     if place is None:

@@ -49,24 +49,21 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.assembly import Parts, assemble
 from heterorl.learner.backends.ranks.place import Place
-from heterorl.learner.checks.examiner import Examiner
-from heterorl.learner.checks.versions import RecentVersions
+from heterorl.learner.checks.examiner import Examiner, RecentVersions
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.notes.reading import Reader
+from heterorl.learner.notes import Reader
 from heterorl.learner.observe import observe_start
 from heterorl.learner.progress import Busy, progress_of
 from heterorl.learner.publish.checkpoint import CheckpointStore, cadence
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.incarnation import hold_directory
-from heterorl.learner.run.leader import Leader, Term
-from heterorl.learner.run.published import PublishedVersions
-from heterorl.learner.run.restore import Restorer
+from heterorl.learner.run.leader import Leader, RunResult
+from heterorl.learner.run.lease import hold_directory
+from heterorl.learner.run.restore import PublishedVersions, Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import write_run_file
-from heterorl.learner.run.run_result import RunResult
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,10 +71,7 @@ _LOG = logging.getLogger(__name__)
 async def main(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None = None) -> int:
     """Train until max_steps or a signal; returns the exit code 0.
 
-    Args:
-        config: the learner's.
-        num_ranks: processes of this machine.
-        place: of rank 0, where a launcher has started the processes.
+    `place` is that of rank 0, where a launcher has started the processes.
     """
     stop = asyncio.Event()
     clock = SystemClock()
@@ -137,13 +131,8 @@ async def _train(
 def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
     """Join loaded parts to a coordinator; nothing is asked and nothing written yet.
 
-    Args:
-        config: the learner's.
-        parts: what `assemble` loads. A signer signs every version and must have signed the head; a canary is stated
-            with each; a yardstick is what groups are checked with, and without one they are not.
-        api: the coordinator, over gRPC or in process.
-        clock: the only source of time of every loop.
-        rng: source of jitter.
+    A signer signs every version and must have signed the head; a canary is stated with each. Without a yardstick groups
+    are not checked.
     """
     cap_s = config.retry_cap_s
     patience = functools.partial(
@@ -226,7 +215,7 @@ def _begin_term(
     api: LearnerApi,
     patience: Callable[[], Patience],
     trust: Trust,
-) -> Term:
+) -> Rollback:
     """Make what works under a lease; the state directory is held."""
     directory = config.state_dir
     payloads = directory / "payloads"
@@ -280,15 +269,4 @@ def _begin_term(
         state_dir=directory,
         adopt_without_optimizer=config.adopt_without_optimizer,
     )
-    rollback = Rollback(
-        api=api,
-        epoch=grant.epoch,
-        patience=waits,
-        backend=backend,
-        publisher=publisher,
-        published=published,
-        restorer=restorer,
-        resumption=resumption,
-        directory=payloads,
-    )
-    return Term(store=store, journal=journal, publisher=publisher, rollback=rollback)
+    return Rollback(resumption=resumption, directory=payloads)

@@ -63,10 +63,7 @@ class Parts:
 def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None = None) -> Parts:
     """Load the model and everything that goes with it; start the other ranks, if there are to be any.
 
-    Args:
-        config: the learner's.
-        num_ranks: processes of this machine to be.
-        place: of this one, rank 0, where a launcher has started all ranks.
+    `place` is that of rank 0, where a launcher has started all ranks.
 
     Raises:
         ConfigError: key, model, tokenizer, task or a loss of the user's own cannot be loaded.
@@ -218,7 +215,7 @@ def _check_divided(config: LearnerConfig) -> None:
     if isinstance(config.backend, DeepSpeedBackendConfig):
         if config.lora.is_on:
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
-        from heterorl.learner.backends.zero.engine import import_deepspeed
+        from heterorl.learner.backends.zero import import_deepspeed
 
         # Before the other ranks begin, which would all miss it.
         import_deepspeed(config.backend.device)
@@ -234,7 +231,7 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
         options = options.model_copy(update={"overlap_checkpoint": False})
     # Only the chosen one is imported: FSDP2 brings torch.distributed.fsdp and sympy, 640 modules.
     if isinstance(options, Fsdp2BackendConfig):
-        from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
+        from heterorl.learner.backends.fsdp2 import Fsdp2Backend
 
         return Fsdp2Backend(
             model_dir=config.model_dir,
@@ -247,7 +244,7 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
             replays_routing=config.sampling.router_replay == "rollout",
         )
     assert isinstance(options, DeepSpeedBackendConfig)
-    from heterorl.learner.backends.zero.backend import DeepSpeedBackend
+    from heterorl.learner.backends.zero import DeepSpeedBackend
 
     return DeepSpeedBackend(
         model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, ranks=ranks, passes=passes

@@ -153,15 +153,17 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _check_keys(self) -> LearnerConfig:
+    def _check_pairs(self) -> LearnerConfig:
         if self.trusted_keys and self.signing_key is None:
             raise ValueError("trusted_keys without signing_key: this learner would refuse its own versions on resume")
-        return self
-
-    @model_validator(mode="after")
-    def _check_dynamic_sampling(self) -> LearnerConfig:
         if self.dynamic_sampling.max_replaced_per_step and self.group_size < 2:
             raise ValueError("dynamic_sampling with group_size 1: each group would be replaced; set it to 0")
+        if len(set(self.flavours)) != len(self.flavours):
+            raise ValueError("flavours names one twice")
+        if self.flavours and self.lora.is_on:
+            raise ValueError("flavours with lora: adapters are small and published as they are; remove one of them")
+        if self.retry_cap_s < self.retry_base_s:
+            raise ValueError("retry_cap_s is below retry_base_s")
         return self
 
     @model_validator(mode="after")
@@ -189,18 +191,4 @@ class LearnerConfig(Config):
                 "verification.logprob_floor with backend.liger: its kernels, which every model of the kind has in this"
                 " process, run on a GPU only; set verification.device to cuda, or liger to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_flavours(self) -> LearnerConfig:
-        if len(set(self.flavours)) != len(self.flavours):
-            raise ValueError("flavours names one twice")
-        if self.flavours and self.lora.is_on:
-            raise ValueError("flavours with lora: adapters are small and published as they are; remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_retry(self) -> LearnerConfig:
-        if self.retry_cap_s < self.retry_base_s:
-            raise ValueError("retry_cap_s is below retry_base_s")
         return self

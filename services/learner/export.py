@@ -1,32 +1,54 @@
-"""A trained model as a Hugging Face directory: what samplers generate with, bit for bit."""
+"""A trained model as a Hugging Face directory: what samplers generate with, bit for bit.
+
+transformers may keep tensors in files otherwise than in the model: under other names, or apart what the model has in
+one tensor, as experts. It is asked what it would write of tensors without values, so no model is held for the answer:
+one tensor of it is, or those that become one together, and a chunk of the published weights.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 
-from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import LoraLinear, attach
+from heterorl.common.model.adapters import PARTS, LoraLinear, attach
 from heterorl.common.process.files import sync_directory
 from heterorl.common.types.common import NO_LORA, LoraSettings
-from heterorl.common.weights.arena import Arena, Dtype, Layout
+from heterorl.common.types.policy import Manifest
+from heterorl.common.weights.arena import (
+    WIDTH,
+    Arena,
+    Chunk,
+    Dtype,
+    IntArray,
+    Layout,
+    TensorSpec,
+    digest_integers,
+    state_root,
+    zeros,
+)
+from heterorl.common.weights.codec import apply_chunk
+from heterorl.common.weights.file_plan import FilePlan
 from heterorl.common.weights.manifest import verify_state
-from heterorl.common.weights.payload import apply_payload
+from heterorl.common.weights.payload import PayloadChunks, apply_payload
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.learner.backends.loading.empty import empty_model
-from heterorl.learner.backends.loading.opened import digest_of_opened, open_model
+from heterorl.learner.backends.loading import digest_of_opened, empty_model, open_model
 from heterorl.learner.backends.state import read_lora
-from heterorl.learner.export_files import Read, Report, snapshot_reader, tensor_of, write_weights
+from heterorl.learner.backends.tensor_file import INDEX_FILE, TYPE_NAMES
 from heterorl.learner.publish.checkpoint import (
     BACKEND_DIRECTORY,
     DONE_FILE,
@@ -35,6 +57,11 @@ from heterorl.learner.publish.checkpoint import (
     read_checkpoint,
 )
 
+Report = Callable[[int, int], None]
+"""Told how many bytes are written, of how many."""
+Read = Callable[[str], torch.Tensor]
+"""A tensor by its name in the model; not to be written to."""
+_PATTERN = "model{suffix}.safetensors"
 MAX_SHARD_SIZE = "50GB"
 """Of a file, as transformers has it."""
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
@@ -42,6 +69,202 @@ _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
     "*.tiktoken",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """What the files hold of a model."""
+
+    types: Mapping[str, torch.dtype]
+    """Of floating tensors by the model's names."""
+    parts: Sequence[list[str]]
+    """Names in the model of tensors that become tensors of files by themselves; mostly one."""
+    same: Set[str]
+    """Those whose tensor is the file's; of others transformers computes what is in the files."""
+    tensors: Mapping[str, torch.Tensor]
+    """Type and shape by the files' names, on the meta device."""
+    files: Mapping[str, Sequence[str]]
+    """Names of tensors by file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _snapshot_reader(path: Path, layout: Layout, manifest: Manifest) -> Read:
+    """The tensors of a snapshot file; each chunk is compared with the manifest before its values are used.
+
+    One decoded chunk is kept: tensors that are asked for in the order of their names are decoded once.
+    """
+    digests = manifest.chunk_digests
+    if len(digests) != len(layout.chunks) or state_root(layout.layout_id, digests) != manifest.state_root:
+        raise StateMismatch(f"the state root differs from version {manifest.version}")
+    coded = PayloadChunks(path, layout_id=layout.layout_id, chunks=layout.chunks, expected_from_root=None)
+
+    @functools.lru_cache(maxsize=1)
+    def decoded(number: int) -> IntArray:
+        method, data = coded.read(number)
+        chunk = zeros(layout.chunks[number])
+        apply_chunk(method, memoryview(data), chunk)
+        if digest_integers(chunk) != digests[number]:
+            raise StateMismatch(f"chunk {number} differs from version {manifest.version}")
+        return chunk
+
+    def read(name: str) -> torch.Tensor:
+        spec = layout.spec(name)
+        begin = layout.offsets[spec.name]
+        whole = Chunk(width=WIDTH[spec.dtype], start=begin, stop=begin + spec.num_elements)
+        bits = zeros(whole)
+        for number, chunk in enumerate(layout.chunks):
+            start, stop = max(whole.start, chunk.start), min(whole.stop, chunk.stop)
+            if chunk.width == whole.width and start < stop:
+                bits[start - whole.start : stop - whole.start] = decoded(number)[
+                    start - chunk.start : stop - chunk.start
+                ]
+        return _tensor_of(spec, bits)
+
+    return read
+
+
+def _of_arena(arena: Arena, name: str) -> torch.Tensor:
+    return _tensor_of(arena.layout.spec(name), arena.view(name))
+
+
+def _tensor_of(spec: TensorSpec, bits: IntArray) -> torch.Tensor:
+    """A tensor of an arena's bits, without a copy."""
+    return torch.from_numpy(bits).view(tensors.TORCH_DTYPE[spec.dtype]).view(spec.shape)
+
+
+def _write_weights(
+    directory: Path, model: nn.Module, read: Read, *, dtype: Dtype, max_shard_size: str, report: Report
+) -> None:
+    """Write the files and, where they are several, their index; the model's parameters may be on the meta device."""
+    form = _form_of(model, dtype, max_shard_size=max_shard_size)
+    state = model.state_dict()
+    done = 0
+    with ExitStack() as stack:
+        places: dict[str, tuple[BinaryIO, int]] = {}
+        for file_name, names in form.files.items():
+            # safetensors sorts alike: wide types first, then names.
+            order = sorted(names, key=lambda name: (-form.tensors[name].element_size(), name))
+            table = [(name, TYPE_NAMES[form.tensors[name].dtype], tuple(form.tensors[name].shape)) for name in order]
+            plan = FilePlan(table, metadata={"format": "pt"})
+            file: BinaryIO = stack.enter_context((directory / file_name).open("wb"))
+            file.write(plan.header)
+            file.truncate(plan.num_bytes)
+            places |= {name: (file, plan.place(name)) for name in names}
+        for names in form.parts:
+            for name, tensor in _written(model, form, names, read, state):
+                out, place = places[name]
+                out.seek(place)
+                if tensor.numel():
+                    out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                done += tensor.nbytes
+                report(done, form.num_bytes)
+                del tensor  # before the next one comes
+    assert done == form.num_bytes, "every tensor of the files comes from one of the model"
+    if len(form.files) > 1:
+        total = sum(tensor.numel() for tensor in form.tensors.values())
+        index = {
+            "metadata": {"total_parameters": total, "total_size": form.num_bytes},
+            "weight_map": {name: file_name for file_name, names in form.files.items() for name in names},
+        }
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _written(
+    model: nn.Module, form: _Form, names: Sequence[str], read: Read, state: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of files that a part becomes, by their names there."""
+    # What is no floating number is never published: it is the model's own.
+    held = {
+        name: _converted(read(name), form.types[name], name) if name in form.types else state[name] for name in names
+    }
+    yield from (held if form.same >= set(names) else _reverted(model, held)).items()
+
+
+def _form_of(model: nn.Module, dtype: Dtype, *, max_shard_size: str) -> _Form:
+    types = {name: tensors.TORCH_DTYPE[kind] for name, kind in tensors.types_of(model, dtype).items()}
+    state = {
+        name: torch.empty(tensor.shape, dtype=types.get(name, tensor.dtype), device="meta")
+        # Layer 10 behind layer 9, as transformers fills files.
+        for name, tensor in sorted(_saved(model).items(), key=lambda item: _natural(item[0]))
+    }
+    written = _reverted(model, state)
+    like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in written.items()}
+    try:
+        split = split_torch_state_dict_into_shards(like, filename_pattern=_PATTERN, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ConfigError("max_shard_size", str(error), action='give a number and a unit, such as "5GB"') from error
+    same = {name for name, tensor in state.items() if written.get(name) is tensor}
+    parts = sorted([*([name] for name in same), *_parts(model, state, written, same)])
+    return _Form(types=types, parts=parts, same=same, tensors=like, files=split.filename_to_tensors)
+
+
+def _reverted(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the files hold of tensors of a model."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    network: Any = model
+    written: dict[str, torch.Tensor] = revert_weight_conversion(network, dict(state))
+    return written
+
+
+def _parts(
+    model: nn.Module, state: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], same: Set[str]
+) -> Iterator[list[str]]:
+    missing = written.keys() - same
+    rest = []
+    for name in (name for name in state if name not in same):
+        alone = _reverted(model, {name: state[name]})
+        if all(key in missing and tensor.shape == written[key].shape for key, tensor in alone.items()):
+            missing -= alone.keys()
+            yield [name]
+        else:
+            rest.append(name)
+    if rest:
+        # Several of the model's tensors make one of a file: they are held together.
+        yield rest
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    converted = tensor.to(dtype)
+    if not converted.isfinite().all():
+        raise ConfigError("dtype", f"{name} is not finite as {dtype}", action="write a wider type")
+    return converted
+
+
+def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state without adapters, and of tied tensors the one under whose name transformers looks for it."""
+    network: Any = model
+    ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if name.rpartition(".")[2] not in PARTS and name not in ignored
+    }
+    tied: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        tied.setdefault(id(tensor), []).append(name)
+    patterns = [
+        f"{path}.{pattern}" if path else pattern
+        for path, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    for names in tied.values():
+        own = [name for name in sorted(names) if not any(re.search(pattern, name) for pattern in patterns)]
+        kept = own[0] if own else max(names)
+        for name in names:
+            if name != kept:
+                del state[name]
+    return state
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def export_model(
@@ -56,8 +279,6 @@ def export_model(
 ) -> None:
     """Write safetensors in the published type, config, generation config and tokenizer.
 
-    The model is never held: one tensor of it is, and a chunk of the published weights.
-
     A checkpoint of adapters is added to the base model in fp32, which samplers never do: they compute the sum of the
     two outputs, so the merged model is theirs up to rounding. The adapters alone are what was published, bit for bit.
 
@@ -66,14 +287,14 @@ def export_model(
         source: published weights; a checkpoint directory; or a state directory, of which the newest valid checkpoint
             is taken.
         out_dir: must not exist, or be empty; appears complete or not at all.
-        adapter_only: write the adapters of a checkpoint as files for `peft`, without the base model.
-        dtype: of the files; None for the published type. A narrower one rounds all but what the model keeps in fp32.
-        max_shard_size: of a file, such as "5GB"; a larger tensor has a file of its own.
+        adapter_only: write the adapters as files for `peft`, without the base model.
+        dtype: None for the published type. A narrower one rounds all but what the model keeps in fp32.
+        max_shard_size: such as "5GB"; a larger tensor has a file of its own.
         report: told how many bytes of weights are written, of how many.
 
     Raises:
-        ConfigError: `out_dir` is in use, `model_dir` is another model, there are no adapters to write, or a value is
-            not finite in `dtype`.
+        ConfigError: `out_dir` is in use, `model_dir` is another model, there are no adapters to write,
+            `max_shard_size` is not a size, or a value is not finite in `dtype`.
         CorruptStore: there is no valid checkpoint.
         StateMismatch: the weights are not those that the checkpoint's manifest names.
     """
@@ -83,23 +304,27 @@ def export_model(
     lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
     if adapter_only and not lora.rank:
         raise ConfigError("adapter", "the run trains all weights", action="export without it")
-    if lora.rank:
-        assert isinstance(path, Path), "an arena is of a whole model"
-        model, published, read = _adapted(model_dir, path, lora)
+    if isinstance(path, Arena):
+        model, layout = _model_of(model_dir, path.layout.layout_id)
+        read: Read = functools.partial(_of_arena, path)
+    elif lora.rank:
+        model, layout, read = _adapted(model_dir, path, lora)
     else:
-        model, published, read = _trained(model_dir, path)
-    dtype = dtype or published
+        manifest = manifest_from_bytes(read_checkpoint(path).manifest)
+        model, layout = _model_of(model_dir, manifest.layout_id)
+        read = _snapshot_reader(path / PUBLISHED_FILE, layout, manifest)
+    dtype = dtype or tensors.main_type(layout)
     out_dtype = tensors.TORCH_DTYPE[dtype]
     with _appearing(out_dir) as directory:
         if adapter_only:
             _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
         else:
-            write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
+            _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
             _write_config(directory, model, dtype=out_dtype, model_dir=str(model_dir))
         _copy_tokenizer(str(model_dir), directory)
 
 
-def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.Module, Dtype, Read]:
+def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.Module, Layout, Read]:
     """Adapters, which are small and held, over weights that stay on the disk."""
     opened = open_model(model_dir)
     if digest_of_opened(opened) != lora.base_digest:
@@ -122,13 +347,28 @@ def _adapted(model_dir: str | Path, path: Path, lora: LoraSettings) -> tuple[nn.
             tensor = opened.flat(name).view(tensor.shape)
         return adapted[name].merged_weight(tensor) if name in adapted else tensor
 
-    return model, tensors.main_type(arena.layout), read
+    return model, arena.layout, read
 
 
-def _trained(model_dir: str | Path, source: Path | Arena) -> tuple[nn.Module, Dtype, Read]:
-    """Weights that were all trained: of the directory, what it says of the model is enough."""
-    manifest = None if isinstance(source, Arena) else manifest_from_bytes(read_checkpoint(source).manifest)
-    layout_id = source.layout.layout_id if isinstance(source, Arena) else manifest.layout_id  # type: ignore[union-attr]
+def read_published(path: Path, model: nn.Module) -> Arena:
+    """The published weights of a checkpoint, verified against its manifest.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+        CorruptStore: no valid checkpoint is there.
+    """
+    manifest = manifest_from_bytes(read_checkpoint(path).manifest)
+    layout = _layout_for(model, manifest.layout_id)
+    if layout is None:
+        raise _of_another_model()
+    arena = Arena(layout)
+    apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
+    verify_state(manifest, arena)
+    return arena
+
+
+def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]:
+    """A model whose weights were all trained: of the directory, what it says of the model is enough."""
     model = empty_model(str(model_dir))
     layout = _layout_for(model, layout_id)
     if layout is None or any(not tensor.is_floating_point() for tensor in model.state_dict().values()):
@@ -137,11 +377,7 @@ def _trained(model_dir: str | Path, source: Path | Arena) -> tuple[nn.Module, Dt
         layout = _layout_for(model, layout_id)
     if layout is None:
         raise _of_another_model()
-    if isinstance(source, Arena):
-        arena = source
-        return model, tensors.main_type(layout), lambda name: tensor_of(arena.layout.spec(name), arena.view(name))
-    assert manifest is not None, "it was read of the path"
-    return model, tensors.main_type(layout), snapshot_reader(source / PUBLISHED_FILE, layout, manifest)
+    return model, layout
 
 
 @contextmanager
@@ -193,23 +429,6 @@ def _write_adapter(
         "inference_mode": True,
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-def read_published(path: Path, model: nn.Module) -> Arena:
-    """The published weights of a checkpoint, verified against its manifest.
-
-    Raises:
-        ConfigError: the checkpoint is of another model.
-        CorruptStore: no valid checkpoint is there.
-    """
-    manifest = manifest_from_bytes(read_checkpoint(path).manifest)
-    layout = _layout_for(model, manifest.layout_id)
-    if layout is None:
-        raise _of_another_model()
-    arena = Arena(layout)
-    apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
-    verify_state(manifest, arena)
-    return arena
 
 
 def _newest(state_dir: Path) -> Path:

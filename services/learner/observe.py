@@ -31,12 +31,7 @@ def observe_step(
 ) -> None:
     """Export one step; staleness is counted from the coordinator's head, so that a restart cannot inflate it.
 
-    Args:
-        report: the step.
-        groups: those it trained on.
-        head_version: the version that the step builds on.
-        held_s: for each group, seconds since it arrived here; added to its age, which the coordinator stated then.
-        metrics_of_loss: what a loss of the user's own measured.
+    `held_s` are seconds since each group arrived here; they are added to its age, which the coordinator stated then.
     """
     # Without a token there was nothing to apply.
     metrics.STEPS.labels(str(report.is_applied).lower() if report.num_tokens else "empty").inc()

@@ -20,9 +20,7 @@ DECISIONS = [
     "learner/loss/objectives.py",
     "learner/loss/policy_loss.py",
     "learner/loss/importance.py",
-    "learner/loss/masks.py",
-    "learner/loss/advantages.py",
-    "learner/loss/denominators.py",
+    "learner/loss/group.py",
     "sampler/delay.py",
 ]
 FOLDERS = {"heterorl": "services", "heterorl_research": "research"}

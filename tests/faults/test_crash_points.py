@@ -27,7 +27,7 @@ from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.versions.chain import Chain
-from heterorl.learner.run import incarnation
+from heterorl.learner.run import lease as incarnation
 from heterorl.sampler.delay import NoDelay, Visibility
 from heterorl.sampler.record import VersionRecord
 from heterorl.sampler.sync import PolicySync

@@ -15,7 +15,7 @@ AGENT = """
 import os, subprocess, sys
 rank = '''
 import os, sys, threading
-from heterorl.learner.launcher import end_with_agent
+from heterorl.learner.backends.ranks.place import end_with_agent
 print(os.getpid(), end_with_agent(os.environ), flush=True)
 threading.Event().wait()
 '''
@@ -25,7 +25,7 @@ subprocess.Popen([sys.executable, "-c", rank]).wait()
 # Stopped as by SIGSTOP.
 STOPPED = """
 import os, signal
-from heterorl.learner.watchdog import Watchdog
+from heterorl.learner.backends.ranks.watch import Watchdog
 watchdog = Watchdog(0.8)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -33,7 +33,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 # Seconds left by the kernel's timer: nearly over, then postponed, then watched no more, although a late thread postpones.
 RUNNING = """
 import ctypes
-from heterorl.learner.watchdog import Watchdog, _Times
+from heterorl.learner.backends.ranks.watch import Watchdog, _Times
 def left():
     times = _Times()
     library.timer_gettime(watchdog._timer, ctypes.byref(times))

@@ -41,7 +41,7 @@ STEP = "module.DividedBackend._train = fail"
 
 @pytest.mark.parametrize(
     ("module", "change"),
-    [("heterorl.learner.backends.fsdp2.backend", READ), ("heterorl.learner.backends.ranks.backend", STEP)],
+    [("heterorl.learner.backends.fsdp2", READ), ("heterorl.learner.backends.ranks.backend", STEP)],
     ids=["build", "step"],
 )
 def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path, module, change):

@@ -21,10 +21,9 @@ from heterorl.common.weights.container import NO_ROOT
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_coded
 from heterorl.common.wire.policy import manifest_to_bytes
-from heterorl.learner.backends.loading.empty import empty_model
+from heterorl.learner.backends.loading import empty_model
 from heterorl.learner.export import export_model
-from heterorl.learner.publish.checkpoint import Begun, CheckpointStore
-from heterorl.learner.publish.cursor import Cursor
+from heterorl.learner.publish.checkpoint import Begun, CheckpointStore, Cursor
 
 
 class _LaidOut:

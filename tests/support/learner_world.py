@@ -34,7 +34,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.learner import app
 from heterorl.learner.assembly import Parts
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.train.ratios import LogRatios
+from heterorl.learner.train.report import LogRatios
 
 SITE, INCARNATION = SiteId("eu-1"), "b1946ac9"
 VOCAB, GROUP_SIZE = 50, 2

@@ -24,8 +24,7 @@ from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.weights import read_snapshot
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.publish.checkpoint import CheckpointStore
-from heterorl.learner.publish.cursor import Cursor
+from heterorl.learner.publish.checkpoint import CheckpointStore, Cursor
 from heterorl.learner.publish.encode import Position, encode_version
 from tests.support.training import random_groups, random_trajectories
 

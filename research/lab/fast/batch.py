@@ -21,9 +21,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.types.common import StepReport
 from heterorl.learner.loss.rule import rule_of
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.config import Schedule, TorchBackendConfig
 from heterorl.learner.train.report import MicroBatchSample, ess_fraction, mean, step_extras, step_size_factor
-from heterorl.learner.train.update.schedule import Schedule
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.fast.adam import Adam
 from heterorl_research.lab.fast.evaluation import Drawing, Evaluations, additive_mask, mean_advantages, sampling_of

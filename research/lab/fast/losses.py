@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.group import beta_weights, group_advantages
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule, rule_of

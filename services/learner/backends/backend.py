@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.train.ratios import LogRatios
+from heterorl.learner.train.report import LogRatios
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +56,10 @@ class TrainBackend(Protocol):
         ...
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
-        """Take published weights as masters; start the optimizer anew unless it is to keep its moments and counts."""
+        """Take published weights as masters, and begin with a new optimizer: its moments belong to other weights.
+
+        `keep_optimizer` where they do not, because these weights are a few steps away.
+        """
         ...
 
     def freeze(self, directory: Path) -> Callable[[], None]:
@@ -72,5 +75,9 @@ class TrainBackend(Protocol):
         ...
 
     def restore(self, directory: Path) -> None:
-        """Read what `freeze` left; the next step is then bit for bit the step after `freeze`."""
+        """Read what `freeze` left; the next step is then bit for bit the step after `freeze`.
+
+        Raises:
+            CorruptStore: a file is missing, broken, or of another model.
+        """
         ...

@@ -1,4 +1,11 @@
-"""Trainable state as files: safetensors for tensors, JSON for counters, no pickle.
+"""The optimizers, and trainable state as files: safetensors for tensors, JSON for counters, no pickle.
+
+    adamw       two moments as large as the parameter: 8 bytes of each element; any piece of a parameter by itself
+    adafactor   arXiv 1804.04235: of a matrix the mean square of each row and of each column, of a vector of each
+                element, and no first moment
+
+Adafactor needs whole matrices: columns, the size of a parameter and that of its update are sums over all rows, so a
+rank that has some of them would take another step than one that has all.
 
     weights.safetensors     fp32 masters by parameter name, tied ones once
     optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `random/cpu`, `random/cuda`
@@ -13,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +31,43 @@ from torch import nn
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
-from heterorl.learner.backends.loading.tensor_file import TensorFile
-from heterorl.learner.train.update.optimizer import STEP, moments_of
-from heterorl.learner.train.update.schedule import OptimizerName
+from heterorl.learner.backends.tensor_file import TensorFile
+from heterorl.learner.train.config import OptimizerName
 
+STEP = "step"
+"""Beside the moments of every parameter: how many steps they have seen."""
+_EPSILONS = (1e-16, 1e-3)
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 COUNTERS_FILE = "state.json"
 FORMAT = 1
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    optimizer: OptimizerName,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """The optimizer that is configured, before its first step."""
+    if optimizer == "adafactor":
+        # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
+        return torch.optim.Adafactor(parameters, lr=lr, eps=_EPSILONS, weight_decay=weight_decay)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
+    """Names and shapes of what is kept of a parameter beside its count of steps; all of it fp32."""
+    if optimizer == "adamw":
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {
+        "row_var": torch.Size((*shape[:-1], 1)),
+        "col_var": torch.Size((*shape[:-2], 1, shape[-1])),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,14 +132,8 @@ def read_state(
         CorruptStore: a file is missing, broken, or of another model; nothing was changed.
     """
     parameters = trainable(model)
-    weights, moments = TensorFile(directory / WEIGHTS_FILE), TensorFile(directory / OPTIMIZER_FILE)
-    try:
-        counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
-    applied_steps = check_state(directory, parameters, weights.tensors, moments.tensors, counters, kind=kind)
+    weights, moments, applied_steps = open_state(directory, parameters, kind=kind)
     random = moments.flat("random/cpu").clone()
-    check_random_state(directory, random)
     # All of them are mapped before one is copied: a file that is gone by now has changed nothing.
     mapped = {name: weights.flat(name) for name in parameters}
     states = {name: moments.flat(name) for name in moments.tensors}
@@ -121,6 +151,28 @@ def read_state(
     if device.type == "cuda" and "random/cuda" in states:
         torch.cuda.set_rng_state(states["random/cuda"].clone(), device)
     return applied_steps
+
+
+def open_state(
+    directory: Path, parameters: Mapping[str, torch.Tensor], *, kind: OptimizerName = "adamw"
+) -> tuple[TensorFile, TensorFile, int]:
+    """Weights, moments and the number of applied steps of a state, checked against a model.
+
+    Raises:
+        CorruptStore: a file is missing, broken, or of another model.
+    """
+    weights, moments = TensorFile(directory / WEIGHTS_FILE), TensorFile(directory / OPTIMIZER_FILE)
+    try:
+        counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
+    applied_steps = _check_state(directory, parameters, weights.tensors, moments.tensors, counters, kind=kind)
+    try:
+        # Here, where it does no harm: torch looks into it when it is set.
+        torch.Generator().set_state(moments.flat("random/cpu").clone())
+    except RuntimeError as error:
+        raise CorruptStore(f"checkpoint {directory}: random/cpu is not a random state: {error}") from error
+    return weights, moments, applied_steps
 
 
 def read_lora(directory: Path) -> LoraSettings:
@@ -143,35 +195,16 @@ def read_lora(directory: Path) -> LoraSettings:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error!r}") from error
 
 
-def check_random_state(directory: Path, state: torch.Tensor) -> None:
-    """Check the CPU's random state where it does no harm: torch looks into it when it is set.
-
-    Raises:
-        CorruptStore: it is none.
-    """
-    try:
-        torch.Generator().set_state(state)
-    except RuntimeError as error:
-        raise CorruptStore(f"checkpoint {directory}: random/cpu is not a random state: {error}") from error
-
-
-def check_state(
+def _check_state(
     directory: Path,
     parameters: Mapping[str, torch.Tensor],
     weights: dict[str, torch.Tensor],
     moments: dict[str, torch.Tensor],
     counters: object,
     *,
-    kind: OptimizerName = "adamw",
+    kind: OptimizerName,
 ) -> int:
-    """Check what was read of a checkpoint against a model; types and shapes are enough, but for the random state.
-
-    Returns:
-        The number of applied steps.
-
-    Raises:
-        CorruptStore: they do not fit.
-    """
+    """The number of applied steps of what fits a model; types and shapes are enough, but for the random state."""
     if not isinstance(counters, dict) or counters.get("format") != FORMAT:
         raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
     if (stated := counters.get("optimizer", "adamw")) != kind:
@@ -197,7 +230,7 @@ def check_state(
     if "random/cpu" not in moments:
         raise CorruptStore(f"checkpoint {directory}: the random state is missing")
     for name in ("random/cpu", "random/cuda"):
-        # Torch takes bytes only; how many, `check_random_state` asks it.
+        # Torch takes bytes only; how many, `open_state` asks it.
         state = moments.get(name)
         if state is not None and state.dtype != torch.uint8:
             raise CorruptStore(f"checkpoint {directory}: {name} is not a random state")

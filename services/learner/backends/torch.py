@@ -24,20 +24,18 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backends.loading.opened import fill, open_model
-from heterorl.learner.backends.state import copy_state, read_state
+from heterorl.learner.backends.loading import fill, open_model
+from heterorl.learner.backends.state import build_optimizer, copy_state, read_state
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.progress import PassCount
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_forward
-from heterorl.learner.train.model import check_forward
-from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
-from heterorl.learner.train.reference import load_reference
+from heterorl.learner.train.model import check_forward, load_reference
+from heterorl.learner.train.report import LogRatios, wanted_log_ratios
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
-from heterorl.learner.train.update.optimizer import build_optimizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -101,17 +99,14 @@ class TorchBackend:
         self.last_extras: dict[str, float] = {}
         """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
         self.last_metrics: dict[str, float] = {}
-        """What the newest step's loss measured, where it is the user's own."""
         self.last_log_ratios: LogRatios = {}
 
     @property
     def layout(self) -> Layout:
-        """Layout of the published weights."""
         return self._layout
 
     @property
     def torch_model(self) -> nn.Module:
-        """The model being trained, for evaluation between steps; not to be changed."""
         return self._model
 
     def computing(self) -> AbstractContextManager[None]:
@@ -119,7 +114,6 @@ class TorchBackend:
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
-        """Take one optimizer step on whole groups; see TrainBackend."""
         started = self._clock.monotonic()
         with self.computing():
             samples = accumulate_gradients(
@@ -150,16 +144,11 @@ class TorchBackend:
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Round the masters to the published type and write their bits; see TrainBackend."""
         tensors.store(self._model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
         if self._rounding is not None:
             self._rounding.note_published(arena)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
-        """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
-
-        `keep_optimizer` where they do not, because these weights are a few steps away.
-        """
         tensors.load(arena, self._model)
         if self._rounding is not None:
             self._rounding.note_published(arena)
@@ -169,7 +158,6 @@ class TorchBackend:
         self._applied_steps = 0
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        """Copy weights, optimizer, random state and counters into the host's memory; see TrainBackend."""
         copy = copy_state(
             self._model,
             self._optimizer,
@@ -184,11 +172,6 @@ class TorchBackend:
         self.freeze(directory)()
 
     def restore(self, directory: Path) -> None:
-        """Read what `save` wrote; the next step is then bit for bit the step after `save`.
-
-        Raises:
-            CorruptStore: a file is missing, broken, or of another model; nothing was changed.
-        """
         optimizer = self._new_optimizer()
         self._applied_steps = read_state(directory, self._model, optimizer, kind=self._config.optimizer)
         self._optimizer = optimizer

@@ -9,15 +9,16 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, PayloadInfo
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.ranks.backend import DividedBackend
-from heterorl.learner.backends.ranks.versions.divided import source_of
-from heterorl.learner.backends.ranks.versions.engine import DividedArena
+from heterorl.learner.backends.ranks.versions import DividedArena, VersionEngine, source_of
 
 Weights = Arena | DividedArena
 
 
-def maker_of(backend: TrainBackend, *, with_flavours: bool) -> DividedBackend | None:
-    """The backend, where several ranks make its versions together; flavours are made of all weights by rank 0."""
-    return backend if isinstance(backend, DividedBackend) and backend.is_divided and not with_flavours else None
+def maker_of(backend: TrainBackend, *, with_flavours: bool) -> VersionEngine | None:
+    """What several ranks make versions with together, if so; flavours are made of all weights by rank 0."""
+    if with_flavours or not isinstance(backend, DividedBackend) or not backend.is_divided:
+        return None
+    return backend.versions
 
 
 def whole_of(weights: Weights) -> Arena:
@@ -39,7 +40,7 @@ def write_delta(path: Path, old: Weights, new: Weights, *, threads: int = 1) -> 
     return _write(path, old, new, threads=threads)
 
 
-def read_snapshot(path: Path, layout: Layout, maker: DividedBackend | None) -> Weights:
+def read_snapshot(path: Path, layout: Layout, maker: VersionEngine | None) -> Weights:
     """The weights of a snapshot file, divided where a backend's ranks do so.
 
     Raises:
@@ -54,7 +55,7 @@ def read_snapshot(path: Path, layout: Layout, maker: DividedBackend | None) -> W
     return maker.divide(chunks.read)
 
 
-def divided(arena: Arena, maker: DividedBackend) -> DividedArena:
+def divided(arena: Arena, maker: VersionEngine) -> DividedArena:
     """Weights of this process, divided among a backend's ranks."""
     return maker.divide(source_of(arena))
 

@@ -6,6 +6,9 @@
 Guarantees: what is checked is drawn here, after the group was acknowledged, from randomness that no site sees; a group
 that could not be checked is neither trained on nor held against its site; heavy work runs in a thread. Must never
 change a group.
+
+Versions for replays: the newest few in memory, any other pulled again and verified like at a sampler. A site cannot
+choose a version that is not checked: whatever it may be trained on can still be rebuilt.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ import dataclasses
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import (
     CorruptData,
     PromptRefused,
@@ -32,13 +37,18 @@ from heterorl.common.errors import (
     UntrustedVersion,
 )
 from heterorl.common.generation.draw import group_key
+from heterorl.common.identity.signing import Trust
+from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout
 from heterorl.common.process import metrics
+from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread, in_thread_of
+from heterorl.common.pull.pull import PulledVersion, TrustedPuller
 from heterorl.common.tasks.task import FailureRow, Task, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, Group, QueuedGroup
+from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.checks.judge import (
     SOUND,
     Finding,
@@ -50,10 +60,77 @@ from heterorl.learner.checks.judge import (
 )
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.rewards import judge_rewards
-from heterorl.learner.checks.versions import RecentVersions
 
 _LOG = logging.getLogger(__name__)
 _NONE = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class RecentVersions:
+    """A few pulled states, by flavour and version."""
+
+    api: LearnerApi
+    _: KW_ONLY
+    spool: Path
+    layout: Layout
+    patience: Patience
+    trust: Trust
+    num_kept: int
+    threads: int = 1
+    _pullers: dict[str, TrustedPuller] = field(default_factory=dict)
+    _kept: OrderedDict[tuple[str, int], PulledVersion] = field(default_factory=OrderedDict)
+    _whole: tuple[tuple[str, int], Arena] | None = None
+    """What the flavour's version that was asked for last stands for."""
+
+    async def get(self, version: int, flavour: str = "") -> Arena:
+        """The weights that a sampler of a flavour ("": those that are trained) computes with at a version.
+
+        Raises:
+            UnknownVersion: it does not exist in the lineage, or its payloads were deleted, or nobody knows the flavour.
+            UnknownPayload: the coordinator's payloads go as fast as plans are made.
+            CorruptData: even the snapshot fails its checks.
+            UntrustedVersion: it is signed by nobody this learner trusts.
+        """
+        key = (flavour, version)
+        pulled = self._kept.get(key)
+        if pulled is None:
+            earlier = [number for form, number in self._kept if form == flavour and number < version]
+            held = self._kept[flavour, max(earlier)] if earlier else None
+            puller = self._pullers.get(flavour) or self._add_puller(flavour)
+            pulled = await puller.pull(version, held=held)
+            self._kept[key] = pulled
+            _LOG.debug("version %d%s is here for checks", version, f" in flavour {flavour}" if flavour else "")
+        self._kept.move_to_end(key)
+        while len(self._kept) > self.num_kept:
+            self._kept.popitem(last=False)
+        if not flavour:
+            return pulled.arena
+        if self._whole is None or self._whole[0] != key:
+            whole = Arena(self.layout)
+            await in_thread(dequantise, pulled.arena, whole, _known(flavour))
+            self._whole = (key, whole)
+        return self._whole[1]
+
+    def _add_puller(self, flavour: str) -> TrustedPuller:
+        layout = flavour_layout(self.layout, _known(flavour)) if flavour else self.layout
+        puller = TrustedPuller(
+            api=self.api,
+            spool=self.spool / (flavour or "trained"),
+            layout=layout,
+            patience=self.patience,
+            trust=self.trust,
+            threads=self.threads,
+            flavour=flavour,
+        )
+        self._pullers[flavour] = puller
+        return puller
+
+
+def _known(flavour: str) -> Flavour:
+    for name in LIMIT:
+        if name == flavour:
+            return name
+    raise UnknownVersion(f"this program knows no flavour {flavour!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

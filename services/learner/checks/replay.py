@@ -37,11 +37,7 @@ class Replayer:
     """A model of its own that takes any published version."""
 
     def __init__(self, *, model_dir: str, device: str, sampling: SamplingSemantics, lora: LoraSettings) -> None:
-        """Load the model.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
+        """Load the model."""
         model = load_model(model_dir)
         if lora.rank:
             attach(model, lora)
@@ -65,9 +61,7 @@ class Replayer:
     def replay(self, group: Group, *, key: int | None) -> list[Replay]:
         """Compute the trainable rollouts of a group under the loaded weights; of a lost member there are no numbers.
 
-        Args:
-            group: its tokens are read, nothing that it says of them.
-            key: of its noise; None where its draws cannot be repeated.
+        Of the group its tokens are read, nothing that it says of them. Without `key` its draws cannot be repeated.
         """
         result = [Replay(logprobs=np.zeros(0, np.float32), margins=None)] * len(group.rollouts)
         for part in _parts(group):
@@ -109,11 +103,8 @@ class Replayer:
 def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, temperature: float) -> list[list[float]]:
     """Mean over tokens of log p - log q of every rollout under the newest published weights.
 
-    Args:
-        model: is trained elsewhere, between its steps; computes p.
-        groups: give q; one list of ratios for each, 0 for lost members.
-        weights: of p. Masters would put their own distance from what samplers have onto every honest site.
-        temperature: what logits are divided by so that p means what q means.
+    The model, which is trained elsewhere between its steps, computes p with `weights`: masters would put their own
+    distance from what samplers have onto every honest site. Lost members have ratio 0.
     """
     device = next(model.parameters()).device
     with arena_weights(model, weights):

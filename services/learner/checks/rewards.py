@@ -1,4 +1,9 @@
-"""Rewards computed again on the trusted side, from the prompt's number and the tokens alone."""
+"""Rewards computed again on the trusted side, from the prompt's number and the tokens alone.
+
+Rollouts of several turns are stepped again: given ids and rewards must be those of the environment. Guarantees: of a
+deterministic environment a site can state neither an observation nor a reward that it did not get. What a machine may
+fail in is not held against its site; its group is not trained then.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.errors import ConfigError, EpisodeError, RewardError
+from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.rewards.remote import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, score_group, uncertain_parts
-from heterorl.common.text.conversation import Conversations
+from heterorl.common.text.conversation import Conversation, Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
-from heterorl.learner.checks.episodes import judge_episodes
+from heterorl.common.types.trajectory import turns_of
 from heterorl.learner.checks.judge import SOUND, Finding
 
 RUN_AGAIN = 2
 """How often code is run again whose result is not the stated one; more finds rarer coins and costs more."""
+_OF_ITSELF = (FinishReason.EOS, FinishReason.LENGTH)
+_BY_ENVIRONMENT = (FinishReason.ENVIRONMENT_FAILED, FinishReason.TOOL_LOST, FinishReason.REWARD_FAILED)
 
 
 def judge_rewards(
@@ -35,15 +43,8 @@ def judge_rewards(
     """In what a group's prompt or rewards differ from the task's.
 
     A reward that nobody can compute again is taken as it is stated where a key signed it, or from a trusted site. Code
-    that comes to another result is run again: see RUN_AGAIN and CODE_MISMATCH.
-
-    Args:
-        group: as its site sent it.
-        task: the run's.
-        prompter: the run's tokenizer and template.
-        tolerance: largest difference of a reward.
-        trusted: sites whose word is enough; `*` is every site.
-        conversations: the environments of its prompts; None where it has none.
+    that comes to another result is run again: see RUN_AGAIN and CODE_MISMATCH. `trusted` are sites whose word is
+    enough; `*` is every site.
 
     Raises:
         PromptRefused: the template does not write the prompt.
@@ -152,11 +153,7 @@ def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPa
 def _refuse_doubtful(
     task: Task, prompt: Prompt, completion: str, *, stated: Sequence[RewardPart], computed: Sequence[RewardPart]
 ) -> None:
-    """Run code again whose result is not the stated one.
-
-    Raises:
-        RewardError: a reward took so long, or code comes to so different results here, that the site may be right.
-    """
+    """Run code again whose result is not the stated one; raises where the site may be right all the same."""
     said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
     for is_last in [False] * RUN_AGAIN + [True]:
         for name in uncertain_parts(task, prompt, completion):
@@ -228,3 +225,58 @@ def _parts_problem(stated: Sequence[RewardPart], computed: Sequence[RewardPart],
 
 def _mismatch(detail: str) -> Finding:
     return Finding(reason=DropReason.REWARD_MISMATCH, detail=detail)
+
+
+def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float) -> Finding:
+    """In what a group's rollouts differ from those of its environment.
+
+    The prompt was compared before, and the environment is deterministic.
+
+    Raises:
+        RewardError: the environment failed here; that says nothing of the site.
+    """
+    for number, rollout in enumerate(group.rollouts):
+        is_lost = rollout.finish_reason in _BY_ENVIRONMENT
+        if not (rollout.is_trainable or is_lost):
+            continue
+        try:
+            with conversation.spec.open() as episode:
+                problem = _episode_problem(rollout, conversation, episode, tolerance=tolerance)
+        except EpisodeError as error:
+            if is_lost:
+                continue
+            raise RewardError(f"the environment of rollouts[{number}] failed: {error}") from error
+        if is_lost:
+            # Not held against the site, whose machine may be slow; and not trained, since it may hide low rewards.
+            return Finding(detail=f"rollouts[{number}]: its site has lost it, and its environment goes on here")
+        if problem:
+            return Finding(reason=DropReason.REWARD_MISMATCH, detail=f"rollouts[{number}]: {problem}")
+    return SOUND
+
+
+def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Episode, *, tolerance: float) -> str:
+    if any(span.keeps is not None for span in rollout.spans):
+        return "its history is written anew, and its environment writes none anew"
+    turns = turns_of(rollout)
+    given = None
+    for number, (start, end) in enumerate(turns):
+        drawn = rollout.token_ids[start:end]
+        given = conversation.step(episode, drawn)
+        if number + 1 < len(turns):
+            stated = rollout.token_ids[end : turns[number + 1][0]]
+            if given is None:
+                return f"turn {number + 1} ended the episode, and another one follows"
+            if not np.array_equal(stated, given):
+                return f"what is given behind turn {number + 1} is not the environment's"
+    if turns and rollout.is_trainable and (given is None) != (rollout.finish_reason in _OF_ITSELF):
+        return f"finish_reason is {rollout.finish_reason.value}, the episode {'ended' if given is None else 'goes on'}"
+    parts = episode.score()
+    reward = weighted_sum(parts)
+    if not abs(rollout.reward - reward) <= tolerance:
+        return f"reward: {rollout.reward:g}, computed {reward:g}"
+    stated_parts = [(part.name, part.weight) for part in rollout.reward_parts]
+    if stated_parts and stated_parts != [(part.name, part.weight) for part in parts]:
+        return "reward_parts: not the environment's"
+    pairs = zip(rollout.reward_parts, parts, strict=False)
+    wrong = [mine.name for mine, other in pairs if not abs(mine.value - other.value) <= tolerance]
+    return f"reward_parts: {wrong[0]} has another value" if wrong else ""

@@ -23,7 +23,7 @@ import torch
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.worker import LoadError, load_function, words_of
-from heterorl.learner.loss.kinds_custom import CustomLossConfig
+from heterorl.learner.loss.config import CustomLossConfig
 from heterorl.learner.loss.objectives import LossInputs, LossTerms
 
 KEY = "loss.function"
@@ -111,11 +111,7 @@ class CustomLoss:
     reads_reference: bool
 
     def __call__(self, batch: LossBatch, step: LossBatch | None) -> LossOutput:
-        """Ask it about the rollouts of one pass.
-
-        Raises:
-            ConfigError: it raised, changed its input, or returned what is no loss.
-        """
+        """Ask it about the rollouts of one pass."""
         given = [batch] if step is None else [batch, step]
         before = [
             (name, one, one._version) for part in given for name, one in part._values().items() if _is_tensor(one)

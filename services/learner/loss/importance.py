@@ -1,7 +1,8 @@
-"""Importance weights as logarithms: pure functions of log-probs, in whose gradient only the learner takes part.
+"""Importance weights as logarithms, and which rollouts and tokens take part: pure functions of log-probs.
 
-Guarantees: finite for finite log-probs; every function is separable over rollouts, so splits do not matter.
-Suffixes: B sequences, T completion tokens.
+Guarantees: only the learner takes part in the gradient; finite for finite log-probs; every function but
+`within_second_moment` is separable over rollouts, so splits do not matter.
+Suffixes: B sequences, T completion tokens, N tokens of the whole step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 
 import torch
 
-from heterorl.learner.loss.denominators import masked_mean
+from heterorl.learner.loss.group import masked_mean
 
 
 def sequence_log_probs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, *, is_raw: bool) -> torch.Tensor:
@@ -25,10 +26,7 @@ def defensive_log_denominators(
 ) -> torch.Tensor:
     """log((1 - a) D + a sg(p)): a defensive mixture (Hesterberg 1995), under which p / D never exceeds 1 / a.
 
-    Args:
-        log_denominators_B: log D.
-        learner_log_probs_B: log p; taken as a constant.
-        fraction: a in (0, 1).
+    a is `fraction`; log p is taken as a constant.
     """
     return torch.logaddexp(
         log_denominators_B + math.log1p(-fraction), learner_log_probs_B.detach() + math.log(fraction)
@@ -47,14 +45,9 @@ def mixture_log_denominators(
 ) -> torch.Tensor:
     """log(a p + (1 - a) q) with a = 1 / (1 + exp(slope (staleness - age))): the learner's share falls with age; [B, T].
 
-    MoIS of the published code of arXiv 2508.17850, with age 8 and slope 1. p / D never exceeds 1 / a.
-
-    Args:
-        learner_BT: log p; detach it for a denominator that is a constant.
-        sampler_BT: log q.
-        staleness_BT: age of each token, versions.
-        age: at which a is one half, versions.
-        slope: per version, positive.
+    MoIS of the published code of arXiv 2508.17850, with age 8 and slope 1. p / D never exceeds 1 / a. Detach
+    `learner_BT` for a denominator that is a constant. `age`, in versions, is where a is one half; `slope` is per
+    version and positive.
     """
     logits_BT = slope * (age - staleness_BT)
     logsigmoid = torch.nn.functional.logsigmoid
@@ -67,15 +60,9 @@ def v_trace_log_weights(
     """Log of what V-trace multiplies A grad log p_t by when the only reward is at the end; [B, T], a constant.
 
     arXiv 1802.01561 equation 1 and section 4.2 with discount 1 and the same value, the group's mean reward, for every
-    state. All temporal differences but the last vanish; that one is rho_T A. Hence v_(t+1) minus the value is
-    (prod_(t < j < T) c_j) rho_T A, and the weight of token t is rho_t (prod_(t < j < T) c_j) rho_T, of the last rho_T,
-    with rho = min(rho_cap, r) and c = min(c_cap, r).
-
-    Args:
-        log_ratios_BT: log p - log q.
-        mask_BT: bool, True at completion tokens, which stand at the left.
-        rho_cap: positive.
-        c_cap: positive.
+    state. All temporal differences but the last vanish; that one is rho_T A. Hence v_(t+1) minus the value is (prod_(t
+    < j < T) c_j) rho_T A, and the weight of token t is rho_t (prod_(t < j < T) c_j) rho_T, of the last rho_T, with rho
+    = min(rho_cap, r) and c = min(c_cap, r). Completion tokens stand at the left of a row.
     """
     ratios_BT = torch.where(mask_BT, log_ratios_BT.detach(), 0.0)
     positions = torch.arange(mask_BT.shape[1], device=mask_BT.device)
@@ -91,15 +78,9 @@ def proximal_logprobs(
 ) -> torch.Tensor:
     """Token log-probs of the policy around which decoupled PPO clips; a constant [B, T].
 
-    Exact: the policy at the start of the step, which with one optimizer step per batch is the learner itself.
-    Otherwise log q + alpha (log p - log q) with alpha = (v_prox - v_q) / (v - v_q) and v_prox = v - 1: the estimate of
-    A-3PO, arXiv 2512.06547. Tokens of the current version have alpha 0.
-
-    Args:
-        learner_BT: log p.
-        sampler_BT: log q.
-        staleness_BT: v - v_q of each token, versions, at least 0.
-        is_exact: which of the two.
+    Exact: the policy at the start of the step, which with one optimizer step per batch is the learner itself. Otherwise
+    log q + alpha (log p - log q) with alpha = (v_prox - v_q) / (v - v_q) and v_prox = v - 1: the estimate of A-3PO,
+    arXiv 2512.06547. Tokens of the current version have alpha 0. `staleness_BT` is v - v_q of each token, at least 0.
     """
     learner_BT = learner_BT.detach()
     if is_exact:
@@ -125,3 +106,39 @@ def clip_token_log_ratios(
 def spread(log_weights_B: torch.Tensor, learner_BT: torch.Tensor) -> torch.Tensor:
     """A rollout's log weight at each of its tokens, whose gradient is that of the token's own log-prob; [B, T]."""
     return log_weights_B.detach()[:, None] + (learner_BT - learner_BT.detach())
+
+
+def has_not_drifted(
+    learner_BT: torch.Tensor,
+    sampler_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    *,
+    limit: float,
+    is_total: bool = False,
+) -> torch.Tensor:
+    """Off-policy sequence mask of DeepSeek-V3.2: False where A < 0 and mean_t(log q - log p) > limit; bool [B].
+
+    With `is_total` the sum over the completion takes the mean's place. The limit is in nats.
+    """
+    drift_BT = torch.where(mask_BT, sampler_BT.detach() - learner_BT.detach(), 0.0)
+    drift_B = drift_BT.sum(1) if is_total else masked_mean(drift_BT, mask_BT)
+    return ~((advantages_B < 0) & (drift_B > limit))
+
+
+def within_second_moment(log_ratios_N: torch.Tensor, advantages_N: torch.Tensor, *, budget: float) -> torch.Tensor:
+    """M2PO's token selection over a whole step, arXiv 2510.01161 section 4; bool [N].
+
+    Harmful tokens, A > 0 with r > 1 or A < 0 with r < 1, are left out from the largest (log r)^2 down until the mean
+    of (log r)^2 over those that remain is at most the budget; all others stay. The selection is exact, so all the
+    step's tokens are needed at once. Of equal squares the earlier token stays.
+    """
+    assert log_ratios_N.dim() == 1
+    assert log_ratios_N.shape == advantages_N.shape
+    is_kept_N = torch.ones_like(log_ratios_N, dtype=torch.bool)
+    harmful = torch.nonzero(log_ratios_N * advantages_N > 0)[:, 0]
+    squares, order = torch.sort(log_ratios_N[harmful].double() ** 2, stable=True)
+    means = torch.cumsum(squares, 0) / torch.arange(1, squares.numel() + 1, device=squares.device)
+    # Ascending squares have ascending means, so those within the budget are a prefix.
+    is_kept_N[harmful[order[means > budget]]] = False
+    return is_kept_N

@@ -105,16 +105,9 @@ def token_coefficients(
     """Factor of every token's term in the loss, float64 [B, T]; 0 outside the mask.
 
     sequence_mean: 1 / (N T_i), token_mean: 1 / sum_i T_i, max_length: 1 / (N max_tokens) of arXiv 2503.20783,
-    sequence_sum: 1 / N, length_power: T_i^-a / (max_tokens sum_j T_j^-a) of arXiv 2509.07558.
-
-    Args:
-        mask_BT: bool, True at completion tokens.
-        aggregation: which of the five.
-        num_sequences: N, rollouts with at least one token in the whole step, not in this micro-batch.
-        num_tokens: completion tokens in the whole step.
-        max_tokens: the run's limit on completion tokens.
-        length_power: a.
-        sum_of_powers: sum of T^-a over the whole step.
+    sequence_sum: 1 / N, length_power: T_i^-a / (max_tokens sum_j T_j^-a) of arXiv 2509.07558. N and the number of
+    tokens are of the whole step, not of this micro-batch; a is `length_power`, and `max_tokens` the run's limit on
+    completion tokens.
     """
     assert mask_BT.dim() == 2
     assert mask_BT.dtype == torch.bool
@@ -144,18 +137,9 @@ def ratio_objective(
 ) -> Objective:
     """PPO's one-sided clip: min(w A, clip(w, low, high) A), arXiv 1707.06347 equation 7; for A < 0 at least c A.
 
-    The bound c A is the dual clip of arXiv 1912.09729. The gradient of an unclipped term is A w dlog w; of a
-    clipped one 0 or, preserving, A b dlog w with the bound b.
-
-    Args:
-        log_weights: log w; carries the gradient.
-        advantages_B1: A; a constant.
-        low: smallest weight, for A < 0.
-        high: largest weight, for A > 0.
-        dual: c, largest weight for A < 0.
-        decision_log_weights: log of the weight that is compared with the bounds in place of w.
-        is_preserving: whether clipped terms keep the bound's gradient.
-        max_log_weight: weights beyond e^this are capped, without gradient.
+    The bound c A is the dual clip of arXiv 1912.09729. The gradient of an unclipped term is A w dlog w; of a clipped
+    one 0 or, preserving, A b dlog w with the bound b. `decision_log_weights` are of the weight that is compared with
+    the bounds in place of w. Weights beyond e^max_log_weight are capped, without gradient.
     """
     # The decision is made once, so that what is reported as clipped is exactly what the clip acted on.
     advantages = advantages_B1.detach()
@@ -187,16 +171,8 @@ def score_objective(
     """sg(w') A log p per token, w' = clip(w, low, high), or w where it lies within the range and 0 elsewhere.
 
     CISPO (arXiv 2506.13585 equation 4), TIS, MIS and the negative half of TOPR (arXiv 2503.14286 equation 8). The
-    gradient is A w' per token, also where w was truncated.
-
-    Args:
-        log_weights: log w; taken as a constant.
-        logprobs_BT: log p; carries the gradient.
-        advantages_B1: A; a constant.
-        low: smallest weight.
-        high: largest weight.
-        is_dropping: whether weights out of range count 0.
-        max_log_weight: weights beyond e^this are lowered to it, also where the range has no end.
+    gradient is A w' per token, also where w was truncated. log w and A are constants. With `is_dropping` weights out of
+    range count 0. Weights beyond e^max_log_weight are lowered to it, also where the range has no end.
     """
     raw = log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
     is_outside = (raw < low) | (raw > high)
@@ -210,11 +186,7 @@ def with_likelihood_of_good(
 ) -> Objective:
     """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8.
 
-    Args:
-        objective: what terms with A < 0 keep.
-        logprobs_BT: log p; carries the gradient.
-        advantages_B1: A; a constant.
-        is_clip_kept: whether clipped terms stay as they are, so that the weight alone changes.
+    With `is_clip_kept` clipped terms stay as they are, so that the weight alone changes.
     """
     advantages = advantages_B1.detach()
     is_good = (advantages >= 0) & ~objective.is_clipped if is_clip_kept else advantages >= 0
@@ -230,11 +202,7 @@ def with_likelihood_of_bad(
 ) -> Objective:
     """Replace terms with A < 0 by sg(min(1, w)) A log p per token: the negative half of TOPR with any weight.
 
-    Args:
-        objective: what terms with A >= 0 keep.
-        logprobs_BT: log p; carries the gradient.
-        advantages_B1: A; a constant.
-        log_weights_B1: log w; taken as a constant, truncated and counted as clipped above 0.
+    log w is a constant, truncated and counted as clipped above 0.
     """
     advantages = advantages_B1.detach()
     is_bad = advantages < 0

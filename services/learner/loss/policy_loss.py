@@ -13,8 +13,8 @@ import torch
 
 from heterorl.learner.loss import importance
 from heterorl.learner.loss.custom import LossBatch, batch_of, terms_of
-from heterorl.learner.loss.denominators import masked_mean
-from heterorl.learner.loss.masks import has_not_drifted
+from heterorl.learner.loss.group import masked_mean
+from heterorl.learner.loss.importance import has_not_drifted
 from heterorl.learner.loss.objectives import (
     LossInputs,
     LossTerms,
@@ -38,12 +38,7 @@ def policy_loss(
 ) -> LossTerms:
     """-sum_it c_it k_it J_it with the objective J of `objectives`, masks k and coefficients c.
 
-    Args:
-        rule: the parts to compose.
-        inputs: one micro-batch.
-        learner_BT: log p under the current policy; the only tensor that gradient reaches.
-        coefficients_BT: of `objectives.token_coefficients`.
-        step: all rollouts of the step, for a custom loss that takes them.
+    Gradient reaches `learner_BT` alone. `step` has all rollouts of the step, for a custom loss that takes them.
 
     Raises:
         ConfigError: a custom loss raised, or returned what is no loss.

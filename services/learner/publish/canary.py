@@ -35,9 +35,8 @@ class Canary:
     def score(self, weights: Arena) -> tuple[float, ...]:
         """Log-probs of all completions' tokens, one text after another.
 
-        Args:
-            weights: what samplers have, in memory of its own beside the model; where the device has none left, nothing
-                is scored and no site is judged by this version.
+        `weights` are what samplers have. Where the device has no room for them beside the model, nothing is scored and
+        no site is judged by this version.
         """
         batch = self.batch.to(next(self._model.parameters()).device)
         try:

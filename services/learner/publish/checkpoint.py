@@ -1,7 +1,10 @@
 """Checkpoints on the learner's disk: all of one or none of it.
 
     state_dir/checkpoints/v00000012/    one checkpoint, named by the version that its publication makes
-        cursor.json                     heterorl.learner.publish.cursor
+        cursor.json                     where training stands and which publication belongs to it:
+                                        {"format": 1, "run_id", "step", "step_id", "version", "parent_version",
+                                        "lineage_version", "state_root", "manifest": hex,
+                                        "consumed": [[site, incarnation, sequence], ...], "reports": [{...}]}
         published.payload               snapshot of the published weights (heterorl.common.weights.payload)
         <flavour>.scales                snapshot of a flavour's scales alone, for each flavour
         backend/                        what TrainBackend.freeze left
@@ -13,6 +16,7 @@ checkpoint only while DONE names exactly its files with their digests. Must neve
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -23,17 +27,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import blake3
+
 from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
 from heterorl.common.model.quantise import Flavour, scale_layout
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import Digest, SiteId, StepReport, report_from_row
+from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.backend import DividedBackend
+from heterorl.learner.backends.ranks.versions import VersionEngine
 from heterorl.learner.backends.weights import Weights, read_snapshot, write_snapshot
-from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
+from heterorl.learner.publish.encode import Encoded, Position
 
+CURSOR_FORMAT = 1
 CURSOR_FILE = "cursor.json"
 PUBLISHED_FILE = "published.payload"
 BACKEND_DIRECTORY = "backend"
@@ -49,6 +57,104 @@ LARGE_BYTES = 4 << 30
 FEW = 10
 NUM_KEPT = 2
 """The newest may belong to a publication that is refused; the one before it is then the truth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """A position in training, and the publication that makes it a version.
+
+    `step` optimizer steps are in the weights. The publication has `step_id` as its key, makes `version` out of
+    `parent_version` (the head at that time; -1 for none) and follows `lineage_version` (the same unless versions are
+    abandoned). `manifest` is its bytes, `consumed` and `reports` are those of the steps since the parent.
+    """
+
+    run_id: str
+    step: int
+    step_id: str
+    version: int
+    parent_version: int
+    lineage_version: int
+    state_root: Digest
+    manifest: bytes
+    consumed: tuple[GroupId, ...]
+    reports: tuple[StepReport, ...]
+
+
+def cursor_of(
+    encoded: Encoded, position: Position, *, consumed: Sequence[GroupId], reports: Sequence[StepReport]
+) -> Cursor:
+    """The cursor of a version that is encoded from a position."""
+    manifest, parent = encoded.manifest, position.head_version
+    return Cursor(
+        run_id=manifest.run_id,
+        step=manifest.step,
+        step_id=step_id(
+            run_id=manifest.run_id, parent_version=parent, step=manifest.step, state_root=manifest.state_root
+        ),
+        version=manifest.version,
+        parent_version=parent,
+        lineage_version=position.lineage_version,
+        state_root=manifest.state_root,
+        manifest=encoded.manifest_bytes,
+        consumed=tuple(consumed),
+        reports=tuple(reports),
+    )
+
+
+def step_id(*, run_id: str, parent_version: int, step: int, state_root: str) -> str:
+    """Idempotency key of a publication: the same state at the same place in the lineage has the same key, whoever asks.
+
+    blake3("heterorl step" || run || parent || step || state root), the first 32 hex characters.
+    """
+    text = json.dumps(["heterorl step", run_id, parent_version, step, state_root])
+    return str(blake3.blake3(text.encode()).hexdigest()[:32])
+
+
+def cursor_to_bytes(cursor: Cursor) -> bytes:
+    """Write as JSON."""
+    table = {
+        "format": CURSOR_FORMAT,
+        "run_id": cursor.run_id,
+        "step": cursor.step,
+        "step_id": cursor.step_id,
+        "version": cursor.version,
+        "parent_version": cursor.parent_version,
+        "lineage_version": cursor.lineage_version,
+        "state_root": cursor.state_root,
+        "manifest": cursor.manifest.hex(),
+        "consumed": [[entry.site, entry.incarnation, entry.sequence] for entry in cursor.consumed],
+        "reports": [dataclasses.asdict(report) for report in cursor.reports],
+    }
+    return json.dumps(table, indent=1).encode()
+
+
+def cursor_from_bytes(data: bytes) -> Cursor:
+    """Read what `cursor_to_bytes` wrote.
+
+    Raises:
+        CorruptStore: the bytes are not a cursor of this format.
+    """
+    try:
+        table = json.loads(data)
+        if table["format"] != CURSOR_FORMAT:
+            raise CorruptStore(f"a cursor of format {table['format']}, known is {CURSOR_FORMAT}")
+        return Cursor(
+            run_id=str(table["run_id"]),
+            step=int(table["step"]),
+            step_id=str(table["step_id"]),
+            version=int(table["version"]),
+            parent_version=int(table["parent_version"]),
+            lineage_version=int(table["lineage_version"]),
+            state_root=Digest(table["state_root"]),
+            manifest=bytes.fromhex(table["manifest"]),
+            consumed=tuple(
+                GroupId(site=SiteId(site), incarnation=str(incarnation), sequence=int(sequence))
+                for site, incarnation, sequence in table["consumed"]
+            ),
+            reports=tuple(report_from_row(report) for report in table["reports"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptStore(f"not a cursor: {error!r}") from error
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,12 +199,7 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and drop all but the two newest.
 
-        Args:
-            cursor: the position.
-            begun: masters and optimizer of that position; nothing of it is kept.
-            arena: the published weights; divided ones are written already, by `write_published` or as `snapshot`.
-            snapshot: a snapshot payload of `arena`, when there is one already.
-            scales: of each flavour.
+        Divided weights are written already, by `write_published` or as `snapshot`.
 
         Raises:
             DiskFull: nothing has changed.
@@ -130,11 +231,7 @@ class CheckpointStore:
         return final
 
     def write_published(self, begun: Begun, weights: Weights) -> None:
-        """Write published weights that all ranks hold, while these take part.
-
-        Raises:
-            DiskFull: there is no room.
-        """
+        """Write published weights that all ranks hold, while these take part."""
         with self._room():
             write_snapshot(begun.directory / PUBLISHED_FILE, weights)
 
@@ -207,7 +304,7 @@ def read_checkpoint(path: Path) -> Cursor:
 
 
 def find_published(
-    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: DividedBackend | None = None
+    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionEngine | None = None
 ) -> Weights | None:
     """The published weights of a version from whichever checkpoint has them; None when none does, or its disk fails."""
     for path in paths:
@@ -222,21 +319,8 @@ def find_published(
     return None
 
 
-def read_published(path: Path, arena: Arena) -> None:
-    """Read the published weights of a checkpoint.
-
-    Raises:
-        CorruptData: they are broken, or of another model.
-    """
-    apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
-
-
 def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
-    """Read a flavour's scales of a checkpoint; None when it has none.
-
-    Raises:
-        CorruptData: they are broken, or of another model.
-    """
+    """Read a flavour's scales of a checkpoint; None when it has none."""
     file = path / f"{flavour}{SCALES_SUFFIX}"
     if not file.exists():
         return None
@@ -246,11 +330,7 @@ def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
 
 
 def read_all_scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
-    """Read the scales of those flavours that a checkpoint has.
-
-    Raises:
-        CorruptData: they are broken, or of another model.
-    """
+    """Read the scales of those flavours that a checkpoint has."""
     found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
     return {name: scales for name, scales in found.items() if scales is not None}
 

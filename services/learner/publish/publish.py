@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
@@ -35,68 +35,70 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.ranks.versions.engine import DividedArena
+from heterorl.learner.backends.ranks.versions import DividedArena
 from heterorl.learner.backends.weights import Weights, divided, maker_of, whole_of
 from heterorl.learner.observe import observe_version
 from heterorl.learner.publish.canary import Canary
-from heterorl.learner.publish.checkpoint import CheckpointStore
-from heterorl.learner.publish.commit import commit
-from heterorl.learner.publish.cursor import Cursor, cursor_of
-from heterorl.learner.publish.draft import Draft
+from heterorl.learner.publish.checkpoint import Begun, CheckpointStore, Cursor, cursor_of
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
 from heterorl.learner.publish.flavours import EncodedFlavour, Flavours, QuantisedFlavour
 from heterorl.learner.publish.journal import Journal
-from heterorl.learner.publish.upload import upload_all
+from heterorl.learner.publish.upload import commit, upload_all
 
 _LOG = logging.getLogger(__name__)
+_NOWHERE = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draft:
+    """The next version as its step left it; nothing here changes when the next step does.
+
+    `arena` has the rounded weights, `forms` the flavours of them; `canary` are the log-probs of the agreed tokens,
+    computed now because the model that is trained computes them; `begun` is the checkpoint, where one is due.
+    `encoded` is what all ranks have encoded already; None where this process does it, beside the next step.
+    """
+
+    version: int
+    step: int
+    arena: Weights
+    canary: tuple[float, ...]
+    forms: tuple[QuantisedFlavour, ...]
+    begun: Begun | None
+    encoded: Encoded | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Publisher:
     """Turns weights into versions; holds the position of the run and the shadow."""
 
-    def __init__(
-        self,
-        api: LearnerApi,
-        *,
-        run_id: str,
-        epoch: int,
-        layout: Layout,
-        directory: Path,
-        store: CheckpointStore,
-        journal: Journal,
-        patience: Patience,
-        snapshot_every_versions: int,
-        checkpoint_every_versions: int,
-        signer: Signer | None = None,
-        canary: Canary | None = None,
-        threads: int = 1,
-        flavours: Flavours | None = None,
-    ) -> None:
-        self.threads = threads
-        """Chunks of weights that are coded at once."""
-        self._api = api
-        self._run_id = run_id
-        self._epoch = epoch
-        self._layout = layout
-        self._directory = directory
-        self._store = store
-        self._journal = journal
-        self._patience = patience
-        self._snapshot_every = snapshot_every_versions
-        self._checkpoint_every = checkpoint_every_versions
-        self._signer = signer
-        self._canary = canary
-        self.flavours = flavours
-        self._spare: Arena | None = None
-        self._is_under_way = False
-        self.is_undecided = False
-        """Whether a version was sent whose fate is not known here."""
-        self.position = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
-        make_directory(directory)
+    api: LearnerApi
+    _: KW_ONLY
+    run_id: str
+    epoch: int
+    layout: Layout
+    directory: Path
+    store: CheckpointStore
+    journal: Journal
+    patience: Patience
+    snapshot_every_versions: int
+    checkpoint_every_versions: int
+    signer: Signer | None = None
+    canary: Canary | None = None
+    threads: int = 1
+    """Chunks of weights that are coded at once."""
+    flavours: Flavours | None = None
+    position: Position = _NOWHERE
+    is_undecided: bool = False
+    """Whether a version was sent whose fate is not known here."""
+    _spare: Arena | None = None
+    _is_under_way: bool = False
+
+    def __post_init__(self) -> None:
+        make_directory(self.directory)
 
     def remove_leftovers(self) -> None:
         """Remove payloads of an earlier process: what it did not publish is encoded again."""
-        for path in self._directory.glob("v[0-9]*"):
+        for path in self.directory.glob("v[0-9]*"):
             path.unlink()
         if self.flavours is not None:
             self.flavours.remove_leftovers()
@@ -122,7 +124,7 @@ class Publisher:
             return await in_thread(maker.stage, published=shadow)
         assert not isinstance(shadow, DividedArena), "one process has all of the shadow"
         if self._spare is None:
-            self._spare = Arena(self._layout)
+            self._spare = Arena(self.layout)
         await in_thread(backend.store, self._spare, published=shadow)
         return self._spare
 
@@ -145,11 +147,8 @@ class Publisher:
     ) -> Draft:
         """Take everything that the next version has of the backend, which may go on afterwards.
 
-        Args:
-            arena: from `stage`.
-            step: optimizer steps in it.
-            saved_by: has the state for a checkpoint; None when a checkpoint of this publication exists already.
-            is_last: a checkpoint is due whatever the cadence.
+        `arena` is from `stage`. Without `saved_by` a checkpoint of this publication exists already; with `is_last` one
+        is due whatever the cadence.
 
         Raises:
             DiskFull: there is no room for a checkpoint; nothing has changed.
@@ -159,20 +158,20 @@ class Publisher:
         forms: tuple[QuantisedFlavour, ...] = ()
         if self.flavours is not None:
             await self.flavours.align(position)
-            forms = await in_thread(self.flavours.quantise, whole_of(arena), canary=self._canary)
+            forms = await in_thread(self.flavours.quantise, whole_of(arena), canary=self.canary)
         is_rollback = position.lineage_version != position.head_version
-        is_due = is_last or is_rollback or version % self._checkpoint_every == 0
+        is_due = is_last or is_rollback or version % self.checkpoint_every_versions == 0
         begun = None
         if saved_by is not None and is_due:
-            begun = await in_thread(self._store.begin, version, saved_by)
-        scorer = self._canary
+            begun = await in_thread(self.store.begin, version, saved_by)
+        scorer = self.canary
         canary = () if scorer is None else await in_thread(lambda: scorer.score(whole_of(arena)))
         encoded = None
         if isinstance(arena, DividedArena):
             # With all ranks, so before the next step begins.
             encoded = await in_thread(self._encode, arena, step)
             if begun is not None and encoded.snapshot is None:
-                await in_thread(self._store.write_published, begun, arena)
+                await in_thread(self.store.write_published, begun, arena)
         return Draft(version=version, step=step, arena=arena, canary=canary, forms=forms, begun=begun, encoded=encoded)
 
     async def carry_out(
@@ -180,10 +179,7 @@ class Publisher:
     ) -> None:
         """Publish a draft; one at a time, and the backend is not touched.
 
-        Args:
-            draft: of the version after the head.
-            consumed: every group of its steps.
-            reports: the steps since the last version.
+        `consumed` is every group of its steps, `reports` are the steps since the last version.
 
         Raises:
             GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.
@@ -211,7 +207,7 @@ class Publisher:
         checkpoint = None
         if draft.begun is not None:
             checkpoint = await in_thread(
-                self._store.write,
+                self.store.write,
                 cursor,
                 begun=draft.begun,
                 arena=draft.arena,
@@ -220,15 +216,15 @@ class Publisher:
             )
         started = time.perf_counter()
         files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
-        await upload_all(self._api, files, epoch=self._epoch, patience=self._patience)
+        await upload_all(self.api, files, epoch=self.epoch, patience=self.patience)
         request = self._request(cursor, draft, forms, encode_s=encoded.encode_s)
         self.is_undecided = True
         try:
-            await commit(self._api, request, files, patience=self._patience)
+            await commit(self.api, request, files, patience=self.patience)
         except GroupNotAvailable:
             self.is_undecided = False
             if checkpoint is not None:
-                await in_thread(self._store.discard, checkpoint)
+                await in_thread(self.store.discard, checkpoint)
             _remove(files)
             raise
         publish_s = time.perf_counter() - started
@@ -238,7 +234,7 @@ class Publisher:
             self.flavours.advance(forms)
         _remove(files)
         observe_version(encoded.manifest, encode_s=encoded.encode_s, publish_s=publish_s)
-        self._journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
+        self.journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
         _LOG.info(
             "version %d is published: step %d, %d of %d values changed, %d bytes",
             draft.version,
@@ -250,15 +246,15 @@ class Publisher:
 
     @property
     def _is_snapshot_due(self) -> bool:
-        return (self.position.head_version + 1) % self._snapshot_every == 0
+        return (self.position.head_version + 1) % self.snapshot_every_versions == 0
 
     def _encode(self, arena: Weights, step: int) -> Encoded:
         return encode_version(
             self.position,
             arena,
-            directory=self._directory,
-            run_id=self._run_id,
-            epoch=self._epoch,
+            directory=self.directory,
+            run_id=self.run_id,
+            epoch=self.epoch,
             step=step,
             with_snapshot=self._is_snapshot_due,
             threads=self.threads,
@@ -267,16 +263,16 @@ class Publisher:
     def _request(
         self, cursor: Cursor, draft: Draft, forms: Sequence[EncodedFlavour], *, encode_s: float
     ) -> PublishRequest:
-        flavours = () if self.flavours is None else self.flavours.state(forms, signer=self._signer)
+        flavours = () if self.flavours is None else self.flavours.state(forms, signer=self.signer)
         return PublishRequest(
-            epoch=self._epoch,
+            epoch=self.epoch,
             step_id=cursor.step_id,
             parent_version=cursor.parent_version,
             lineage_version=cursor.lineage_version,
             manifest=cursor.manifest,
             consumed=cursor.consumed,
             reports=cursor.reports,
-            signature=b"" if self._signer is None else self._signer.sign(cursor.manifest),
+            signature=b"" if self.signer is None else self.signer.sign(cursor.manifest),
             canary=draft.canary,
             encode_s=encode_s,
             flavours=flavours,
@@ -285,7 +281,7 @@ class Publisher:
     def _advance(self, arena: Weights, encoded: Encoded) -> None:
         old = self.position.shadow
         # The old shadow becomes the next staging arena: two arenas, however many versions.
-        self._spare = old if isinstance(old, Arena) and old.layout.layout_id == self._layout.layout_id else None
+        self._spare = old if isinstance(old, Arena) and old.layout.layout_id == self.layout.layout_id else None
         self.position = Position(
             head_version=encoded.manifest.version,
             lineage_version=encoded.manifest.version,

@@ -1,7 +1,8 @@
-"""Sending a payload: what the coordinator has is asked first, so that no byte is sent twice after a broken link.
+"""Sending payloads and committing their version: what the coordinator has is asked first, so nothing happens twice.
 
-Where the coordinator has a place for it, the payload is put there piece by piece, and the coordinator takes it from
-there. Otherwise, and for the rest when that fails, it is streamed to the coordinator, from any byte on.
+Where the coordinator has a place for a payload, it is put there piece by piece, and the coordinator takes it from
+there. Otherwise, and for the rest when that fails, it is streamed to the coordinator, from any byte on. A commit is
+asked until there is an answer, and never anew before the fate of what was sent is known.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import DigestMismatch, RemoteError, StaleEpoch, Unreachable
+from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.patience import Patience, is_transient
-from heterorl.common.types.policy import PayloadRef
+from heterorl.common.types.policy import PayloadRef, PublishRequest
 from heterorl.common.weights.container import FRAME_BYTES
 
 _LOG = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ MAX_TAKES = 4
 """Attempts of the coordinator in a row to take what was put that brought it no byte."""
 MAX_MISMATCHES = 3
 """Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
+MAX_REPAIRS = 3
+"""Times a payload that uploads begin again because the coordinator says that one is missing or wrong: each answer names
+one, and a power cut at the coordinator may have spoiled them all."""
 
 
 async def upload_all(
@@ -77,11 +81,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
 
 
 async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> int:
-    """Send a payload beside the coordinator, where it has a place for it; returns the bytes that are durable then.
-
-    Raises:
-        StaleEpoch: the lease is lost.
-    """
+    """Send a payload beside the coordinator, where it has a place for it; returns the bytes that are durable then."""
     how: dict[str, Any] = {"epoch": epoch, "digest": payload.digest, "num_bytes": payload.num_bytes}
     try:
         if not await api.put_payload(**how, frames=functools.partial(_frames, path, payload)):
@@ -101,11 +101,7 @@ async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, 
 
 
 async def _take(api: LearnerApi, how: dict[str, Any], patience: Patience, *, tries: int) -> Exception | None:
-    """Have the coordinator take what was put; returns why it has not all of it.
-
-    Raises:
-        StaleEpoch: the lease is lost.
-    """
+    """Have the coordinator take what was put; returns why it has not all of it."""
     left, before = tries, 0
     while True:
         try:
@@ -139,3 +135,34 @@ async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> As
             offset += len(frame)
             BYTES.labels(payload.kind.value, "out").inc(len(frame))
             yield frame
+
+
+async def commit(
+    api: LearnerApi, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]], *, patience: Patience
+) -> None:
+    """Have a version committed whose payloads are at the coordinator.
+
+    Raises:
+        GroupNotAvailable, ParentNotHead, StaleEpoch: it never will be.
+        PayloadMissing, DigestMismatch: the coordinator loses its payloads as fast as they are sent.
+    """
+    num_repairs = 0
+    while True:
+        try:
+            await api.publish_version(request)
+        except (PayloadMissing, DigestMismatch):
+            # Wrong is as good as missing: the coordinator removed what it found, and the files are still here.
+            num_repairs += 1
+            if num_repairs > MAX_REPAIRS * len(files):
+                raise
+            await upload_all(api, files, epoch=request.epoch, patience=patience)
+        except (RemoteError, TimeoutError) as error:
+            if not is_transient(error):
+                raise
+            # The answer may be lost while the version is there: ask before anything else.
+            known = await patience.insist(lambda: api.get_step(step_id=request.step_id))
+            if known is not None:
+                return
+            await patience.wait(error)
+        else:
+            return

@@ -1,32 +1,136 @@
-"""The loop that keeps an inbox filled from the coordinator, across broken links.
+"""Groups between the stream and the training loop, and the loop that keeps them coming across broken links.
 
-    reader    a group of the stream, in the room that credits give    the coordinator; the end of the stream
-    scores    a worker of the reward                                  the worker; its time limit. Several groups at once
-    feed      the oldest group's scores, then its replay              the scores' task; a thread. One group at a time
+    who       waits for                                             unblocked by
+    reader    a group of the stream, in the room that credits give  the coordinator; the end of the stream
+    scores    a worker of the reward; several groups at once        the worker; its time limit
+    feed      the oldest group's scores, then its replay            the scores' task; a thread. One group at a time
+    take      `count` whole groups                                  put, close
+    credits   room for another group                                take, skip, close, the next `open_stream`
 
 Groups reach the inbox in the order of the stream: one whose reward hangs holds back those behind it for as long as its
 time limit lets it, and these are scored meanwhile. When a stream ends, what came by it is handed on before the next one
 names what is held.
+
+The inbox has one condition, whose predicates are checked again after every wake-up; nothing is lost in it, nothing
+twice. `put` never waits: the peer sends no more than the credits it was given, and those were taken out of the room;
+what it sends beyond that is not kept. `close` wakes all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import RemoteError
 from heterorl.common.process.patience import Patience, is_transient
-from heterorl.common.types.rollout import QueuedGroup, Rejection
+from heterorl.common.types.rollout import GroupId, QueuedGroup, Rejection
 from heterorl.learner.checks.admission import Limits, judge
 from heterorl.learner.checks.examiner import Examiner, Scored
 from heterorl.learner.checks.judge import SOUND, Finding
-from heterorl.learner.notes.notes import Notes
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.notes import Notes
 
 _LOG = logging.getLogger(__name__)
 _Arrivals = asyncio.Queue[tuple[QueuedGroup, Finding, asyncio.Task[Scored] | None] | None]
+
+
+class Inbox:
+    """A bounded queue of whole groups that also knows which groups this learner holds.
+
+    A group is held from its arrival until `settle`: while it waits, while it is trained on, and until the version that
+    contains it is acknowledged.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        """Groups that may wait, and be on their way here."""
+        self._condition = asyncio.Condition()
+        self._waiting: deque[QueuedGroup] = deque()
+        self._held: dict[GroupId, float] = {}
+        self._granted = 0
+        self._stream = 0
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that can be taken."""
+        return len(self._waiting)
+
+    @property
+    def held(self) -> tuple[GroupId, ...]:
+        """Ids of the groups that this learner holds."""
+        return tuple(self._held)
+
+    def held_s(self, group_id: GroupId) -> float:
+        """How long this learner has held a group, seconds of the event loop's clock."""
+        now = asyncio.get_running_loop().time()
+        return now - self._held.get(group_id, now)
+
+    def open_stream(self) -> tuple[tuple[GroupId, ...], AsyncIterator[int]]:
+        """Begin a stream: the ids it must not send again, and its credits; ends the credits of an earlier stream."""
+        self._stream += 1
+        self._granted = 0
+        return self.held, self._credits(self._stream)
+
+    async def _credits(self, stream: int) -> AsyncIterator[int]:
+        while True:
+            async with self._condition:
+                await self._condition.wait_for(lambda: self._is_over(stream) or self._room() > 0)
+                if self._is_over(stream):
+                    return
+                credit = self._room()
+                self._granted += credit
+            yield credit
+
+    def _is_over(self, stream: int) -> bool:
+        return self._is_closed or stream != self._stream
+
+    def _room(self) -> int:
+        return self.capacity - len(self._waiting) - self._granted
+
+    async def put(self, queued: QueuedGroup) -> None:
+        """Take a streamed group in; one that is held already is ignored, and so is one that no credit was given for."""
+        async with self._condition:
+            self._granted = max(0, self._granted - 1)
+            if queued.group.id not in self._held and len(self._waiting) < self.capacity:
+                self._held[queued.group.id] = asyncio.get_running_loop().time()
+                self._waiting.append(queued)
+            self._condition.notify_all()
+
+    async def skip(self) -> None:
+        """Note that a streamed group was not taken in, so that its credit is given again."""
+        async with self._condition:
+            self._granted = max(0, self._granted - 1)
+            self._condition.notify_all()
+
+    async def take(self, count: int) -> list[QueuedGroup]:
+        """Wait for `count` groups and remove them, oldest first; empty after `close`."""
+        assert 0 < count <= self.capacity, "more groups than ever fit are never there"
+        async with self._condition:
+            await self._condition.wait_for(lambda: self._is_closed or len(self._waiting) >= count)
+            if self._is_closed:
+                return []
+            taken = [self._waiting.popleft() for _ in range(count)]
+            self._condition.notify_all()
+            return taken
+
+    def settle(self, ids: Iterable[GroupId]) -> None:
+        """Forget groups whose fate the coordinator has recorded."""
+        for group_id in ids:
+            self._held.pop(group_id, None)
+
+    async def close(self) -> None:
+        """End every wait, now and later."""
+        async with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
 
 
 async def feed(

@@ -1,4 +1,4 @@
-"""Leading a run: the lease, its renewal, and the sessions between which versions go back or resume."""
+"""Leading a run: the lease, its renewal, the sessions between which versions go back or resume, and where it left."""
 
 from __future__ import annotations
 
@@ -19,22 +19,16 @@ from heterorl.common.types.policy import NO_VERSION, LeaseGrant
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.admission import Limits
 from heterorl.learner.checks.examiner import Examiner
-from heterorl.learner.checks.reward_signal import RewardSignal
+from heterorl.learner.checks.uniform import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
-from heterorl.learner.notes.notes import Notes
-from heterorl.learner.notes.reading import Reader
+from heterorl.learner.notes import Notes, Reader
 from heterorl.learner.progress import StepWatch
-from heterorl.learner.publish.checkpoint import CheckpointStore
-from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.feed import feed
-from heterorl.learner.run.inbox import Inbox
-from heterorl.learner.run.incarnation import read_incarnation
-from heterorl.learner.run.lease import acquire, check_groups, check_messages, renew
+from heterorl.learner.run.feed import Inbox, feed
+from heterorl.learner.run.lease import acquire, check_groups, check_messages, read_incarnation, renew
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import describe_run
-from heterorl.learner.run.run_result import RunResult
 from heterorl.learner.run.selection import Selection
 from heterorl.learner.run.session import Outcome, Session
 
@@ -43,13 +37,33 @@ RELEASE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """The parts that know an epoch, and the files that are theirs while the state directory is held."""
+class RunResult:
+    """Where a learner left.
 
-    store: CheckpointStore
-    journal: Journal
-    publisher: Publisher
-    rollback: Rollback
+    `step` optimizer steps are in its weights, of which `num_unpublished` are in no version; `version` is the newest
+    that is known to be committed (-1: none), and the next one may be when `is_undecided`. `is_finished` when max_steps
+    is reached; `has_begun` once it held the weights of `version`.
+    """
+
+    step: int
+    version: int
+    is_finished: bool
+    num_unpublished: int = 0
+    is_undecided: bool = False
+    has_begun: bool = True
+
+    def __str__(self) -> str:
+        """The last line of a learner's log."""
+        if not self.has_begun:
+            where = "before the first version" if self.version < 0 else f"before it went on from version {self.version}"
+            return f"stopped {where}"
+        text = f"stopped at step {self.step - self.num_unpublished}, version {self.version}"
+        if self.is_undecided:
+            text += f"; version {self.version + 1} was on its way, the next start asks whether it arrived"
+        elif self.num_unpublished:
+            steps = f"{self.num_unpublished} step" + "s" * (self.num_unpublished > 1)
+            text += f"; {steps} after it not yet published: the groups return to the queue"
+        return text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +81,7 @@ class Leader:
     backend: TrainBackend
     evaluator: Evaluator | None
     examiner: Examiner | None
-    begin: Callable[[LeaseGrant], Term]
+    begin: Callable[[LeaseGrant], Rollback]
     progress: StepWatch
     reader: Reader | None = None
     """Makes text of the groups that are kept as samples; None: they stay without."""
@@ -138,16 +152,16 @@ class Leader:
 
     async def train(self, grant: LeaseGrant) -> None:
         """Sessions, one after another, until one ends the run."""
-        term = self.begin(grant)
+        self._rollback = rollback = self.begin(grant)
+        term = rollback.resumption
         await in_thread(term.store.remove_unfinished)
         await in_thread(term.publisher.remove_leftovers)
-        self._rollback = term.rollback
         notes = Notes(
             api=self.api, epoch=grant.epoch, reader=self.reader, limit_bytes=self.config.max_message_bytes // 2
         )
         outcome = None
         while outcome is not Outcome.FINISHED:
-            step = await term.rollback.resume(is_start=outcome is None)
+            step = await rollback.resume(is_start=outcome is None)
             # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
             inbox, patience = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.patience()
             selection = Selection(

@@ -1,4 +1,17 @@
-"""Where to go on: from the checkpoints on disk and what the coordinator has committed, by the table in `fate`.
+"""Where to go on: from the checkpoints on disk, newest first, and the fate of their publications at the coordinator.
+
+    the checkpoint's publication      way         what it does
+    is the head                       CONTINUE    its state is the masters'; nothing is published
+    never committed, after the head   REPUBLISH   publishes it; where its groups are refused, drops it and goes down
+    in the lineage, before the head   ROLL_BACK   publishes it again over the head: the versions between are abandoned
+    never committed, after another    SKIP        goes down to the next checkpoint
+    abandoned                         SKIP        the same
+
+    where no checkpoint was taken
+    there is no version               START       publishes version 0; only where there is no checkpoint at all
+    there is a head                   ADOPT       takes its published weights; the optimizer starts anew
+
+A checkpoint that the disk does not give, or that restores to another state than it published, is gone down from too.
 
 The same path serves a fresh start and a restart after any crash. Afterwards the backend holds the weights of the head,
 the publisher's position is the coordinator's, and its shadow is what samplers have. The shadow is a restored checkpoint
@@ -7,8 +20,8 @@ whose state root is the head's, or is rebuilt from the coordinator.
 
 from __future__ import annotations
 
+import enum
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +30,7 @@ from heterorl.common.errors import (
     ConfigError,
     CorruptData,
     GroupNotAvailable,
+    OperatorError,
     StateMismatch,
     UnknownPayload,
     UnknownVersion,
@@ -27,16 +41,68 @@ from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.weights import Weights, maker_of
-from heterorl.learner.publish.checkpoint import CheckpointStore, find_published
-from heterorl.learner.publish.cursor import Cursor
+from heterorl.learner.publish.checkpoint import CheckpointStore, Cursor, find_published
 from heterorl.learner.publish.encode import Position
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.fate import Way, decide, decide_without, not_adopted
-from heterorl.learner.run.published import PublishedVersions
-from heterorl.learner.run.restore import Restorer
+from heterorl.learner.run.restore import PublishedVersions, Restorer
 
 _LOG = logging.getLogger(__name__)
+
+
+class Way(enum.Enum):
+    """How to go on."""
+
+    CONTINUE = "continue"
+    REPUBLISH = "republish"
+    ROLL_BACK = "roll_back"
+    SKIP = "skip"
+    START = "start"
+    ADOPT = "adopt"
+
+
+def decide(cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool) -> tuple[Way, str]:
+    """Judge a checkpoint by the fate of its publication.
+
+    `committed_version` is what the publication became; None is final under the newest epoch, since an older epoch's
+    publication can no longer arrive. A version in the lineage was not abandoned.
+    """
+    if committed_version is None:
+        if cursor.parent_version == head_version:
+            return Way.REPUBLISH, f"its publication after version {head_version} was never committed"
+        return Way.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
+    if committed_version == head_version:
+        return Way.CONTINUE, f"it is the head, version {head_version}"
+    if is_in_lineage:
+        return Way.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
+    return Way.SKIP, f"version {committed_version} was abandoned"
+
+
+def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, run_id: str) -> Way:
+    """How to go on where no checkpoint was taken.
+
+    Raises:
+        OperatorError: there are checkpoints of a run whose versions the coordinator has lost.
+    """
+    if head_version != NO_VERSION:
+        return Way.ADOPT
+    if num_checkpoints:
+        raise OperatorError(
+            f"{state_dir} has checkpoints of run {run_id}, the coordinator has no version of it",
+            action="restore the coordinator's data_dir, or choose another state_dir to start anew",
+        )
+    return Way.START
+
+
+def not_adopted(state_dir: Path, run_id: str, *, version: int, step: int) -> ConfigError:
+    """Why a learner without a usable checkpoint does not go on from published weights unasked."""
+    return ConfigError(
+        "adopt_without_optimizer",
+        f"{state_dir} has no usable checkpoint of run {run_id}, which stands at version {version}, step {step}: to go"
+        " on from its published weights alone throws the optimizer's state away",
+        action="start the learner that trained it, or this one with that one's state_dir; where that is lost, set"
+        " adopt_without_optimizer = true for one start",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,11 +154,16 @@ class Resumption:
         way = decide_without(
             head_version=head, num_checkpoints=len(paths), state_dir=self.state_dir, run_id=self.run_id
         )
-        return await _WITHOUT_CHECKPOINT[way](self, head)
+        return await (self._start(head) if way is Way.START else self._adopt(head))
 
     async def _try(self, path: Path, head: int) -> int | None:
+        """The steps in the weights; None: the checkpoint is gone down from."""
         way, found = await self._look(path, head)
-        return None if found is None else await _WITH_CHECKPOINT[way](self, found)
+        if found is None:
+            return None
+        if way is Way.CONTINUE:
+            return await self._continue(found)
+        return await (self._republish(found) if way is Way.REPUBLISH else self._roll_back(found))
 
     async def _look(self, path: Path, head: int) -> tuple[Way, _Found | None]:
         """The way that a checkpoint opens, and the checkpoint restored; None where it is gone down from."""
@@ -230,15 +301,3 @@ class Resumption:
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
         return step
-
-
-_WITH_CHECKPOINT: dict[Way, Callable[[Resumption, _Found], Awaitable[int | None]]] = {
-    Way.CONTINUE: Resumption._continue,
-    Way.REPUBLISH: Resumption._republish,
-    Way.ROLL_BACK: Resumption._roll_back,
-}
-"""Each returns the steps in the weights; None: the checkpoint is gone down from."""
-_WITHOUT_CHECKPOINT: dict[Way, Callable[[Resumption, int], Awaitable[int]]] = {
-    Way.START: Resumption._start,
-    Way.ADOPT: Resumption._adopt,
-}

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
-from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.types.policy import Manifest, PayloadKind
@@ -27,42 +26,19 @@ from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.weights import whole_of
-from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.published import PublishedVersions
-from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True)
 class Rollback:
     """Looks for an order and carries it out; `directory` is for the files of a way back."""
 
-    def __init__(
-        self,
-        *,
-        api: LearnerApi,
-        epoch: int,
-        patience: Patience,
-        backend: TrainBackend,
-        publisher: Publisher,
-        published: PublishedVersions,
-        restorer: Restorer,
-        resumption: Resumption,
-        directory: Path,
-    ) -> None:
-        self._api = api
-        self._epoch = epoch
-        self._patience = patience
-        self._backend = backend
-        self._publisher = publisher
-        self._published = published
-        self._restorer = restorer
-        self._resumption = resumption
-        self._directory = directory
-        self._refused: int | None = None
+    resumption: Resumption
+    directory: Path
+    _refused: int | None = None
 
     def is_due(self, version: int) -> bool:
         """Whether an order to go back to `version` (NO_VERSION: none) is still to be carried out."""
@@ -73,22 +49,17 @@ class Rollback:
     async def resume(self, *, is_start: bool) -> int:
         """Bring backend, publisher and coordinator to the same version, the one of an order if there is one.
 
-        Args:
-            is_start: no session was before in this process. Else the masters may hold steps that are in no version;
-                those are taken back, or replaced by what is ordered: an older checkpoint would abandon versions.
+        Unless `is_start`, the masters may hold steps that are in no version; those are taken back, or replaced by what
+        is ordered: an older checkpoint would abandon versions.
 
         Returns:
             The number of optimizer steps in the weights.
         """
-        step = await self._resumption.run() if is_start else None
+        step = await self.resumption.run() if is_start else None
         rolled = await self.run()
         if rolled is not None:
             return rolled
-        if step is not None:
-            return step
-        return await undo(
-            publisher=self._publisher, backend=self._backend, restorer=self._restorer, published=self._published
-        )
+        return await undo(self.resumption) if step is None else step
 
     async def run(self) -> int | None:
         """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.
@@ -99,18 +70,19 @@ class Rollback:
         Raises:
             StaleEpoch, ParentNotHead: another learner took over.
         """
+        parts = self.resumption
         # Asked now: an order heard of before may be carried out or taken back.
-        version = (await self._patience.insist(lambda: self._api.renew_lease(epoch=self._epoch))).rollback_to
+        version = (await parts.patience.insist(lambda: parts.api.renew_lease(epoch=parts.epoch))).rollback_to
         if not self.is_due(version):
             # Of a process that died on the way: whole copies of the weights, and nobody comes back for them.
-            await in_thread(_remove_leftovers, self._directory)
+            await in_thread(_remove_leftovers, self.directory)
             return None
-        position = self._publisher.position
-        head = await self._published.manifest(position.head_version)
+        position = parts.publisher.position
+        head = await parts.published.manifest(position.head_version)
         if manifest_digest(head) != position.lineage_digest:
             raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
         try:
-            arena = await self._content(await self._published.manifest(version))
+            arena = await self._content(await parts.published.manifest(version))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             self._refused = version
             _LOG.error("going back to version %d is not possible, training goes on: %s", version, error)
@@ -120,35 +92,36 @@ class Rollback:
             position.head_version + 1,
             version,
         )
-        await in_thread(self._backend.load_published, arena)
+        await in_thread(parts.backend.load_published, arena)
         step = manifest_from_bytes(head).step
         # With a checkpoint, whatever the cadence: one of before would lead back to the weights that were left.
-        await self._publisher.publish(arena, step=step, saved_by=self._backend, is_last=True)
+        await parts.publisher.publish(arena, step=step, saved_by=parts.backend, is_last=True)
         return step
 
     async def _content(self, data: bytes) -> Arena:
-        target = manifest_from_bytes(data)
-        shadow = self._publisher.position.shadow
+        parts, target = self.resumption, manifest_from_bytes(data)
+        shadow = parts.publisher.position.shadow
         if shadow is None or target.layout_id != shadow.layout.layout_id:
-            return await self._published.rebuild(data)
+            return await parts.published.rebuild(data)
         try:
             return await self._undo(target, await in_thread(whole_of, shadow))
         except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.info("version %d is rebuilt: %s", target.version, error)
-            return await self._published.rebuild(data)
+            return await parts.published.rebuild(data)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
+        parts = self.resumption
         fetcher = Fetcher(
-            api=self._api,
-            spool=self._directory / "undo",
-            clock=self._patience.clock,
+            api=parts.api,
+            spool=self.directory / "undo",
+            clock=parts.patience.clock,
             max_bytes=max_file_bytes(shadow.layout.chunks),
         )
-        plan = await self._patience.insist(
-            lambda: self._api.plan_pull(
+        plan = await parts.patience.insist(
+            lambda: parts.api.plan_pull(
                 have_version=target.version,
                 have_root=target.state_root,
-                want_version=self._publisher.position.head_version,
+                want_version=parts.publisher.position.head_version,
                 accept_merged=True,
             )
         )
@@ -158,8 +131,8 @@ class Rollback:
         fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
         try:
-            paths = [await self._patience.insist(fetch) for fetch in fetches]
-            arena = await in_thread(_undone, paths, shadow, target, self._directory)
+            paths = [await parts.patience.insist(fetch) for fetch in fetches]
+            arena = await in_thread(_undone, paths, shadow, target, self.directory)
         except (CorruptData, NotReversible, UnknownPayload):
             # A later order must not meet a damaged one again; what a stop cut off is gone on with.
             fetcher.keep_only(())
@@ -190,14 +163,14 @@ def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path)
     return arena
 
 
-async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restorer, published: PublishedVersions) -> int:
+async def undo(parts: Resumption) -> int:
     """Make the head the masters' state again; returns the number of steps in it.
 
     Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments: an
     older checkpoint would be exact too, but would abandon versions that are sound and used. A checkpoint that was begun
     to be restored, and could not be, may have left moments of its own in parts: the optimizer then starts anew.
     """
-    position = publisher.position
+    position, restorer = parts.publisher.position, parts.restorer
     shadow = position.shadow
     assert shadow is not None, "a session begins with a published version"
     root = await in_thread(shadow.state_root)
@@ -219,5 +192,5 @@ async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restore
         why,
         "keeps its moments" if keep_optimizer else "starts anew",
     )
-    await in_thread(backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=keep_optimizer)
-    return manifest_from_bytes(await published.manifest(position.head_version)).step
+    await in_thread(parts.backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=keep_optimizer)
+    return manifest_from_bytes(await parts.published.manifest(position.head_version)).step

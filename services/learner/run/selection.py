@@ -22,10 +22,10 @@ from heterorl.learner.checks.judge import judge_log_ratios
 from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.uniform import split_uniform
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.notes.notes import Notes
+from heterorl.learner.notes import Notes
 from heterorl.learner.progress import StepWatch
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.feed import Inbox
 
 _LOG = logging.getLogger(__name__)
 

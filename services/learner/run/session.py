@@ -24,16 +24,15 @@ from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.weights import Weights, whole_of
-from heterorl.learner.checks.reward_signal import RewardSignal
+from heterorl.learner.checks.uniform import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
-from heterorl.learner.notes.notes import Notes
+from heterorl.learner.notes import Notes
 from heterorl.learner.observe import observe_step
 from heterorl.learner.progress import StepWatch
-from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.journal import Journal
-from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.publish.publish import Draft, Publisher
+from heterorl.learner.run.feed import Inbox
 from heterorl.learner.run.selection import Selection
 
 _LOG = logging.getLogger(__name__)

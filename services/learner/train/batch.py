@@ -15,10 +15,9 @@ import torch
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, Rollout
 from heterorl.common.types.trajectory import Strip, strips_of
-from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.custom import LossBatch
-from heterorl.learner.loss.denominators import group_log_denominator, log_denominators
+from heterorl.learner.loss.group import beta_weights, group_advantages, group_log_denominator, log_denominators
 from heterorl.learner.loss.rule import Rule, rule_of
 
 
@@ -59,12 +58,7 @@ class TrainingSequence:
 
     @classmethod
     def scored(cls, prompt: Int32Array, tokens: Int32Array) -> TrainingSequence:
-        """A sequence whose log-probs alone are wanted: it has no reward, no group, and nobody sampled it.
-
-        Args:
-            prompt: token ids, at least one.
-            tokens: ids of the completion.
-        """
+        """A sequence whose log-probs alone are wanted: it has no reward, no group, and nobody sampled it."""
         marks = np.arange(prompt.size + tokens.size) >= prompt.size
         return cls(
             strips=(Strip(token_ids=np.concatenate([prompt, tokens]), is_drawn=marks),),
@@ -114,10 +108,7 @@ class Batch:
 def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int = 0) -> Batch:
     """Give every trainable rollout its advantage and its log denominator, over the trainable ones of its group.
 
-    Args:
-        groups: whole groups.
-        loss: the learning rule.
-        head_version: version of the learner's weights, from which staleness is counted.
+    Staleness counts from `head_version`, that of the learner's weights.
 
     Raises:
         ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has not one

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from heterorl.learner.loss.custom import LossBatch, batch_of
-from heterorl.learner.loss.denominators import expected_learner_log_denominator
-from heterorl.learner.loss.masks import within_second_moment
+from heterorl.learner.loss.group import expected_learner_log_denominator
+from heterorl.learner.loss.importance import within_second_moment
 from heterorl.learner.loss.objectives import token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule
@@ -38,11 +38,7 @@ def step_coefficients(rule: Rule, mask_BT: torch.Tensor, batch: Batch, *, max_ne
 def couple(rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int) -> Batch:
     """The same step with what its rollouts need to know of each other filled in.
 
-    Args:
-        rule: the loss.
-        batch: the step's sequences.
-        logprobs: the learner's, of all their tokens one after another in the batch's order, in pieces of any length.
-        max_new_tokens: the run's limit on completion tokens.
+    `logprobs` are the learner's, of all tokens one after another in the batch's order, in pieces of any length.
     """
     lengths = [sequence.num_drawn for sequence in batch.sequences]
     of_sequences = torch.cat(list(logprobs)).detach().to("cpu", torch.float64).split(lengths)

@@ -45,11 +45,7 @@ def apply_liger(model: nn.Module, config: BackendConfig) -> None:
 
 
 def choose_attention(model: nn.Module, config: BackendConfig) -> None:
-    """Let a model compute attention as the configuration says; it was opened with sdpa, or eager where it has no other.
-
-    Raises:
-        ConfigError: the model has no such attention, or its package is not installed.
-    """
+    """Let a model, opened with sdpa or else eager, compute attention as the configuration says."""
     wanted = config.attn_implementation
     network: Any = model
     if wanted == network.config._attn_implementation:

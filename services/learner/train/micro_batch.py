@@ -1,6 +1,10 @@
-"""Sequences -> micro-batches within a token budget, padded or packed.
+"""Sequences -> ranks, and micro-batches within a token budget, padded or packed.
 
-Guarantees: every sequence is in exactly one micro-batch; a strip's log-probs do not depend on its neighbours.
+Guarantees: every sequence is in exactly one micro-batch of one rank, a group's sequences all on one rank; a strip's
+log-probs do not depend on its neighbours. All ranks compute the same division and take the same number of passes, so
+that collective operations inside a pass meet. Advantages, denominators and averaging constants are those of the whole
+step before anything is split, so gradients of shares only add up.
+
 Padded: one strip a row, padding on the right, where causal attention cannot see it, so no mask is needed. Packed: all
 in one row; position ids start again at 0 with each strip, from which transformers derives block-diagonal causal
 attention (`model.check_forward` refuses models that do not).
@@ -177,3 +181,68 @@ def _reference(sequences: Sequence[TrainingSequence], longest: int) -> torch.Ten
 
 def _vector(values: Sequence[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shares:
+    """The micro-batches of each rank: `parts[rank][number]`; the rank with most of them sets `num_passes`."""
+
+    parts: tuple[tuple[list[TrainingSequence], ...], ...]
+
+    @property
+    def num_passes(self) -> int:
+        """Forward and backward passes of every rank; one that has run out of micro-batches takes empty ones."""
+        return max((len(parts) for parts in self.parts), default=0)
+
+    def ordered(self) -> list[TrainingSequence]:
+        """All sequences: rank after rank, micro-batch after micro-batch."""
+        return [sequence for parts in self.parts for part in parts for sequence in part]
+
+    def replaced(self, sequences: Sequence[TrainingSequence]) -> Shares:
+        """The same shares of other sequences, given in the order of `ordered`."""
+        remaining = iter(sequences)
+        return Shares(
+            parts=tuple(tuple([next(remaining) for _ in part] for part in parts) for parts in self.parts),
+        )
+
+
+def assign_groups(costs: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank of each group: the dearest first, each to the rank that has least so far.
+
+    No rank gets more than 4/3 of the best possible maximum (Graham 1969, theorem 2). Ties go to the earlier group and
+    the lower rank, so that every rank computes the same.
+    """
+    assert num_ranks >= 1
+    loads = [0] * num_ranks
+    ranks = [0] * len(costs)
+    for position in sorted(range(len(costs)), key=lambda position: (-costs[position], position)):
+        rank = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        ranks[position] = rank
+        loads[rank] += costs[position]
+    return ranks
+
+
+def share_out(sequences: Sequence[TrainingSequence], *, num_ranks: int, max_tokens: int, batching: Batching) -> Shares:
+    """Whole groups to ranks by tokens, then each rank's sequences into micro-batches."""
+    costs: dict[int, int] = {}
+    for sequence in sequences:
+        costs[sequence.group] = costs.get(sequence.group, 0) + sequence.num_inputs
+    groups = sorted(costs)
+    rank_of = dict(zip(groups, assign_groups([costs[group] for group in groups], num_ranks), strict=True))
+    return Shares(
+        parts=tuple(
+            tuple(
+                split(
+                    [sequence for sequence in sequences if rank_of[sequence.group] == rank],
+                    max_tokens=max_tokens,
+                    batching=batching,
+                )
+            )
+            for rank in range(num_ranks)
+        )
+    )
+
+
+def empty_pass() -> TrainingSequence:
+    """What a rank without work reads, so that the others' collective operations meet; its loss is multiplied by 0."""
+    return TrainingSequence.scored(np.zeros(1, np.int32), np.zeros(1, np.int32))

@@ -1,6 +1,8 @@
-"""A Hugging Face causal language model as the learner sees it: hidden states, then log-probs of given tokens.
+"""A Hugging Face causal language model as the learner sees it, and a frozen one that losses compare it with.
 
-Guarantees: masters in fp32, no dropout, log-probs equal to those of the model's own logits (`check_forward`).
+Guarantees: masters in fp32, no dropout, log-probs equal to those of the model's own logits (`check_forward`). A
+reference is never trained and never published; given the learner's own directory it computes what the learner computed
+with before its first step, so the two agree exactly there.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.model.building import load_pretrained
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.directory import check_model_dir, first_line
 from heterorl.common.model.logprobs import token_logprobs
+from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors
+from heterorl.common.weights.arena import Layout
 from heterorl.learner.train.batch import TrainingSequence
+from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
 
 CHECK_TOLERANCE = 1e-3
 _ANOTHER = "train another model"
+REFERENCE_KEY = "backend.reference_model_dir"
 
 
 def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -> nn.Module:
@@ -163,3 +169,28 @@ def _check_ids(model: nn.Module) -> list[np.ndarray[tuple[int], np.dtype[np.int3
     network: Any = model
     vocab_size = network.get_output_embeddings().weight.shape[0]
     return [np.arange(1, 1 + length, dtype=np.int32) * 7 % vocab_size for length in (6, 4, 9)]
+
+
+def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Module, layout: Layout) -> nn.Module:
+    """Load a second model beside the learner's, rounded as the learner's passes round theirs.
+
+    Under the learner's adapters lie the weights that it would have without them.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is not of the learner's shape.
+    """
+    try:
+        check_model_dir(model_dir)
+        model = load_model(model_dir).requires_grad_(False)
+    except ConfigError as error:
+        raise ConfigError(REFERENCE_KEY, str(error), action=error.action) from error
+    tensors = published_tensors(model)
+    shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
+    if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in tensors.items()):
+        raise ConfigError(REFERENCE_KEY, f"{model_dir} has other shapes than the learner's model")
+    if config.forward_weights == "published":
+        dtypes = {spec.name: TORCH_DTYPE[spec.dtype] for spec in layout.specs}
+        with torch.no_grad():
+            for name in tensors.keys() & dtypes.keys():
+                tensors[name].copy_(tensors[name].to(dtypes[name]))
+    return model.to(config.device)

@@ -8,21 +8,23 @@ Suffixes: B sequences, T completion tokens, N all completion tokens, M importanc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import Float32Array, StepReport
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.learner.loss.denominators import masked_mean
+from heterorl.learner.loss.group import masked_mean
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossInputs, LossTerms
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.completions import by_source, completion_numbers
 
 SEQUENCE_RATIO_CAP = 8.0
 """Largest sequence ratio in the effective sample size of losses without weights of rollouts, but for `ess_uncapped`."""
+LogRatios = Mapping[tuple[int, int], Float32Array]
+"""By the position of a group in the step and of a rollout in the group: log p - log q of each drawn token, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,10 +124,6 @@ def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
     ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
     group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8; for `ess_uncapped` always
     those ratios, capped at e^max_log_weight alone; VCPO has no cap, and so trusts what samplers state.
-
-    Args:
-        rule: the loss.
-        sample: all rollouts of the step.
     """
     if rule.step_size == "constant":
         return 1.0
@@ -247,3 +245,21 @@ def _ratio(total: torch.Tensor, count: float) -> float:
 
 def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def wanted_log_ratios(samples: Iterable[MicroBatchSample], groups: Sequence[QueuedGroup]) -> LogRatios:
+    """Those of groups whose note is wanted; a loss that leaves a group out of the step leaves it out here too."""
+    wanted = {number for number, queued in enumerate(groups) if queued.wants_note}
+    found: dict[tuple[int, int], Float32Array] = {}
+    if not wanted:
+        return found
+    for sample in samples:
+        lengths = sample.sequences.lengths_B.long().tolist()
+        places = sample.places_B.tolist()
+        if len(places) != len(lengths):
+            continue
+        for (group, rollout), ratios in zip(places, sample.log_ratios_N.split(lengths), strict=True):
+            if group in wanted:
+                # A copy: a view would keep all tokens of the micro-batch.
+                found[group, rollout] = ratios.numpy().copy()
+    return found

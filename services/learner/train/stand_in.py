@@ -24,9 +24,7 @@ from heterorl.common.weights.arena import Arena, Layout
 def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
     """Give the model an arena's weights, in memory of their own meanwhile.
 
-    Args:
-        model: of any floating type; what the arena does not have stays.
-        weights: of the model's layout.
+    What the arena does not have stays.
     """
     tensors = published_tensors(model)
     values = {
@@ -44,10 +42,7 @@ class Rounding:
     def __init__(self, model: nn.Module, layout: Layout, *, dead_band_ulp: float) -> None:
         """For a model whose tensors stay the same objects.
 
-        Args:
-            model: the masters.
-            layout: names and types of what is published.
-            dead_band_ulp: what a publication keeps back, a pass does too; then a copy in the published type is held.
+        What a dead band keeps back of a publication, a pass keeps back too; then a copy in the published type is held.
         """
         self._tensors = published_tensors(model)
         self._specs = [

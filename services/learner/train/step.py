@@ -19,11 +19,12 @@ from heterorl.common.model.routing import RouterReplay
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.denominators import log_denominators, masked_mean
+from heterorl.learner.loss.group import log_denominators, masked_mean
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import Batch, TrainingSequence
+from heterorl.learner.train.config import Schedule
 from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
@@ -37,7 +38,6 @@ from heterorl.learner.train.report import (
     step_size_factor,
     summed,
 )
-from heterorl.learner.train.update.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,19 +82,8 @@ def accumulate_gradients(
     """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
 
     Losses that couple the rollouts of a step take a pass without gradient first, unless one micro-batch holds them all.
-
-    Args:
-        model: causal language model; its parameters receive gradients.
-        batch: sequences and, with them, the global denominators.
-        loss: the learning rule.
-        temperature: what logits are divided by.
-        max_new_tokens: the run's limit on completion tokens.
-        micro_batch_tokens: budget of one pass, padding included.
-        batching: padded or packed.
-        autocast_dtype: type of matrix products; None for that of the weights.
-        reference: frozen model for losses that compare with one; it routes by itself.
-        replay: gives the model's routers the experts that the sequences have.
-        note_pass: told how many micro-batches are done, of how many.
+    `reference` is a frozen model for losses that compare with one; it routes by itself. `replay` gives the model's
+    routers the experts that the sequences have. `note_pass` is told how many micro-batches are done, of how many.
     """
     rule = rule_of(loss)
     forward = _Forward(
@@ -215,13 +204,8 @@ def end_step(
 ) -> StepEnd:
     """Choose the step size, update the weights, and take the numbers; the same whatever holds the weights.
 
-    Args:
-        samples: of all micro-batches; without any there is no gradient and no update.
-        rule: the loss.
-        schedule: of the step size.
-        step: of the run, from 1.
-        applied_steps: steps that the optimizer has taken before this one.
-        update: takes the loss and the step size; returns whether the step was taken, and the norm of the gradient.
+    `update` takes the loss and the step size; it returns whether the step was taken, and the norm of the gradient.
+    Without samples there is no gradient and no update. `step` is of the run, from 1.
     """
     sequences = join([sample.sequences for sample in samples])
     step_size = schedule.rate(step=step, applied_steps=applied_steps) * step_size_factor(rule, sequences)
@@ -246,13 +230,7 @@ def micro_batch_loss(
 ) -> tuple[torch.Tensor, MicroBatchSample]:
     """The part of the step's loss that one micro-batch contributes, and what was measured of it.
 
-    Args:
-        rule: the loss.
-        micro_batch: the sequences.
-        logprobs_N: under the current weights, with gradient.
-        entropies_N: of the distributions that the tokens were drawn from.
-        batch: the whole step, from which all averaging constants come.
-        max_new_tokens: the run's limit on completion tokens.
+    All averaging constants come from `batch`, the whole step.
     """
     inputs = micro_batch.loss_inputs
     mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT

@@ -16,8 +16,7 @@ from heterorl.learner.backends.state import read_lora
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.export import export_model
 from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.publish.checkpoint import CheckpointStore
-from heterorl.learner.publish.cursor import Cursor
+from heterorl.learner.publish.checkpoint import CheckpointStore, Cursor
 from heterorl.learner.publish.encode import Position, encode_version
 from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.families import write_family

@@ -13,7 +13,7 @@ import transformers
 from heterorl.common.errors import ConfigError
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import write_delta
-from heterorl.learner.backends.fsdp2.sharding import piece_of
+from heterorl.learner.backends.fsdp2 import piece_of
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import TorchBackendConfig

@@ -26,20 +26,18 @@ from heterorl.common.types.common import NO_LORA, LoraSettings, SamplingSemantic
 from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner import progress
-from heterorl.learner.backends.ranks.checkpoints.beside import Writing
-from heterorl.learner.backends.ranks.checkpoints.read import open_together
-from heterorl.learner.backends.ranks.checkpoints.write import write_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoints import Writing, write_checkpoint_files
 from heterorl.learner.backends.ranks.collectives import Collectives, MetByAll, make_together
 from heterorl.learner.backends.ranks.commands import AGREED, Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.division import Division, settle_untrained
 from heterorl.learner.backends.ranks.passes import Passes
-from heterorl.learner.backends.ranks.versions.divided import DividedVersions, Source
-from heterorl.learner.backends.ranks.versions.engine import DividedArena, VersionEngine
+from heterorl.learner.backends.ranks.restoring import open_together
+from heterorl.learner.backends.ranks.versions import DividedVersions, VersionEngine
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import RanksConfig
-from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
+from heterorl.learner.train.report import LogRatios, wanted_log_ratios
 from heterorl.learner.train.step import StepEnd, end_step
 
 _LOG = logging.getLogger(__name__)
@@ -94,27 +92,25 @@ class DividedBackend:
             ranks=ranks,
             dead_band_ulp=config.dead_band_ulp,
         )
-        self._versions = VersionEngine(held, tell=self._tell)
+        self.versions = VersionEngine(held, tell=self._tell)
+        """What all ranks make together, where there are several; `store` is for one."""
         self._writing: Writing | None = None
         self._applied_steps = 0
         self.last_extras: dict[str, float] = {}
         """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
         self.last_metrics: dict[str, float] = {}
-        """What the newest step's loss measured, where it is the user's own."""
         self.last_log_ratios: LogRatios = {}
 
     @property
     def layout(self) -> Layout:
-        """Layout of the published weights."""
         return self._layout
 
     @property
     def torch_model(self) -> nn.Module:
-        """The model being trained: its configuration; its weights may be elsewhere."""
+        """For its configuration; its weights may be elsewhere."""
         return self._division.model
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
-        """Take one optimizer step on whole groups; see TrainBackend."""
         started = self._clock.monotonic()
         command = self._tell(
             Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version, step=step)
@@ -125,10 +121,7 @@ class DividedBackend:
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Round the masters to the published type and write their bits; see TrainBackend.
-
-        Rank 0 holds the arena and one whole tensor at a time, the others nothing beyond their pieces.
-        """
+        """Rank 0 holds the arena and one whole tensor at a time, the others nothing beyond their pieces."""
         self._tell(Command(do=Do.STORE))
         problem: HeterorlError | None = None
         band = self._config.dead_band_ulp
@@ -149,29 +142,14 @@ class DividedBackend:
         """Whether there is more than one rank, so that all of them make versions together; `store` is for one."""
         return self._ranks.world_size > 1
 
-    def stage(self, *, published: DividedArena | None) -> DividedArena:
-        """`store` into weights that all ranks hold together."""
-        return self._versions.stage(published=published)
-
-    def divide(self, source: Source) -> DividedArena:
-        """Take the chunks of published weights, each by the rank that holds it; raises what the source raises."""
-        return self._versions.divide(source)
-
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
-        """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
-
-        `keep_optimizer` where they do not, because these weights are a few steps away.
-        """
         if arena.layout.layout_id != self._layout.layout_id:
             raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
         self._tell(Command(do=Do.LOAD_PUBLISHED, keep_optimizer=keep_optimizer))
         self._load_published(arena, keep_optimizer=keep_optimizer)
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        """Copy each rank's share, which a thread of it writes; see TrainBackend.
-
-        Without `overlap_checkpoint` each rank writes its pieces at once.
-        """
+        """Copy each rank's share, which a thread of it writes; without `overlap_checkpoint` it is written at once."""
         if not self._config.overlap_checkpoint:
             self.save(directory)
             return lambda: None
@@ -233,7 +211,7 @@ class DividedBackend:
         elif command.do is Do.RESTORE:
             self._restore(command.directory)
         else:
-            self._versions.obey(command)
+            self.versions.obey(command)
 
     def _train(self, groups: Sequence[Group], head_version: int, step: int) -> StepEnd:
         batch = make_together(lambda: build_batch(groups, loss=self._loss, head_version=head_version), self._ranks)

@@ -34,16 +34,7 @@ class Collectives:
     """The process group of one learner's ranks; all of them call the same methods in the same order."""
 
     def __init__(self, *, place: Place, store: Store, device: str) -> None:
-        """Join the others.
-
-        Args:
-            place: rank 0 is the learner itself.
-            store: where they meet.
-            device: `cpu` or `cuda`.
-
-        Raises:
-            RuntimeError: another rank did not come.
-        """
+        """Join the others."""
         self.place = place
         self.rank, self.world_size = place.rank, place.world_size
         if place.file is not None:

@@ -1,6 +1,6 @@
 """What rank 0 tells the other ranks to do, as bytes.
 
-    u32 little-endian length n; n bytes of JSON {"do": ..., "sizes": [...], ...}; blobs of those sizes
+    u32 little-endian length n; n bytes of JSON {"do": ..., "groups": [...], ...}; blobs of those sizes
 
 Blobs are groups in their wire form, of `heterorl.common.wire.seal`.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
@@ -52,8 +52,8 @@ class Command:
     keep_optimizer: bool = False
     version: int = -1
     """Number of divided weights that the command makes or reads; -1 where it does neither."""
-    before: int = -1
-    """Of those that it counts from; -1 for none."""
+    before: int | None = None
+    """Of those that it counts from."""
     kept: Sequence[int] = ()
     """Of all that are still needed."""
     threads: int = 1
@@ -62,19 +62,8 @@ class Command:
 def command_to_bytes(command: Command) -> bytes:
     """Write a command."""
     blobs = [seal(group).data for group in command.groups]
-    header = {
-        "do": command.do.value,
-        "head_version": command.head_version,
-        "step": command.step,
-        "directory": str(command.directory),
-        "keep_optimizer": command.keep_optimizer,
-        "version": command.version,
-        "before": command.before,
-        "kept": list(command.kept),
-        "threads": command.threads,
-        "sizes": [len(blob) for blob in blobs],
-    }
-    text = json.dumps(header).encode()
+    plain = {"do": command.do.value, "directory": str(command.directory), "groups": [len(blob) for blob in blobs]}
+    text = json.dumps({field.name: getattr(command, field.name) for field in fields(command)} | plain).encode()
     return len(text).to_bytes(4, "little") + text + b"".join(blobs)
 
 
@@ -83,18 +72,13 @@ def command_from_bytes(data: bytes) -> Command:
     start = 4 + int.from_bytes(data[:4], "little")
     header = json.loads(data[4:start])
     groups = []
-    for size in header["sizes"]:
+    for size in header["groups"]:
         groups.append(open_group(read_sealed(data[start : start + size])))
         start += size
-    return Command(
-        do=Do(header["do"]),
-        groups=tuple(groups),
-        head_version=header["head_version"],
-        step=header["step"],
-        directory=Path(header["directory"]),
-        keep_optimizer=header["keep_optimizer"],
-        version=header["version"],
-        before=header["before"],
-        kept=tuple(header["kept"]),
-        threads=header["threads"],
-    )
+    read = {
+        "do": Do(header["do"]),
+        "directory": Path(header["directory"]),
+        "groups": tuple(groups),
+        "kept": tuple(header["kept"]),
+    }
+    return Command(**header | read)

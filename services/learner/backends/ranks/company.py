@@ -1,23 +1,127 @@
-"""One rank's company: it meets the others, watches them from then on, joins them once, and leaves with all in order."""
+"""One rank's company: it meets the others, watches and compares them, joins them once, and leaves in order.
+
+Guarantees: what is different on one rank (code, packages, devices, the model's bytes) is refused on all, by its key,
+before anything is built. The release of heterorl is compared earlier, at the meeting: another one may not read rank 0's
+configuration. Here it is its code: two checkouts may be of one release.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import threading
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+import blake3
 import torch
 
-from heterorl.learner.backends.ranks.alike import check_alike, packages_of
-from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart
+import heterorl
+from heterorl.common.errors import ConfigError
+from heterorl.learner.backends.ranks.collectives import Collectives, missing_device
+from heterorl.learner.backends.ranks.meeting import CONNECT, Meeting, RanksApart
 from heterorl.learner.backends.ranks.place import Place
-from heterorl.learner.backends.ranks.rounds import CONNECT
-from heterorl.learner.backends.ranks.watch import Watch, end_process
+from heterorl.learner.backends.ranks.watch import Watch, Watchdog, end_process
+from heterorl.learner.backends.tensor_file import weight_files
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.watchdog import Watchdog
+from heterorl.learner.train.config import BackendConfig
 
 MEETING_S = 2 * CONNECT.total_seconds()
 """A process that has not met the others after so many seconds ends, also where the store does not answer."""
+
+
+def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str]) -> None:
+    """See that every rank has its device and the same code, and every machine the same bytes of the model.
+
+    A rank reads its own pieces from the directory of its machine: with other bytes there, the trained model would be a
+    mixture of two. On one machine the directory is one, and is not read for this. All ranks call.
+
+    Raises:
+        ConfigError: on all ranks; names the first of those that differ from rank 0.
+    """
+    releases = releases_of(packages)
+    place = ranks.place
+    digest = ""
+    if place.is_first_here and not ranks.are_on_one_machine:
+        try:
+            digest = model_digest(model_dir)
+        except (OSError, ValueError) as error:
+            digest = f"cannot be read: {error}"
+    own = [releases, digest, missing_device(device, place)]
+    rows = [json.loads(row) for row in ranks.all_gather_bytes(json.dumps(own).encode())]
+    for row in rows:
+        if row[2]:
+            raise ConfigError("backend.device", row[2], action="start as many processes of a machine as it has GPUs")
+    for rank, (others, *_) in enumerate(rows):
+        differing = [name for name, release in rows[0][0].items() if others.get(name) != release]
+        if differing:
+            first = rows[0][0]
+            problem = "; ".join(
+                f"{name} {first[name]} at rank 0, {others.get(name, 'none')} at rank {rank}" for name in differing
+            )
+            raise ConfigError("backend.kind", problem, action="install the same code on every machine")
+    others = [rank for rank, row in enumerate(rows) if row[1] and row[1] != rows[0][1]]
+    if others:
+        problem = f"{model_dir} of rank {others[0]} is not that of rank 0: {rows[others[0]][1]}, not {rows[0][1]}"
+        raise ConfigError("model_dir", problem, action="copy the directory of rank 0 to every machine")
+
+
+def packages_of(config: BackendConfig) -> list[str]:
+    """Names of the distributions that a backend computes with, beside torch."""
+    found = ["transformers"]
+    if config.kind == "deepspeed":
+        found.append("deepspeed")
+    if config.liger:
+        found.append("liger-kernel")
+    if config.attn_implementation == "flash_attention_2":
+        found.append("flash-attn")
+    return found
+
+
+def releases_of(packages: Sequence[str]) -> dict[str, str]:
+    """What is installed here; nothing is imported for it."""
+    found = {
+        "code of heterorl": code_digest(Path(heterorl.__file__).parent),
+        "torch": str(torch.__version__),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def code_digest(package: Path) -> str:
+    """Blake3 over what a rank computes with, `common` and `learner`: their modules, by name and content."""
+    hasher = blake3.blake3()
+    for path in sorted(path for part in ("common", "learner") for path in (package / part).rglob("*.py")):
+        content = path.read_bytes()
+        hasher.update(f"{path.relative_to(package).as_posix()}\n{len(content)}\n".encode())
+        hasher.update(content)
+    return f"blake3 {hasher.hexdigest()[:16]}"
+
+
+def model_digest(model_dir: str) -> str:
+    """Blake3 over the configuration and the weights of a model, as files; of all cores of the machine.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    directory = Path(model_dir)
+    # Of a hub id, transformers has found these in its cache, and its revision decides the rest.
+    own = [directory / "config.json"] if directory.is_dir() else []
+    paths = own + weight_files(model_dir)
+    if not paths:
+        raise FileNotFoundError(f"{model_dir} has no safetensors")
+    for path in paths:
+        hasher.update(f"{path.name}\n{path.stat().st_size}\n".encode())
+        hasher.update_mmap(os.fspath(path))
+    return f"blake3 {hasher.hexdigest()[:16]}"
 
 
 class Company:
@@ -26,9 +130,7 @@ class Company:
     def __init__(self, place: Place, *, timeout_s: float = 60.0) -> None:
         """Meet; those of several machines are watched from here on, those of one watch each other's processes.
 
-        Args:
-            place: this rank's.
-            timeout_s: how long a rank may be silent; all take what rank 0 says.
+        `timeout_s` is how long a rank may be silent; all take what rank 0 says.
 
         Raises:
             RanksApart: the others cannot be reached.

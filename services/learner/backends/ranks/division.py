@@ -1,11 +1,17 @@
-"""What an engine makes of a model that several ranks train, and which losses can be divided so."""
+"""How all ranks open one model, what an engine makes of it, and which losses can be divided so.
+
+Each rank reads by name what it keeps, or rank 0 alone holds the whole and sends it by tensor. Must never let one rank
+leave while others wait for it: what is wrong on one rank is raised on all.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,13 +19,79 @@ from torch import nn
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Layout
+from heterorl.learner.backends.loading import OpenedModel, open_model, streamed
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.ranks.state import DividedState
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import Rule, caveats, rule_of
+from heterorl.learner.train.config import RanksConfig
+from heterorl.learner.train.model import check_forward
 
 _LOG = logging.getLogger(__name__)
+_REFUSED = b"refused"
+
+
+def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives) -> OpenedModel:
+    """The model without its weights on every rank, checked by rank 0, which reads them for that block by block.
+
+    Raises:
+        ConfigError: on all ranks, where one cannot load the model or it cannot be trained in the chosen layout.
+    """
+    opened, is_alike = _open(model_dir, config, ranks, may_hold=ranks.rank == 0)
+    if not is_alike:
+        # transformers made another model of the files than of the configuration alone.
+        opened, _ = _open(model_dir, config, ranks, may_hold=True)
+        return opened
+    if ranks.world_size > 1 and opened.is_held:
+        return _relayed(opened, ranks)
+    return opened
+
+
+def _open(
+    model_dir: str | Path, config: RanksConfig, ranks: Collectives, *, may_hold: bool
+) -> tuple[OpenedModel, bool]:
+    problem: Exception | None = None
+    word = _REFUSED
+    try:
+        opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing, may_hold=may_hold)
+        if ranks.rank == 0:
+            with streamed(opened) as model:
+                check_forward(model, batching=config.batching)
+        word = _table(opened)
+    except Exception as error:  # noqa: BLE001 - told below, when the other ranks know of it
+        problem = error
+    words = ranks.all_gather_bytes(word)
+    if _REFUSED in words:
+        raise problem or ConfigError("model_dir", f"{model_dir} is refused by another rank", action="see its log")
+    return opened, len(set(words)) == 1
+
+
+def _table(opened: OpenedModel) -> bytes:
+    """What two ranks must have in common: where their weights are, and what they are."""
+    state = {
+        name: [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        for name, tensor in opened.model.state_dict(keep_vars=True).items()
+    }
+    return json.dumps([opened.is_held, tensors.layout_of(opened.model, "fp32").layout_id, state]).encode()
+
+
+def _relayed(opened: OpenedModel, ranks: Collectives) -> OpenedModel:
+    """The model with weights of rank 0's memory, which all ranks ask for in the same order."""
+    model = opened.model
+    for tensor in model.state_dict(keep_vars=True).values():
+        if not isinstance(tensor, nn.Parameter):
+            values = tensor.detach().reshape(-1).view(torch.uint8)
+            ranks.broadcast(values)
+            tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def flat(name: str) -> torch.Tensor:
+        values = torch.empty(sizes[name]) if ranks.rank else opened.flat(name).contiguous()
+        ranks.broadcast(values)
+        return values
+
+    return OpenedModel(model=model, flat=flat, is_held=False)
 
 
 class Division(ABC):
@@ -56,10 +128,7 @@ class Division(ABC):
 def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool) -> Rule:
     """The rule of a loss that does not depend on how a step is divided.
 
-    Args:
-        loss: the learner's.
-        ranks: who is there.
-        has_reference: whether this engine can divide a reference model too.
+    `has_reference` says whether this engine can divide a reference model too.
 
     Raises:
         ConfigError: it depends on how a step is cut into passes, or on a reference model that cannot be had.
@@ -92,9 +161,8 @@ def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tenso
 def settle_untrained(division: Division, *, is_rounded: bool) -> None:
     """See that all that is published is written, and let passes see buffers as samplers have them.
 
-    Args:
-        division: what it writes is its state and its buffers; an element of neither would reach samplers as 0.
-        is_rounded: round the buffers; for good, since no step changes them.
+    An element that neither state nor buffers write would reach samplers as 0. Rounding the buffers is for good, since
+    no step changes them.
     """
     layout = division.layout
     written = {layout.spec(name).name for name in (*division.state.shapes, *division.buffers)}
@@ -106,11 +174,7 @@ def settle_untrained(division: Division, *, is_rounded: bool) -> None:
 
 
 def check_products(model: nn.Module) -> None:
-    """See that weights may be held in bf16 for the passes.
-
-    Raises:
-        ConfigError: the model keeps some of them in fp32, as its samplers do.
-    """
+    """Refuse to hold weights in bf16 for the passes where the model, and so its samplers, keeps some in fp32."""
     types = tensors.types_of(model, "bf16")
     kept = [name for name, _ in model.named_parameters() if types.get(name) == "fp32"]
     if kept:
@@ -119,11 +183,7 @@ def check_products(model: nn.Module) -> None:
 
 
 def check_experts(model: nn.Module, ranks: Collectives) -> None:
-    """See that no rank can be without a gradient that another one has.
-
-    Raises:
-        ConfigError: experts are modules of their own: ranks reduce those that their tokens went to, which differ.
-    """
+    """Refuse experts that are modules of their own: ranks reduce those that their tokens went to, which differ."""
     for name, module in model.named_modules():
         if ranks.world_size > 1 and name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList):
             problem = f"each of {name} is a module of its own, and ranks have gradients for different ones"

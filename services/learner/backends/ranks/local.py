@@ -56,9 +56,7 @@ class LocalRanks:
     def __init__(self, num_ranks: int, *, on_failure: Callable[[RankFailed], None] = _end_process) -> None:
         """Start the children; they wait at the meeting for what they are to train.
 
-        Args:
-            num_ranks: with rank 0; at least 1.
-            on_failure: called in a thread when a child ends before `close`.
+        `on_failure` is called in a thread when a child ends before `close`.
         """
         self.num_ranks = num_ranks
         self._directory = Path(tempfile.mkdtemp(prefix="heterorl-ranks-"))

@@ -1,12 +1,22 @@
 """Where the ranks of one learner meet: a store of torch.distributed, before there is a group and beside it.
 
-    ROUND/config/N    what rank 0 says is to be trained, in the N-th place; empty: the end
-    ROUND/heard/R     rank R has heard of the end, or of ranks with other releases
-    ROUND/beat/R      see `watch`
+    round                   the newest round's name
+    hello/R                 rank R's newest process is there, by a word that it made up
+    welcome/R/WORD          rank 0 has seen it, and names the round
+    ROUND/release/R/WORD    rank R has seen that, and names its release of heterorl
+    ROUND/here/R/WORD       after it: rank R names its machine
+    ROUND/releases          every rank's release, by rank
+    ROUND/whole             after it: all newest processes are here: their machines, and how long a rank may be silent
+    ROUND/config/N          what rank 0 says is to be trained, in the N-th place; empty: the end
+    ROUND/heard/R           rank R has heard of the end, or of ranks with other releases
+    ROUND/beat/R            see `watch`
 
-Who is in a round, `rounds` decides. Guarantees: all ranks train by the configuration of rank 0, bit for bit; the others
-need no file of it, and read it by the release of heterorl that wrote it. No rank waits for what a rank 0 that has ended
-would have said.
+The store may hold what dead processes wrote: a launcher may start the ranks again one by one. Rank 0 looks at all words
+until the last rank is here, so a process that was started again takes the place of the one before; a rank goes into
+every round that it is welcomed to.
+
+Guarantees: all ranks train by the configuration of rank 0, bit for bit; the others need no file of it, and read it by
+the release of heterorl that wrote it. No rank waits for what a rank 0 that has ended would have said.
 """
 
 from __future__ import annotations
@@ -14,18 +24,127 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
+import secrets
+import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch.distributed import FileStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    Store,  # type: ignore[attr-defined]
+    rendezvous,
+)
 
+import heterorl
 from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.learner.backends.ranks.collectives import Collectives, RanksDiffer
 from heterorl.learner.backends.ranks.place import Place
-from heterorl.learner.backends.ranks.rounds import CONNECT, POLL_S, enter_round, is_newest, open_round, read
 
+CONNECT = datetime.timedelta(minutes=5)
+"""How long a rank waits to be seen by rank 0, and then for all others to be there."""
+POLL_S = 0.05
+_NEWEST = "round"
 _FAREWELL = datetime.timedelta(seconds=10)
 _PREFIX = "heterorl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What all ranks of a round know."""
+
+    name: str
+    hosts: tuple[str, ...]
+    """Name of each rank's machine, by rank."""
+    timeout_s: float
+    """How long a rank may be silent."""
+    releases: tuple[str, ...]
+    """Each rank's of heterorl, by rank; empty of one that does not say it, as earlier ones do not."""
+
+
+def open_round(store: Store, place: Place, *, timeout_s: float) -> Round:
+    """Rank 0's side: begin one, and return when every rank is in it.
+
+    Raises:
+        RuntimeError: one is not there within five minutes, or the store is gone.
+    """
+    name = secrets.token_hex(8)
+    store.set(_NEWEST, name)
+    words: dict[int, str] = {}
+    hosts = {0: socket.gethostname()}
+    releases = {0: heterorl.__version__}
+    deadline = time.monotonic() + CONNECT.total_seconds()
+    while True:
+        for rank in range(1, place.world_size):
+            word = read(store, f"hello/{rank}")
+            if word is None:
+                continue
+            if words.get(rank) != word:
+                # The one before may be of a process that has ended.
+                words[rank] = word
+                hosts.pop(rank, None)
+                store.set(f"welcome/{rank}/{word}", name)
+            host = read(store, f"{name}/here/{rank}/{word}")
+            if host is not None:
+                hosts[rank] = host
+                releases[rank] = read(store, f"{name}/release/{rank}/{word}") or ""
+        missing = set(range(place.world_size)) - hosts.keys()
+        if not missing:
+            break
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing is heard of rank {min(missing)}")
+        time.sleep(POLL_S)  # noqa: TID251 - a store cannot wait for a key that changes
+    whole = Round(
+        name=name,
+        hosts=tuple(hosts[rank] for rank in sorted(hosts)),
+        timeout_s=timeout_s,
+        releases=tuple(releases[rank] for rank in sorted(hosts)),
+    )
+    store.set(f"{name}/releases", json.dumps(whole.releases))
+    store.set(f"{name}/whole", json.dumps([whole.hosts, whole.timeout_s]))
+    return whole
+
+
+def enter_round(store: Store, place: Place) -> Round:
+    """The side of another rank: return when all are in the round that this one was welcomed to last.
+
+    Raises:
+        RuntimeError: rank 0 has not seen this one within five minutes, or another one did not come within five more.
+    """
+    word = secrets.token_hex(8)
+    store.set(f"hello/{place.rank}", word)
+    name = ""
+    deadline = time.monotonic() + CONNECT.total_seconds()
+    while True:
+        welcome = read(store, f"welcome/{place.rank}/{word}")
+        if welcome is not None and welcome != name:
+            # Also when rank 0 was started again meanwhile.
+            name = welcome
+            store.set(f"{name}/release/{place.rank}/{word}", heterorl.__version__)
+            store.set(f"{name}/here/{place.rank}/{word}", socket.gethostname())
+            deadline = time.monotonic() + CONNECT.total_seconds()
+        told = read(store, f"{name}/whole") if name else None
+        if told is not None and is_newest(store, name):
+            hosts, timeout_s = json.loads(told)
+            stated = read(store, f"{name}/releases")
+            # A rank 0 of an earlier release says none.
+            releases = json.loads(stated) if stated else ["", *[heterorl.__version__] * (place.world_size - 1)]
+            return Round(name=name, hosts=tuple(hosts), timeout_s=timeout_s, releases=tuple(releases))
+        if time.monotonic() > deadline:
+            raise RuntimeError("rank 0 waits for another one" if name else "nothing is heard of rank 0")
+        time.sleep(POLL_S)  # noqa: TID251 - a store cannot wait for a key that changes
+
+
+def is_newest(store: Store, name: str) -> bool:
+    """Whether rank 0 has begun no other round."""
+    return read(store, _NEWEST) == name
+
+
+def read(store: Store, key: str) -> str | None:
+    """What a key has; None where nobody has set it, which `get` would wait for."""
+    return bytes(store.get(key)).decode() if store.check([key]) else None
 
 
 class RanksApart(OperatorError):
@@ -40,9 +159,7 @@ class Meeting:
     def __init__(self, place: Place, *, timeout_s: float = 60.0) -> None:
         """Connect; with a port, to the launcher's store or to one that rank 0 makes.
 
-        Args:
-            place: this rank's.
-            timeout_s: how long a rank may be silent, as rank 0 says it.
+        `timeout_s` is how long a rank may be silent, as rank 0 says it.
 
         Raises:
             RanksApart: the store or another rank was not there in time.
@@ -109,8 +226,7 @@ class Meeting:
     def hear(self, *, within_s: float | None = None) -> str:
         """What rank 0 says is to be trained; empty when nothing is any more.
 
-        Args:
-            within_s: how long it may take, after an error that rank 0 should have met too.
+        `within_s` bounds it after an error that rank 0 should have met too.
 
         Raises:
             RanksApart: the store is gone, or rank 0 was started again and is in another round.
@@ -145,11 +261,7 @@ class Meeting:
         self._store.set(f"heard/{self.place.rank}", "")
 
     def join(self, *, device: str) -> Collectives:
-        """Make the process group; every rank calls it once.
-
-        Raises:
-            RanksApart: another one did not come.
-        """
+        """Make the process group; every rank calls it once."""
         try:
             return Collectives(place=self.place, store=self._store, device=device)
         except RuntimeError as error:

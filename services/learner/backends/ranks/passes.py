@@ -28,10 +28,9 @@ from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.batch import Batch, TrainingSequence
 from heterorl.learner.train.coupling import couple
-from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
+from heterorl.learner.train.micro_batch import Batching, MicroBatch, Shares, collate, empty_pass, share_out
 from heterorl.learner.train.model import hidden_states
 from heterorl.learner.train.report import MicroBatchSample, SequenceSample
-from heterorl.learner.train.shares import Shares, empty_pass, share_out
 from heterorl.learner.train.step import micro_batch_loss
 
 

@@ -7,10 +7,18 @@
 
 Slurm, Kubernetes and Ray start programs with the same names. What else torch reads stays torch's: GLOO_SOCKET_IFNAME,
 NCCL_SOCKET_IFNAME, TORCHELASTIC_USE_AGENT_STORE.
+
+The agent of torchrun that is killed cannot end its processes: those of another machine than 0 would train on, and
+nobody could stop them or start them again; a new agent would find its GPUs taken. `end_with_agent` has the kernel do
+it, whatever the rank is inside of and even while it is stopped; the other ranks see its connections close. On Linux;
+elsewhere what started the agent ends the rank.
 """
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +26,7 @@ from pathlib import Path
 from heterorl.common.errors import ConfigError
 
 _ACTION = "start the learner by torchrun, or unset RANK and WORLD_SIZE and use --nproc"
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +97,15 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         problem = f"{text!r} is not a number" if text else "is not set, RANK and WORLD_SIZE are"
         raise ConfigError(name, problem, action=_ACTION)
     return int(text)
+
+
+def end_with_agent(environment: Mapping[str, str]) -> bool:
+    """Have the kernel end this process when its parent ends; returns whether it will.
+
+    Where torchrun did not start it nothing is asked for: the parent may be a shell that is meant to end first.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in environment:
+        return False
+    # The parent is the thread that started this process, and torchrun's is its main thread.
+    options = (_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    return int(ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, options))) == 0

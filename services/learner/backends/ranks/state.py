@@ -37,11 +37,8 @@ class DividedState(ABC):
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
         """Set this rank's piece.
 
-        Args:
-            name: of the parameter.
-            key: which tensor.
-            whole: the flattened tensor of a type that fp32 has exactly, of which no more is read than is needed; may
-                lie on a disk.
+        `whole` is the flattened tensor of a type that fp32 has exactly, of which no more is read than is needed; it may
+        lie on a disk.
         """
 
     @abstractmethod
@@ -76,10 +73,7 @@ class Pieces:
     def __init__(self, own: Mapping[str, Piece], *, shapes: Mapping[str, torch.Size], ranks: Collectives) -> None:
         """Tell the others; all ranks call.
 
-        Args:
-            own: this rank's.
-            shapes: whole shapes.
-            ranks: the others. Rank 0 takes from each the pieces that it states.
+        Rank 0 takes from each the pieces that it states.
         """
         self.own = own
         self._shapes = shapes

@@ -9,28 +9,83 @@ rank 0 ends with exit code 1 and says so in the store, and the others end by tha
 inside an operation that nothing can interrupt; its process ends all the same.
 
 A process that dies closes its sockets, which ends the waits of the others at once; this is for what cannot. What stands
-still cannot end itself: a watchdog does, after the same time.
+still, stopped by SIGSTOP or inside something that lets no thread of it run, cannot end itself: a timer of the kernel
+does, after the same time, unless it is postponed. On Linux with glibc; elsewhere nothing watches.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from heterorl.common.errors import OperatorError
 from heterorl.learner.backends.ranks.place import Place
-from heterorl.learner.watchdog import Watchdog
 
 _LOG = logging.getLogger(__name__)
+_CLOCK_MONOTONIC = 1
+_SIGEV_SIGNAL = 0
 EXIT_CODE = 1
 _ENDED = "ended"
 _MOST_S = 2.0
 """Longest time between two beats."""
+
+
+class Watchdog:
+    """Ends this process `timeout_s` after the last call of `postpone`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._timer = ctypes.c_void_p()
+        self._library = _library()
+        # `struct sigevent`: 64 bytes on every 64-bit Linux; value, signal, and how it is told.
+        event = ctypes.create_string_buffer(struct.pack("@Pii48x", 0, int(signal.SIGKILL), _SIGEV_SIGNAL))
+        if self._library is not None and self._library.timer_create(
+            _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
+        ):
+            _LOG.warning("the kernel gives no timer: a stopped process of the learner does not end")
+            self._library = None
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Begin the time anew; nothing after `close`."""
+        with self._lock:
+            self._set(self._timeout_s)
+
+    def close(self) -> None:
+        """Watch no more."""
+        with self._lock:
+            self._set(0.0)
+            self._library = None
+
+    def _set(self, seconds: float) -> None:
+        if self._library is not None:
+            whole = int(seconds)
+            # `struct itimerspec`: again after, and first after; seconds and nanoseconds.
+            times = (ctypes.c_long * 4)(0, 0, whole, int((seconds - whole) * 1e9))
+            self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
+
+
+def _library() -> Any:
+    # A package of its own before glibc 2.34.
+    for name in (None, "librt.so.1") if sys.platform == "linux" else ():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        if hasattr(library, "timer_create"):
+            return library
+    return None
 
 
 class RankSilent(OperatorError):
@@ -61,13 +116,8 @@ class Watch:
     ) -> None:
         """Begin.
 
-        Args:
-            store: a connection that nothing else uses.
-            place: this rank's.
-            timeout_s: how long another rank may be silent.
-            on_silence: called once, in a thread.
-            watchdog: postponed while this process runs; none in a process that is not the learner's alone.
-            monotonic: seconds.
+        `store` is a connection that nothing else uses. `on_silence` is called once, in a thread. There is no watchdog
+        in a process that is not the learner's alone.
         """
         self._store = store
         self._place = place

@@ -11,7 +11,7 @@ from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.building import load_pretrained
 from heterorl.common.types.common import Digest, LoraSettings
-from heterorl.learner.backends.loading.empty import empty_model
+from heterorl.learner.backends.loading import empty_model
 from tests.support.training import tiny_model
 
 NUM_PAIRS = 20

@@ -11,8 +11,7 @@ from heterorl.common.errors import ConfigError, PromptTooLong
 from heterorl.common.generation.engine import Request
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.building import Room, load_pretrained, room_at, room_of, window_of
-from heterorl.learner.backends.loading.empty import empty_model
-from heterorl.learner.backends.loading.opened import fill, open_model
+from heterorl.learner.backends.loading import empty_model, fill, open_model
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.micro_batch import collate
 from heterorl.learner.train.model import learner_logprobs, load_model

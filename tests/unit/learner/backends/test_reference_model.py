@@ -9,7 +9,7 @@ import torch
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.backends.zero.backend import DeepSpeedBackend
+from heterorl.learner.backends.zero import DeepSpeedBackend
 from heterorl.learner.loss.config import CustomLossConfig, GrpoConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights

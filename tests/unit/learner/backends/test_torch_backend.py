@@ -10,8 +10,8 @@ import torch
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.loading.tensor_file import TensorFile
 from heterorl.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
+from heterorl.learner.backends.tensor_file import TensorFile
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import DecoupledPpoConfig, GepoConfig, LossConfig
 from heterorl.learner.progress import PassCount

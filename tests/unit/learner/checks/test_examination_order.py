@@ -17,8 +17,7 @@ from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.checks.admission import Limits
 from heterorl.learner.checks.examiner import Examiner, Yardstick
 from heterorl.learner.checks.judge import VerificationConfig
-from heterorl.learner.run.feed import feed
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.feed import Inbox, feed
 from tests.support.learner_world import GROUP_SIZE, VOCAB, queued
 
 WAIT_S = 30

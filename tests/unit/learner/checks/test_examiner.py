@@ -42,8 +42,7 @@ from heterorl.learner.checks.judge import (
 )
 from heterorl.learner.checks.replay import Replayer, log_ratios
 from heterorl.learner.checks.rewards import judge_rewards
-from heterorl.learner.run.feed import feed
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.feed import Inbox, feed
 from heterorl.learner.train.micro_batch import collate
 from tests.support.clock import ManualClock
 

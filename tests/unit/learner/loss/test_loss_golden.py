@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from heterorl.learner.loss.advantages import beta_weights
 from heterorl.learner.loss.config import (
     CispoConfig,
     DapoConfig,
@@ -20,7 +19,7 @@ from heterorl.learner.loss.config import (
     TisConfig,
     ToprConfig,
 )
-from heterorl.learner.loss.denominators import group_log_denominator
+from heterorl.learner.loss.group import beta_weights, group_log_denominator
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of, run_loss
 
 TOLERANCE = 1e-9

@@ -13,7 +13,7 @@ from heterorl.learner.loss.config import (
     GepoPlusConfig,
     GspoConfig,
 )
-from heterorl.learner.loss.denominators import group_log_denominator
+from heterorl.learner.loss.group import group_log_denominator
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT
 from tests.support.losses import groups_of, run_loss
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.learner.loss.masks import has_not_drifted, within_second_moment
+from heterorl.learner.loss.importance import has_not_drifted, within_second_moment
 
 F64 = torch.float64
 

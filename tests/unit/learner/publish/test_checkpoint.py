@@ -12,8 +12,14 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_snapshot
-from heterorl.learner.publish.checkpoint import CheckpointStore, cadence, read_checkpoint
-from heterorl.learner.publish.cursor import cursor_from_bytes, cursor_to_bytes, step_id
+from heterorl.learner.publish.checkpoint import (
+    CheckpointStore,
+    cadence,
+    cursor_from_bytes,
+    cursor_to_bytes,
+    read_checkpoint,
+    step_id,
+)
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import LAYOUT, NumpyBackend, queued
 

@@ -33,8 +33,7 @@ from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.published import PublishedVersions
-from heterorl.learner.run.restore import Restorer
+from heterorl.learner.run.restore import PublishedVersions, Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from tests.support.learner_world import (
@@ -115,7 +114,7 @@ class World:
             store=store, journal=journal, run_id="run", state_dir=directory,
             adopt_without_optimizer=options.get("adopt_without_optimizer", False), **parts,
         )  # fmt: skip
-        self.rollback = Rollback(resumption=self.resumption, directory=directory / "payloads", **parts)
+        self.rollback = Rollback(resumption=self.resumption, directory=directory / "payloads")
         self.step = 0
 
     @classmethod

@@ -29,15 +29,13 @@ from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.publish.checkpoint import CheckpointStore
-from heterorl.learner.publish.commit import MAX_REPAIRS
 from heterorl.learner.publish.encode import Position, encode_version
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.fate import Way, decide
-from heterorl.learner.run.incarnation import read_incarnation
-from heterorl.learner.run.published import PublishedVersions
-from heterorl.learner.run.restore import Restorer
-from heterorl.learner.run.resume import Resumption
+from heterorl.learner.publish.upload import MAX_REPAIRS
+from heterorl.learner.run.lease import read_incarnation
+from heterorl.learner.run.restore import PublishedVersions, Restorer
+from heterorl.learner.run.resume import Resumption, Way, decide
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
     LAYOUT,
@@ -338,7 +336,7 @@ class PowerCut:
 
 
 async def test_payloads_that_are_all_there_and_wrong_are_uploaded_again(coordinator, tmp_path, monkeypatch):
-    monkeypatch.setattr("heterorl.learner.publish.commit.MAX_REPAIRS", 1)
+    monkeypatch.setattr("heterorl.learner.publish.upload.MAX_REPAIRS", 1)
     api = PowerCut(coordinator, coordinator.config.data_dir / "partial")
     world = await World.open(coordinator, tmp_path, api=api, snapshot_every_versions=1)
 

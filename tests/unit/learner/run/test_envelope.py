@@ -12,7 +12,7 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.progress import progress_of
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.feed import Inbox
 from heterorl.learner.run.selection import Selection
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import OperatorError
-from heterorl.learner.run.fate import Way, decide_without
-from heterorl.learner.run.resume import _WITH_CHECKPOINT, _WITHOUT_CHECKPOINT
+from heterorl.learner.run.resume import _WITH_CHECKPOINT, _WITHOUT_CHECKPOINT, Way, decide_without
 
 
 def test_without_a_checkpoint_a_run_begins_or_its_head_is_adopted():

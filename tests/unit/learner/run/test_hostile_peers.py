@@ -18,7 +18,7 @@ from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.checks.admission import MAX_REWARD, Limits, judge
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.upload import upload
-from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.feed import Inbox
 from heterorl.learner.run.lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
 from tests.support.learner_world import (
     GROUP_SIZE,

@@ -17,7 +17,7 @@ from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.publish import publish
 from heterorl.learner.publish.canary import Canary
-from heterorl.learner.run.incarnation import read_incarnation
+from heterorl.learner.run.lease import read_incarnation
 from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.learner_world import (
     FragileApi,

@@ -274,7 +274,7 @@ async def test_superseded_learner_carries_out_nothing(core, tmp_path):
             return super().__getattr__(name)
 
         async def superseded(self, request):
-            from heterorl.learner.run.incarnation import read_incarnation
+            from heterorl.learner.run.lease import read_incarnation
             from tests.support.learner_world import make_contract
 
             await core.acquire_lease(

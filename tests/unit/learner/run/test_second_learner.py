@@ -8,7 +8,7 @@ import pytest
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.notify import Notifier
 from heterorl.learner import app
-from heterorl.learner.run.incarnation import hold_directory
+from heterorl.learner.run.lease import hold_directory
 from heterorl.learner.run.run_file import RUN_FILE
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config

@@ -17,9 +17,8 @@ from heterorl.learner.loss.config import (
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import Batch, build_batch
 from heterorl.learner.train.coupling import couple
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.micro_batch import assign_groups, collate, empty_pass, share_out
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.learner.train.shares import assign_groups, empty_pass, share_out
 from heterorl.learner.train.step import micro_batch_loss
 from tests.support.losses import CATALOGUE, with_reference
 from tests.support.training import random_groups, tiny_model

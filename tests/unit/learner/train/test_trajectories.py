@@ -13,7 +13,7 @@ from heterorl.learner.loss.config import GepoConfig, TisConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.micro_batch import collate
-from heterorl.learner.train.ratios import wanted_log_ratios
+from heterorl.learner.train.report import wanted_log_ratios
 from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
 from tests.support.losses import CATALOGUE
 from tests.support.training import group, random_trajectories, tiny_model

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.ranks import alike
-from heterorl.learner.backends.ranks.alike import check_alike, code_digest, model_digest, packages_of, releases_of
+from heterorl.learner.backends.ranks import company
+from heterorl.learner.backends.ranks.company import check_alike, code_digest, model_digest, packages_of, releases_of
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig
 from tests.support.thread_ranks import on_all_ranks
@@ -16,7 +16,7 @@ HERE = threading.local()
 
 
 def _checked(monkeypatch, releases, *, models=("", "")):
-    monkeypatch.setattr(alike, "releases_of", lambda packages: releases[HERE.rank])
+    monkeypatch.setattr(company, "releases_of", lambda packages: releases[HERE.rank])
 
     def work(ranks):
         HERE.rank = ranks.rank
@@ -103,4 +103,4 @@ def test_digest_of_the_code_is_of_what_a_rank_computes_with(tmp_path):
     assert first != lay("moved", learner__losses__gspo="a = 1\n", common__types="b = 2\n")
     assert first != lay("more", learner__losses__gepo="a = 1\n", common__types="b = 2\n", common__empty="")
     own = releases_of([])["code of heterorl"]
-    assert own == code_digest(Path(alike.__file__).parents[3]) != code_digest(tmp_path / "nothing")
+    assert own == code_digest(Path(company.__file__).parents[3]) != code_digest(tmp_path / "nothing")

@@ -9,11 +9,10 @@ import torch.distributed as dist
 
 import heterorl
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.ranks import meeting, rounds
+from heterorl.learner.backends.ranks import meeting
 from heterorl.learner.backends.ranks.collectives import RanksDiffer
-from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart
+from heterorl.learner.backends.ranks.meeting import Meeting, RanksApart, enter_round, open_round
 from heterorl.learner.backends.ranks.place import Place, local_place
-from heterorl.learner.backends.ranks.rounds import enter_round, open_round
 
 
 def _place(rank, world_size=3):
@@ -23,7 +22,7 @@ def _place(rank, world_size=3):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """What waits for ever by mistake gives up before the test's own time is over."""
-    monkeypatch.setattr(rounds, "CONNECT", rounds.datetime.timedelta(seconds=50))
+    monkeypatch.setattr(meeting, "CONNECT", meeting.datetime.timedelta(seconds=50))
 
 
 @pytest.fixture
@@ -130,11 +129,11 @@ def test_rank_waits_for_the_end_of_rank_0_no_longer_than_it_is_said_to(places, m
     with pytest.raises(RanksDiffer, match=r"rank 1 in 0\.3 s"):
         met[1].hear(within_s=0.3)
 
-    assert 0.3 < sum(slept) <= 0.3 + 2 * rounds.POLL_S
+    assert 0.3 < sum(slept) <= 0.3 + 2 * meeting.POLL_S
 
 
 def test_rank_that_nobody_welcomes_gives_up(connect, monkeypatch):
-    monkeypatch.setattr(rounds, "CONNECT", rounds.datetime.timedelta(seconds=0.2))
+    monkeypatch.setattr(meeting, "CONNECT", meeting.datetime.timedelta(seconds=0.2))
 
     with pytest.raises(RuntimeError, match="nothing is heard of rank 0"):
         enter_round(connect(), _place(1))
@@ -151,7 +150,7 @@ def _versions(monkeypatch, releases):
         def __version__(self):
             return releases[here.rank]
 
-    monkeypatch.setattr(rounds, "heterorl", Release())
+    monkeypatch.setattr(meeting, "heterorl", Release())
 
     def meet(place):
         here.rank = place.rank
@@ -216,7 +215,7 @@ def test_release_that_does_not_say_what_it_is_is_another_one(connect, run, old):
 @pytest.mark.parametrize(("names", "counted"), [(("a", "b"), [1, 1]), (("a", "a"), [2, 2])])
 def test_ranks_without_a_stated_number_of_a_machine_count_equal_names(tmp_path, monkeypatch, names, counted):
     hosts = iter(names)
-    monkeypatch.setattr(rounds.socket, "gethostname", lambda: next(hosts))
+    monkeypatch.setattr(meeting.socket, "gethostname", lambda: next(hosts))
     places = [
         Place(rank=rank, local_rank=0, world_size=2, local_world_size=0, file=tmp_path / "store") for rank in range(2)
     ]

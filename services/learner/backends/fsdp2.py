@@ -1,0 +1,437 @@
+"""torch's fully sharded data parallelism, `fully_shard`, with fp32 masters as a TrainBackend.
+
+    one group       each block of the outermost lists of modules: gathered for its pass, and again for its backward pass
+    the root        what is outside of them: embeddings, last norm, head; gathered once a pass
+
+Passes in fp32 see the masters rounded to the published type. Passes in bf16 gather the masters as bf16, which is
+how they are published by default. AdamW works by element, so it runs on plain tensors that share the storage of the
+divided parameters, and knows nothing of ranks. The norm of the gradient is the one number of the whole.
+
+Guarantees: no rank holds the whole model: parameters have no content until their block is divided, and each rank then
+reads its rows by name. Gradients are added up in fp32, and divided after each micro-batch. A directory that cannot be
+the reference is refused on every rank, under its own key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, start_of, trainable
+from heterorl.common.model.contract import LoraConfig
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.common import NO_LORA, SamplingSemantics
+from heterorl.learner import progress
+from heterorl.learner.backends.loading import (
+    OpenedModel,
+    blocks_of,
+    digest_of_opened,
+    hold_untrained,
+    replace_parameters,
+)
+from heterorl.learner.backends.ranks.backend import DividedBackend
+from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
+from heterorl.learner.backends.ranks.division import (
+    Division,
+    check_divisible,
+    check_experts,
+    check_products,
+    open_together,
+    untrained_buffers,
+)
+from heterorl.learner.backends.ranks.passes import LogprobModel
+from heterorl.learner.backends.ranks.state import DividedState, Key, Piece, Pieces
+from heterorl.learner.backends.slices import slice_passes
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.train.config import Fsdp2BackendConfig
+from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
+from heterorl.learner.train.model import REFERENCE_KEY
+
+
+class ShardedEngine:
+    """A divided `LogprobModel` as a PassEngine."""
+
+    def __init__(self, wrapped: LogprobModel) -> None:
+        self._wrapped = wrapped
+
+    def __call__(
+        self,
+        input_ids_RS: torch.Tensor,
+        position_ids_RS: torch.Tensor,
+        sources_N: torch.Tensor,
+        targets_N: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_N, entropies_N = self._wrapped(input_ids_RS, position_ids_RS, sources_N, targets_N)
+        return logprobs_N, entropies_N
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Nothing: each pass divides its gradient, so that no rank holds a whole one between passes."""
+
+    def free(self) -> None:
+        """Forget gathered weights that a forward pass left for its backward pass, which is not to come."""
+        wrapped: Any = self._wrapped
+        wrapped.reshard()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def shard(
+    model: nn.Module,
+    *,
+    config: Fsdp2BackendConfig,
+    temperature: float,
+    products: torch.dtype | None,
+    device: torch.device,
+    is_frozen: bool = False,
+) -> ShardedEngine:
+    """Divide a model without content over all ranks, in place; its parameters are then of arbitrary content.
+
+    It is on the meta device but for its buffers, which are moved. `products` is the type that passes compute with,
+    weights included; None for fp32. Of a frozen model nothing stays gathered after a pass.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Rows in pinned memory travel to a GPU beside its computing.
+    is_offloaded, is_pinned = config.offload_optimizer, device.type == "cuda"
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=products, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=is_pinned) if is_offloaded else OffloadPolicy(),
+    }
+
+    def without_content(_: str, meta: nn.Parameter) -> torch.Tensor:
+        return torch.empty(meta.shape, dtype=torch.float32, device=device)
+
+    coming = replace_parameters(model, without_content)
+    for block in blocks_of(model):
+        # In the order of the model's names, in which a block is of one piece.
+        while any(parameter.is_meta for parameter in block.parameters()):
+            next(coming)
+        compile_block(block, config)
+        fully_shard(block, **options)
+    for _ in coming:
+        pass
+    for buffer in model.buffers():
+        buffer.data = buffer.to(device)
+    wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=None)
+    # With a backward pass to come the root would be gathered again at once.
+    fully_shard(wrapped, reshard_after_forward=is_frozen, **options)
+    return ShardedEngine(wrapped)
+
+
+def local_part(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's rows of a divided parameter, sharing its storage."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().detach()
+
+
+def piece_of(shape: torch.Size, *, rank: int, world_size: int) -> Piece:
+    """The elements that rank has: rows are cut as `torch.chunk` does, so the last ranks may have fewer or none."""
+    num_rows = shape[0] if shape else 1
+    width = shape.numel() // num_rows if num_rows else 0
+    length = -(-num_rows // world_size)
+    start = min(length * rank, num_rows)
+    return Piece(start=start * width, size=(min(start + length, num_rows) - start) * width)
+
+
+class ShardedState(DividedState):
+    """This rank's part of what is trained. All ranks call together."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, config: Fsdp2BackendConfig, ranks: Collectives
+    ) -> None:
+        """Take over divided parameters."""
+        self._parameters = dict(parameters)
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._config = config
+        self._ranks = ranks
+        own = {
+            name: piece_of(shape, rank=ranks.rank, world_size=ranks.world_size) for name, shape in self.shapes.items()
+        }
+        self._locals = {name: nn.Parameter(local_part(parameter)) for name, parameter in parameters.items()}
+        for name, piece in own.items():
+            assert self._locals[name].numel() == piece.size, f"{name} is cut otherwise"
+        self.pieces = Pieces(own, shapes=self.shapes, ranks=ranks)
+        self._is_checked = False
+        self._optimizer = self._new_optimizer()
+
+    def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
+        return self._part(name, key).reshape(-1)[start : start + size]
+
+    @torch.no_grad()
+    def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
+        piece, local = self.pieces.own[name], self._locals[name]
+        target = self._optimizer.state[local][key] if key else local
+        target.copy_(whole[piece.start : piece.start + piece.size].view(target.shape))
+
+    def _part(self, name: str, key: Key) -> torch.Tensor:
+        """This rank's rows of a tensor, sharing its storage; zeros for moments of what has had no gradient yet."""
+        local = self._locals[name]
+        if not key:
+            return local.detach()
+        state = self._optimizer.state.get(local, {})
+        return state[key] if key in state else torch.zeros_like(local, requires_grad=False)
+
+    def steps(self) -> int:
+        return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
+
+    def reset(self, *, steps: int) -> None:
+        self._optimizer = self._new_optimizer()
+        if not steps:
+            return
+        for local in self._locals.values():
+            self._optimizer.state[local] = {
+                "step": torch.tensor(float(steps)),
+                "exp_avg": torch.zeros_like(local, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(local, requires_grad=False),
+            }
+
+    @contextmanager
+    def rounded(self, types: Mapping[str, torch.dtype]) -> Iterator[None]:
+        """Let passes gather masters as they would be published; costs one more copy of this rank's part.
+
+        When it ends the masters are back, bit for bit, whatever was raised. `types` are those of the layout by name.
+        """
+        kept = {name: local.detach().clone() for name, local in self._locals.items() if types[name] != torch.float32}
+        try:
+            with torch.no_grad():
+                for name in kept:
+                    self._locals[name].copy_(self._locals[name].to(types[name]))
+            yield
+        finally:
+            with torch.no_grad():
+                for name, values in kept.items():
+                    self._locals[name].copy_(values)
+
+    @torch.no_grad()
+    def update(self, loss: float, lr: float) -> tuple[bool, float]:
+        """Clip and step, unless loss or gradient is not finite; clears the gradient.
+
+        Returns:
+            Whether the step was taken, and the norm of the whole gradient before clipping.
+
+        Raises:
+            ConfigError: on all ranks: passes no longer see what the optimizer steps on.
+        """
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter.grad, DTensor):
+                gradients[name] = parameter.grad.to_local()
+        # Summed by rank, so that all ranks get the same bits and decide alike.
+        own = sum((float(gradient.double().square().sum()) for gradient in gradients.values()), start=0.0)
+        row = struct.pack("<d??", own, bool(gradients), self._is_apart())
+        rows = [struct.unpack("<d??", data) for data in self._ranks.all_gather_bytes(row)]
+        if any(is_apart for *_, is_apart in rows):
+            problem = f"torch {torch.__version__} moved rows at the first pass, and the optimizer would step on copies"
+            raise ConfigError("backend.kind", problem, action="upgrade torch to 2.10 or newer, or use backend torch")
+        norm = math.sqrt(sum(squares for squares, *_ in rows))
+        is_applied = any(has_gradients for _, has_gradients, _ in rows)
+        is_applied = is_applied and math.isfinite(loss) and math.isfinite(norm)
+        if is_applied:
+            factor = min(1.0, self._config.grad_clip / (norm + 1e-6))
+            for name, gradient in gradients.items():
+                self._locals[name].grad = gradient.mul_(factor)
+            for options in self._optimizer.param_groups:
+                options["lr"] = lr
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return is_applied, norm
+
+    def _is_apart(self) -> bool:
+        """Whether a divided parameter has left the storage that it shared with what the optimizer steps on.
+
+        Releases of torch before 2.10 copy padded rows at the first pass.
+        """
+        if self._is_checked:
+            return False
+        self._is_checked = True
+        return any(
+            local_part(parameter).data_ptr() != self._locals[name].data_ptr()
+            for name, parameter in self._parameters.items()
+        )
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        config = self._config
+        return torch.optim.AdamW(
+            self._locals.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+
+
+def open_reference(
+    model_dir: str, config: Fsdp2BackendConfig, ranks: Collectives, *, learner: nn.Module
+) -> OpenedModel:
+    """Open the reference; its weights are still on the disk.
+
+    Under the learner's adapters lie the weights that it would have without them. All ranks call.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is not of the learner's shape.
+    """
+    try:
+        opened = open_together(model_dir, config, ranks)
+    except ConfigError as error:
+        raise ConfigError(REFERENCE_KEY, str(error), action=error.action) from error
+    model = opened.model.requires_grad_(False)
+    shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
+    if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in model.state_dict().items()):
+        raise ConfigError(REFERENCE_KEY, f"{model_dir} has other shapes than the learner's model")
+    choose_attention(model, config)
+    apply_liger(model, config)
+    return opened
+
+
+class Fsdp2Backend(DividedBackend):
+    """One rank of a learner whose model `fully_shard` divides."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: str | Path,
+        config: Fsdp2BackendConfig,
+        loss: LossConfig,
+        sampling: SamplingSemantics,
+        ranks: Collectives,
+        lora: LoraConfig,
+        clock: Clock | None = None,
+        passes: progress.PassCount | None = None,
+        replays_routing: bool = False,
+    ) -> None:
+        """Load the model, check that it can be trained this way, and divide it.
+
+        Raises:
+            ConfigError: the model cannot be loaded or trained in the chosen layout, there are no layers for the
+                adapters, the loss depends on how a step is cut into passes, or its reference is no such model.
+        """
+        rule = check_divisible(loss, ranks, has_reference=True)
+        opened = open_together(model_dir, config, ranks)
+        settings = NO_LORA
+        if lora.is_on:
+            settings = lora.settings(digest_of_opened(opened))
+            attach(opened.model, settings)
+        hold_untrained(opened)
+        super().__init__(
+            division=_ShardedDivision(
+                opened,
+                config,
+                temperature=sampling.logprob_temperature,
+                ranks=ranks,
+                reference_dir=(config.reference_model_dir or str(model_dir)) if rule.needs_reference else "",
+            ),
+            config=config,
+            loss=loss,
+            sampling=sampling,
+            ranks=ranks,
+            lora=settings,
+            clock=clock,
+            passes=passes,
+            replays_routing=replays_routing,
+        )
+
+
+class _ShardedDivision(Division):
+    def __init__(
+        self,
+        opened: OpenedModel,
+        config: Fsdp2BackendConfig,
+        *,
+        temperature: float,
+        ranks: Collectives,
+        reference_dir: str,
+    ) -> None:
+        self.model = opened.model
+        check_experts(self.model, ranks)
+        is_low = config.compute_dtype == "bf16"
+        if is_low:
+            check_products(self.model)
+        choose_attention(self.model, config)
+        frozen: OpenedModel | None = None
+        if reference_dir:
+            # Before this model's own names are those of divided tensors; and before Liger, whose classes for GPUs alone
+            # models of the same kind would have that are opened later, and checked on the CPU.
+            frozen = open_reference(reference_dir, config, ranks, learner=self.model)
+        apply_liger(self.model, config)
+        self.layout = tensors.layout_of(self.model, config.published_dtype)
+        self.device = rank_device(config.device, ranks.place)
+        types = {spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs}
+        is_rounded = config.forward_weights == "published" and config.published_dtype != "fp32"
+        sharded = shard(
+            self.model,
+            config=config,
+            temperature=temperature,
+            products=torch.bfloat16 if is_low else None,
+            device=self.device,
+        )
+        _fill(opened, ranks)
+        self.buffers = untrained_buffers(self.model, self.layout)
+        self.engine = sharded
+        if config.sequence_parallel > 1:
+            self.engine = slice_passes(
+                sharded,
+                self.model,
+                size=config.sequence_parallel,
+                ranks=ranks,
+                batching=config.batching,
+                is_low=is_low,
+                device=self.device,
+            )
+            sharded.free()
+        self.state: ShardedState = ShardedState(trainable(self.model), config=config, ranks=ranks)
+        if frozen is not None:
+            self.reference = shard(
+                frozen.model,
+                config=config.model_copy(update={"compile": False}),
+                temperature=temperature,
+                products=torch.bfloat16 if is_low else None,
+                device=self.device,
+                is_frozen=True,
+            )
+            _fill(frozen, ranks)
+            if is_rounded:
+                _round(frozen.model, types)
+        # Gathered as bf16, a master is rounded already.
+        self._rounds_to = types if is_rounded and not (is_low and config.published_dtype == "bf16") else None
+
+    def computing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._rounds_to is None else self.state.rounded(self._rounds_to)
+
+    def update(self, loss: float, lr: float) -> tuple[bool, float]:
+        return self.state.update(loss, lr)
+
+    def settle(self) -> None:
+        """Nothing: passes gather the masters themselves."""
+
+
+@torch.no_grad()
+def _fill(opened: OpenedModel, ranks: Collectives) -> None:
+    """Read this rank's rows of every parameter; adapters start as adapters do."""
+    for name, parameter in opened.model.named_parameters():
+        start = start_of(name, parameter.shape)
+        whole = opened.flat(name) if start is None else start.reshape(-1)
+        piece = piece_of(parameter.shape, rank=ranks.rank, world_size=ranks.world_size)
+        part = local_part(parameter)
+        part.copy_(whole[piece.start : piece.start + piece.size].view(part.shape))
+
+
+@torch.no_grad()
+def _round(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
+    """As the learner's passes see what is published under these names."""
+    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    for name, part in (*parts.items(), *model.named_buffers()):
+        if name in types:
+            part.copy_(part.to(types[name]))

@@ -1,0 +1,310 @@
+"""A model directory, opened: the model without its weights, and the weights by the model's own names.
+
+No rank holds more of them than it keeps: they are read one tensor at a time, or block by block while a model computes.
+
+Guarantees: what is read is bit for bit what transformers loads. Where names or values in the files are not the model's
+own (experts that are merged, quantised weights, tied tensors that differ, files that are not safetensors), transformers
+reads the whole model, and the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.model.adapters import digest_of
+from heterorl.common.model.building import BUILDING, hold_positions
+from heterorl.common.model.directory import first_line
+from heterorl.common.model.tensors import published_tensors
+from heterorl.common.types.common import Digest
+from heterorl.learner.backends.tensor_file import TensorFile, weight_files
+from heterorl.learner.train.model import load_model, prepare
+
+_LOG = logging.getLogger(__name__)
+_EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+_Places = list[tuple[nn.Module, str, nn.Parameter]]
+
+
+def empty_model(model_dir: str) -> nn.Module:
+    """A causal language model whose parameters are on the meta device; its buffers are real, as they are computed.
+
+    Raises:
+        ConfigError: there is no such model, or its code needs values.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(model_dir)
+        with BUILDING, _parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    hold_positions(model)
+    return model
+
+
+def replace_parameters(
+    model: nn.Module, make: Callable[[str, nn.Parameter], torch.Tensor]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Put other parameters in the place of a model's, one at a time as they are asked for; what is tied stays tied.
+
+    Returns:
+        The new parameters by name, each already in its place.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in model.modules():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((owner, attribute))
+    for name, parameter in list(model.named_parameters()):
+        new = nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
+        for owner, attribute in places[id(parameter)]:
+            owner._parameters[attribute] = new
+        yield name, new
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While it lasts, modules of this process register parameters without storage; BUILDING is held.
+
+    Not torch's meta device: buffers such as the frequencies of positions are computed, and in no file.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # One that is on meta already is tied to another: it must stay that object.
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    module: Any = nn.Module
+    module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        module.register_parameter = register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    """A model whose parameters are on the meta device, ready to train when it has weights; its buffers are real."""
+
+    model: nn.Module
+    flat: Callable[[str], torch.Tensor]
+    """The flattened tensor of a name of the model, of a type that fp32 has exactly; not to be written to."""
+    is_held: bool
+    """Whether the weights are in this process's memory; else they stay on the disk, or rank 0 sends them."""
+
+
+class _NotByName(Exception):
+    """The files are not the model's tensors by name; says why."""
+
+
+def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, may_hold: bool = True) -> OpenedModel:
+    """Open a local directory or hub id; of its weights, types and shapes alone are read.
+
+    Without `may_hold` a model that cannot be read by name has no weights, and what is not trained is as it is computed.
+
+    Raises:
+        ConfigError: it is not a causal language model, or cannot be read.
+    """
+    try:
+        opened = _by_name(str(model_dir))
+    except _NotByName as reason:
+        if may_hold:
+            opened = _whole(model_dir, reason)
+        else:
+            nothing: dict[str, torch.Tensor] = {}
+            opened = OpenedModel(model=empty_model(str(model_dir)), flat=nothing.__getitem__, is_held=True)
+    except CorruptStore as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    prepare(opened.model, gradient_checkpointing=gradient_checkpointing)
+    return opened
+
+
+def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Module:
+    """Give the model all of its weights as fp32 masters on a device, in memory of their own; returns it."""
+    # What is mapped is the file's; what was read whole is nobody else's.
+    names = replace_parameters(
+        opened.model,
+        lambda name, meta: opened.flat(name).to(device, torch.float32, copy=not opened.is_held).view(meta.shape),
+    )
+    for _ in names:
+        pass
+    return opened.model.to(device)
+
+
+@torch.no_grad()
+def hold_untrained(opened: OpenedModel) -> None:
+    """Make buffers of parameters that are published and not trained, such as a router's correction, with their values.
+
+    An engine that divides a model divides what is trained; so all that it publishes is trained, or a buffer. Where
+    ranks share the weights of one, all of them call.
+    """
+    frozen = {
+        id(tensor)
+        for tensor in published_tensors(opened.model).values()
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    }
+    made: dict[int, torch.Tensor] = {}
+    for path, owner in opened.model.named_modules():
+        for attribute, parameter in list(owner._parameters.items()):
+            if parameter is None or id(parameter) not in frozen:
+                continue
+            if id(parameter) not in made:
+                whole = opened.flat(f"{path}.{attribute}".lstrip("."))
+                made[id(parameter)] = whole.to(torch.float32, copy=True).view(parameter.shape)
+            del owner._parameters[attribute]
+            owner.register_buffer(attribute, made[id(parameter)])
+
+
+def digest_of_opened(opened: OpenedModel) -> Digest:
+    """`base_digest` of its weights; one tensor at a time is in memory."""
+    state = opened.model.state_dict(keep_vars=True)
+
+    def read(name: str) -> torch.Tensor:
+        tensor = state[name]
+        return opened.flat(name).view(tensor.shape) if tensor.is_meta else tensor
+
+    return digest_of(state, read)
+
+
+def _by_name(model_dir: str) -> OpenedModel:
+    try:
+        if (Path(model_dir) / "adapter_config.json").is_file():
+            raise _NotByName("it has an adapter")
+        files = weight_files(model_dir)
+        if not files:
+            raise _NotByName("it has no safetensors")
+        model = empty_model(model_dir)
+    except (ConfigError, OSError, ValueError) as error:
+        # The model's own code may not expect tensors without values; what is wrong with the files, reading them says.
+        raise _NotByName(first_line(error)) from error
+    network: Any = model
+    if getattr(network.config, "quantization_config", None) is not None:
+        raise _NotByName("it is quantised")
+    if _is_converted(model):
+        raise _NotByName("transformers computes its tensors from those in the files")
+    file_of = {name: file for file in map(TensorFile, files) for name in file.tensors}
+    names = _names(model, file_of)
+
+    def flat(name: str) -> torch.Tensor:
+        return file_of[names[name]].flat(names[name])
+
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(flat(name).view(tensor.shape))
+    return OpenedModel(model=model, flat=flat, is_held=False)
+
+
+def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
+    _LOG.warning("%s is read whole before it is divided: %s", model_dir, reason)
+    model = load_model(model_dir)
+    # transformers trains all that it loads, what the model's own code freezes too.
+    with contextlib.suppress(ConfigError):
+        like = dict(empty_model(str(model_dir)).named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in like or like[name].requires_grad)
+    held = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for _ in replace_parameters(model, lambda _, parameter: parameter.detach().to("meta")):
+        pass
+    return OpenedModel(model=model, flat=lambda name: held[name].reshape(-1), is_held=True)
+
+
+def _is_converted(model: nn.Module) -> bool:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    network: Any = model
+    return any(getattr(step, "operations", None) for step in get_model_conversion_mapping(network))
+
+
+def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str]:
+    """Where each tensor of a model is; tied ones are one tensor, under any of their names."""
+    tied: dict[int, list[str]] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.float32:
+            raise _NotByName(f"{name} is {tensor.dtype}")
+        tied.setdefault(id(tensor), []).append(name)
+    where: dict[str, str] = {}
+    for names in tied.values():
+        found = [name for name in names if name in file_of]
+        if not found:
+            raise _NotByName(f"{names[0]} is not in the files")
+        for name in found:
+            like = file_of[name].tensors[name]
+            if like.shape != state[name].shape or like.dtype not in _EXACT_IN_FP32:
+                raise _NotByName(f"{name} is {like.dtype} {tuple(like.shape)} in the files")
+        if any(not torch.equal(file_of[found[0]].flat(found[0]), file_of[name].flat(name)) for name in found[1:]):
+            raise _NotByName(f"{' and '.join(found)} are tied and differ")
+        where.update(dict.fromkeys(names, found[0]))
+    return where
+
+
+@contextmanager
+def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
+    """The model with fp32 weights for forward passes without gradients; afterwards it has none again.
+
+    Memory: embeddings and head, and one block of the outermost lists of modules. Blocks, not single modules: within a
+    block, modules read each other's weights.
+    """
+    model = opened.model
+    names = {id(owner): name for name, owner in model.named_modules()}
+    blocks = list(blocks_of(model))
+    inside = {id(owner) for block in blocks for owner in block.modules()}
+    held: dict[int, _Places] = {}
+
+    def read(owners: Iterable[nn.Module]) -> _Places:
+        places, made = [], dict[int, nn.Parameter]()
+        for owner in owners:
+            for attribute, meta in list(owner._parameters.items()):
+                if meta is None:
+                    continue
+                if id(meta) not in made:
+                    name = f"{names[id(owner)]}.{attribute}".lstrip(".")
+                    values = opened.flat(name).to(torch.float32).view(meta.shape)
+                    made[id(meta)] = nn.Parameter(values, requires_grad=False)
+                places.append((owner, attribute, meta))
+                owner._parameters[attribute] = made[id(meta)]
+        return places
+
+    def begin(block: nn.Module, _: Any) -> None:
+        held[id(block)] = read(block.modules())
+
+    def end(block: nn.Module, _: Any, __: Any) -> None:
+        _put_back(held.pop(id(block)))
+
+    hooks = [block.register_forward_pre_hook(begin) for block in blocks]
+    hooks += [block.register_forward_hook(end) for block in blocks]
+    outside = read(owner for owner in model.modules() if id(owner) not in inside)
+    try:
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for places in (outside, *held.values()):
+            _put_back(places)
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules, such as a model's layers."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child.children()
+        else:
+            yield from blocks_of(child)
+
+
+def _put_back(places: _Places) -> None:
+    for owner, attribute, meta in places:
+        owner._parameters[attribute] = meta

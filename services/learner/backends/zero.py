@@ -1,0 +1,391 @@
+"""DeepSpeed's ZeRO with fp32 masters as a TrainBackend: what is DeepSpeed's own beside `ranks.backend`.
+
+Where the pieces of masters and AdamW moments are, by parameter name:
+
+    stage 0       every rank holds everything; rank 0 speaks for all
+    stage 1, 2    parameters are laid end to end and the whole is cut by rank: a parameter may cross a cut
+    stage 3       every parameter is cut into equal pieces, the last one padded
+
+The count of steps is one for the whole model.
+
+Guarantees: the masters are exactly the model's fp32 weights. No rank holds the whole model in fp32 where its stage
+divides it. DeepSpeed divides parameters of no content, whose pages on the CPU nothing has touched, and each rank then
+reads what it keeps: its piece of the masters, and in stages 1 and 2 the whole in the type that the model computes
+with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.model import tensors
+from heterorl.common.model.packages import check_engine
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.common import SamplingSemantics
+from heterorl.learner import progress
+from heterorl.learner.backends.loading import OpenedModel, hold_untrained, replace_parameters
+from heterorl.learner.backends.ranks.backend import DividedBackend
+from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
+from heterorl.learner.backends.ranks.division import (
+    Division,
+    check_divisible,
+    check_experts,
+    check_products,
+    open_together,
+    untrained_buffers,
+)
+from heterorl.learner.backends.ranks.passes import LogprobModel
+from heterorl.learner.backends.ranks.state import DividedState, Key, Piece, Pieces
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.train.config import DeepSpeedBackendConfig
+from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_forward
+from heterorl.learner.train.stand_in import Rounding
+from heterorl.learner.train.step import apply_gradients
+
+
+class ZeroState(DividedState):
+    """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
+
+    def __init__(
+        self, engine: Any, *, stage: int, parameters: dict[str, Any], shapes: dict[str, torch.Size], ranks: Collectives
+    ) -> None:
+        """Take over an initialised engine."""
+        self._engine = engine
+        self._stage = stage
+        self._parameters = parameters
+        self.shapes = shapes
+        self._ranks = ranks
+        self._own = {name: self._piece(name) for name in parameters}
+        # In stage 0 every rank has all, and rank 0 needs nothing of the others.
+        speaks = stage > 0 or ranks.rank == 0
+        own = self._own if speaks else dict.fromkeys(parameters, Piece(start=0, size=0))
+        self.pieces = Pieces(own, shapes=shapes, ranks=ranks)
+
+    def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
+        piece = self._piece_3(name, key) if self._stage == 3 else self._view(name, key).detach()
+        return piece[start : start + size]
+
+    @torch.no_grad()
+    def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
+        """Set this rank's piece, and for a master also the copy that the model computes with; see DividedState."""
+        piece = self._own[name]
+        values = whole[piece.start : piece.start + piece.size]
+        parameter = self._parameters[name]
+        if self._stage == 3:
+            self._put_padded(parameter, key, values)
+        else:
+            self._view(name, key).copy_(values)
+            if key == "" and self._stage:
+                parameter.data.view(-1).copy_(whole)
+
+    @torch.no_grad()
+    def round_copies(self, types: Mapping[str, torch.dtype]) -> None:
+        """Round what the model computes with in stages 1 to 3, which is a copy: the masters stay as they are.
+
+        Every rank rounds its whole copy or its own piece alike. A copy in bf16 is left alone: it is narrower already.
+        `types` are those of the layout by name.
+        """
+        assert self._stage, "in stage 0 the model computes with the masters"
+        for name, parameter in self._parameters.items():
+            copy = parameter.ds_tensor.data if self._stage == 3 else parameter.data
+            if copy.dtype == torch.float32:
+                copy.copy_(copy.to(types[name]))
+
+    def steps(self) -> int:
+        return max((int(self._optimizer.state.get(flat, {}).get("step", 0)) for flat in self._flats()), default=0)
+
+    @torch.no_grad()
+    def reset(self, *, steps: int) -> None:
+        for flat in self._flats():
+            state = self._optimizer.state[flat]
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+            state["step"].fill_(steps)
+        if self._stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    @property
+    def _optimizer(self) -> Any:
+        """The torch optimizer inside."""
+        return self._engine.optimizer.optimizer if self._stage else self._engine.optimizer
+
+    def _flats(self) -> list[Any]:
+        if self._stage == 0:
+            return list(self._parameters.values())
+        names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+        return next(
+            list(getattr(self._engine.optimizer, name)) for name in names if hasattr(self._engine.optimizer, name)
+        )
+
+    def _piece(self, name: str) -> Piece:
+        parameter, num_elements = self._parameters[name], self.shapes[name].numel()
+        if self._stage == 0:
+            return Piece(start=0, size=num_elements)
+        if self._stage == 3:
+            length = parameter.ds_tensor.numel()
+            start = min(length * self._ranks.rank, num_elements)
+            return Piece(start=start, size=min(length, num_elements - start))
+        if parameter._hp_mapping is None:
+            return Piece(start=0, size=0)
+        address = parameter._hp_mapping.lp_fragment_address
+        return Piece(start=address.start, size=address.numel)
+
+    def _view(self, name: str, key: Key) -> torch.Tensor:
+        """This rank's piece of a tensor in stages 0 to 2, sharing its storage."""
+        parameter = self._parameters[name]
+        view: torch.Tensor
+        if self._stage == 0:
+            view = (self._optimizer.state[parameter][key] if key else parameter.data).view(-1)
+        elif parameter._hp_mapping is None:
+            view = torch.empty(0)
+        else:
+            view = parameter._hp_mapping.get_hp_fragment(key or None).view(-1)
+        return view
+
+    @torch.no_grad()
+    def _piece_3(self, name: str, key: Key) -> torch.Tensor:
+        """This rank's piece in stage 3, where it is."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        parameter = self._parameters[name]
+        padded = safe_get_local_optimizer_state(parameter, key) if key else safe_get_local_fp32_param(parameter)
+        piece: torch.Tensor = padded.detach().view(-1)[: self._own[name].size]
+        return piece
+
+    @staticmethod
+    def _put_padded(parameter: Any, key: Key, values: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        padded = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+        padded[: values.numel()] = values
+        if key:
+            safe_set_local_optimizer_state(parameter, padded, key)
+        else:
+            safe_set_local_fp32_param(parameter, padded)
+            parameter.ds_tensor.data.view(-1).copy_(padded)
+
+
+def import_deepspeed(device: str = "cpu") -> Any:
+    """The package, quietly; it chooses its kind of device once, when it is first imported.
+
+    Raises:
+        DependencyMissing: it is not installed.
+        DependencyUnsupported: another version is than this release works with.
+    """
+    check_engine("deepspeed")
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import deepspeed
+    except ImportError as error:
+        raise DependencyMissing("deepspeed", "deepspeed") from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls torch by names that torch is about to drop, at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    # A shared-memory all-reduce that DeepSpeed would compile at each first start, behind a lock that a kill leaves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def engine_config(config: DeepSpeedBackendConfig, *, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration.
+
+    The counts of samples mean nothing here, but must agree with each other: passes are cut by tokens, and what is
+    divided by them is multiplied back (see `ranks.passes`). In stage 0 clipping is ours.
+    """
+    is_low = config.compute_dtype == "bf16" and config.stage > 0
+    zero: dict[str, Any] = {"stage": config.stage, "contiguous_gradients": True, "overlap_comm": False}
+    if config.stage == 3:
+        # Small parameters are cut like all others, so that there is one rule for where a parameter is.
+        zero["stage3_param_persistence_threshold"] = 0
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.device == "cuda"}
+    return {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.grad_clip if config.stage else 0.0,
+        "steps_per_print": None,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": is_low},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+def build_engine(
+    opened: OpenedModel, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives
+) -> tuple[Any, ZeroState, torch.device]:
+    """Hand a model over to DeepSpeed and read its weights; the model object stays the same.
+
+    Raises:
+        DependencyMissing: DeepSpeed is not installed.
+        ConfigError: DeepSpeed found another kind of device.
+    """
+    deepspeed = import_deepspeed(config.device)
+    device = rank_device(config.device, ranks.place)
+    if device.type != deepspeed.get_accelerator().device_name():
+        raise ConfigError(
+            "backend.device",
+            f"DeepSpeed found {deepspeed.get_accelerator().device_name()}, not {device.type}",
+            action=f"set DS_ACCELERATOR={device.type} in the environment, or change backend.device",
+        )
+    model = opened.model
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    is_low = config.compute_dtype == "bf16" and config.stage > 0
+    products = torch.bfloat16 if config.compute_dtype == "bf16" and not is_low else None
+    wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=products)
+    own = engine_config(config, world_size=ranks.world_size)
+
+    def without_content(_: str, meta: nn.Parameter) -> torch.Tensor:
+        return torch.empty(meta.shape, dtype=torch.bfloat16 if is_low else torch.float32, device=device)
+
+    parameters = (parameter for _, parameter in replace_parameters(model, without_content))
+    with warnings.catch_warnings(), _without_broadcast(deepspeed.DeepSpeedEngine):
+        warnings.simplefilter("ignore")
+        deepspeed.init_distributed(
+            dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
+        )
+        if config.stage == 3:
+            # Parameter by parameter, so that no rank ever holds the whole model.
+            deepspeed.zero.Init(module=_OneByOne(parameters), config_dict_or_path=own)
+            deepspeed.zero.register_external_parameter(wrapped.head, wrapped.head.weight)
+        else:
+            list(parameters)
+        optimizer = torch.optim.AdamW(
+            list(wrapped.parameters()),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=own)
+    named = dict(model.named_parameters())
+    state = ZeroState(engine, stage=config.stage, parameters=named, shapes=shapes, ranks=ranks)
+    for name in sorted(shapes):
+        state.put(name, "", opened.flat(name))
+    for name, buffer in model.named_buffers():
+        if name in buffers:
+            # It may have been rounded, such as the frequencies of positions.
+            buffer.data = buffers[name].to(device)
+    return engine, state, device
+
+
+class _OneByOne(nn.Module):
+    """A module whose parameters come to be as they are asked for."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._coming = parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: ARG002 - torch's name
+        return self._coming
+
+
+@contextmanager
+def _without_broadcast(engine: Any) -> Iterator[None]:
+    """While it lasts, an engine does not send rank 0's parameters to all, which would touch every page of them."""
+    own = engine._broadcast_model
+    engine._broadcast_model = lambda _: None
+    try:
+        yield
+    finally:
+        engine._broadcast_model = own
+
+
+class DeepSpeedBackend(DividedBackend):
+    """One rank of a learner whose model DeepSpeed divides."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: str | Path,
+        config: DeepSpeedBackendConfig,
+        loss: LossConfig,
+        sampling: SamplingSemantics,
+        ranks: Collectives,
+        clock: Clock | None = None,
+        passes: progress.PassCount | None = None,
+    ) -> None:
+        """Load the model, check that it can be trained this way, and divide it.
+
+        Raises:
+            DependencyMissing: DeepSpeed is not installed.
+            ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or the
+                loss depends on how a step is cut into passes or on a reference model.
+        """
+        check_divisible(loss, ranks, has_reference=False)
+        super().__init__(
+            division=_ZeroDivision(model_dir, config, temperature=sampling.logprob_temperature, ranks=ranks),
+            config=config,
+            loss=loss,
+            sampling=sampling,
+            ranks=ranks,
+            clock=clock,
+            passes=passes,
+        )
+
+
+class _ZeroDivision(Division):
+    def __init__(
+        self, model_dir: str | Path, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives
+    ) -> None:
+        opened = open_together(model_dir, config, ranks)
+        hold_untrained(opened)
+        self.model = opened.model
+        if config.stage == 3:
+            check_experts(self.model, ranks)
+        if config.stage and config.compute_dtype == "bf16":
+            check_products(self.model)
+        # After the check, which is on the CPU.
+        choose_attention(self.model, config)
+        apply_liger(self.model, config)
+        self.layout = tensors.layout_of(self.model, config.published_dtype)
+        self._config = config
+        self.engine: Any
+        self.state: ZeroState
+        self.engine, self.state, self.device = build_engine(opened, config, temperature=temperature, ranks=ranks)
+        self.buffers = untrained_buffers(self.model, self.layout)
+        compile_forward(self.model, config)
+        self._rounding: Rounding | None = None
+        if config.forward_weights == "published" and config.stage == 0:
+            # Without the dead band, which counts from an arena that rank 0 alone has: ranks must compute alike.
+            self._rounding = Rounding(self.model, self.layout, dead_band_ulp=0.0)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
+
+    def update(self, loss: float, lr: float) -> tuple[bool, float]:
+        """Clip and step; DeepSpeed leaves everything alone when the gradient is not finite."""
+        optimizer = self.engine.optimizer
+        if self._config.stage == 0:
+            return apply_gradients(
+                self.model.parameters(), optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
+            )
+        for options in optimizer.param_groups:
+            options["lr"] = lr
+        self.engine.step()
+        self.settle()
+        return not optimizer.overflow, float(optimizer._global_grad_norm)
+
+    def settle(self) -> None:
+        """Stages 1 to 3: DeepSpeed wrote the masters into what the model computes with; make it what is published."""
+        if self._config.forward_weights == "published" and self._config.stage:
+            self.state.round_copies({spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs})

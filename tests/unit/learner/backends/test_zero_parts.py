@@ -1,0 +1,101 @@
+"""The parts of the divided backend that need no DeepSpeed."""
+
+import importlib.util
+import json
+import threading
+
+import pytest
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.process.config import load
+from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.ranks.local import LocalRanks
+from heterorl.learner.backends.zero import engine_config, import_deepspeed
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+from tests.support.training import random_groups
+
+
+def test_command_survives_its_way(tmp_path):
+    groups = tuple(queued.group for queued in random_groups(3))
+
+    read = command_from_bytes(command_to_bytes(Command(do=Do.TRAIN, groups=groups, head_version=7)))
+
+    assert (read.do, read.head_version) == (Do.TRAIN, 7)
+    assert [group.id for group in read.groups] == [group.id for group in groups]
+    assert all(
+        (one.token_ids == other.token_ids).all() and (one.sampler_logprobs == other.sampler_logprobs).all()
+        for mine, yours in zip(groups, read.groups, strict=True)
+        for one, other in zip(mine.rollouts, yours.rollouts, strict=True)
+    )
+    assert command_from_bytes(command_to_bytes(Command(do=Do.RESTORE, directory=tmp_path))).directory == tmp_path
+
+
+def test_backend_without_a_kind_is_torch_and_errors_name_the_key(tmp_path):
+    assert isinstance(load(LearnerConfig, None, ["backend.lr=0.1"]).backend, TorchBackendConfig)
+    chosen = load(LearnerConfig, None, ["backend.kind=deepspeed", "backend.stage=3"]).backend
+    assert isinstance(chosen, DeepSpeedBackendConfig)
+    assert chosen.stage == 3
+    for override in ("backend.stage=4", "backend.offload_optimizer=1", "backend.lr=0", "backend.kind=tpu"):
+        with pytest.raises(ConfigError, match="backend"):
+            load(LearnerConfig, None, ["backend.kind=deepspeed", "backend.stage=0", override])
+
+
+def test_configuration_reaches_another_rank_as_it_is():
+    config = load(LearnerConfig, None, ["backend.kind=deepspeed", "backend.stage=1"])
+
+    assert LearnerConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_engine_never_scales_a_gradient_by_a_count_of_samples(stage):
+    config = engine_config(DeepSpeedBackendConfig(stage=stage, compute_dtype="bf16", grad_clip=0.5), world_size=4)
+
+    assert config["gradient_accumulation_steps"] == config["train_micro_batch_size_per_gpu"] == 1
+    assert config["train_batch_size"] == 4
+    assert config["gradient_clipping"] == (0.5 if stage else 0.0)
+    assert config["bf16"]["enabled"] == (stage > 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="it is installed")
+def test_missing_package_is_named_with_its_extra():
+    with pytest.raises(DependencyMissing, match=r"heterorl\[deepspeed\]"):
+        import_deepspeed()
+
+
+def test_several_processes_need_a_backend_that_divides(tmp_path):
+    from heterorl.learner.assembly import build_backend
+
+    with pytest.raises(ConfigError, match="--nproc"):
+        build_backend(LearnerConfig(model_dir="x"), 2)
+
+
+@pytest.mark.slow
+def test_rank_that_ends_before_its_time_is_reported():
+    failed, failures = threading.Event(), []
+
+    def note(error):
+        failures.append(error)
+        failed.set()
+
+    ranks = LocalRanks(2, on_failure=note)
+    [child] = ranks._children
+    child.kill()
+
+    assert failed.wait(30)
+    ranks.close()
+    assert json.dumps(str(failures[0]))
+    assert (failures[0].rank, failures[0].code) == (1, -9)
+    assert "rank 1 was ended by SIGKILL" in str(failures[0])
+
+
+@pytest.mark.slow
+def test_rank_ends_with_the_pipe_of_rank_0():
+    failures = []
+    ranks = LocalRanks(2, on_failure=failures.append)
+    [child] = ranks._children
+
+    ranks.close()
+
+    assert child.returncode == 0
+    assert failures == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import OperatorError
-from heterorl.learner.run.resume import _WITH_CHECKPOINT, _WITHOUT_CHECKPOINT, Way, decide_without
+from heterorl.learner.run.resume import Way, decide_without
 
 
 def test_without_a_checkpoint_a_run_begins_or_its_head_is_adopted():
@@ -15,8 +15,3 @@ def test_without_a_checkpoint_a_run_begins_or_its_head_is_adopted():
     assert decide_without(head_version=0, num_checkpoints=2, **where) is Way.ADOPT
     with pytest.raises(OperatorError, match="the coordinator has no version of it"):
         decide_without(head_version=-1, num_checkpoints=1, **where)
-
-
-def test_each_way_is_carried_out_by_one_method():
-    assert {*_WITH_CHECKPOINT, *_WITHOUT_CHECKPOINT, Way.SKIP} == set(Way)
-    assert not {*_WITH_CHECKPOINT} & {*_WITHOUT_CHECKPOINT}

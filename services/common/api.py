@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from typing import Protocol
 
 from heterorl.common.types.common import Contract, Digest, LearnerProgress, SiteId, StepReport
-from heterorl.common.types.evaluation import Evaluation, EvaluationGrant, EvaluationSet, PromptResult
+from heterorl.common.types.evaluation import Evaluation, EvaluationSet, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PublishRequest, PullPlan, SignedManifest
 from heterorl.common.types.rollout import (
     DropReason,
@@ -201,9 +201,19 @@ class SamplerApi(WeightsApi, Protocol):
         ...
 
     async def lease_work(
-        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+        self,
+        *,
+        site: SiteId,
+        incarnation: str,
+        max_groups: int,
+        policy_version: int,
+        request_id: str = "",
+        sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        """Ask for assignments; the newest `request_id` said again is given what it was given, while that is leased."""
+        """Ask for assignments; the newest `request_id` said again is given what it was given, while that is leased.
+
+        With `sets`, those that the site has the data of, they are held-out prompts to evaluate `policy_version` on.
+        """
         ...
 
     async def abandon_work(
@@ -217,33 +227,10 @@ class SamplerApi(WeightsApi, Protocol):
         """Push groups, sealed or not; outcomes of the first ones in order, of all unless the link broke in between."""
         ...
 
-    async def lease_evaluation(
-        self,
-        *,
-        site: SiteId,
-        incarnation: str,
-        policy_version: int,
-        sets: Sequence[EvaluationSet],
-        can_pull: bool,
-        max_parts: int,
-        held: Sequence[int] = (),
-    ) -> EvaluationGrant:
-        """Ask for parts of one evaluation; what the site holds and does not name in `held` is given to it again.
-
-        `sets` are those that the site has the data of; `can_pull` says that it would fetch another version now.
-        """
-        ...
-
     async def push_evaluation(
-        self, *, site: SiteId, incarnation: str, part: int, state_root: Digest, results: Sequence[PromptResult]
+        self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
     ) -> int:
-        """Deliver what came of a part; returns how many prompts had not been counted before. Harmless said again."""
-        ...
-
-    async def abandon_evaluation(
-        self, *, site: SiteId, incarnation: str, parts: Sequence[int], reason: str = ""
-    ) -> None:
-        """Give parts back; with a reason the site is not asked for this evaluation again."""
+        """Deliver what came of held-out prompts; returns how many had not been counted before. Harmless said again."""
         ...
 
 

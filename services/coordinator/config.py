@@ -211,11 +211,6 @@ class CoordinatorConfig(Config):
     evaluation that nobody has begun gives way to that of a newer version."""
     evaluation_sites: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ...] = ()
     """Sites that may evaluate; empty: all that have the data. Nobody recomputes what a site says of an evaluation."""
-    evaluation_lease_s: float = Field(default=1800.0, gt=0)
-    """How long a site may take for its part of an evaluation, seconds; that of a silent site goes to another one after
-    work_lease_s."""
-    evaluation_wait_s: float = Field(default=60.0, ge=0)
-    """How long an evaluation stands still before a site that has another version is asked to fetch its own, seconds."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""
 

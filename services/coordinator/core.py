@@ -45,9 +45,9 @@ class Coordinator:
         self.parts = parts
         self.lease = LearnerLease(parts)
         self.policy = PolicyColumn(parts)
-        self.rollout = RolloutColumn(parts)
-        self.run = RunColumn(parts)
         self.evaluation = EvaluationColumn(parts)
+        self.rollout = RolloutColumn(parts, held_out=self.evaluation.lease)
+        self.run = RunColumn(parts)
         self.sample = SampleColumn(parts)
         # What runs beside the calls, and what is looked at from outside.
         self.config = parts.config
@@ -95,9 +95,7 @@ class Coordinator:
         self.note_samples = self.sample.note_samples
         self.list_samples = self.sample.list_samples
         self.get_sample = self.sample.get_sample
-        self.lease_evaluation = self.evaluation.lease_evaluation
         self.push_evaluation = self.evaluation.push_evaluation
-        self.abandon_evaluation = self.evaluation.abandon_evaluation
         self.list_evaluations = self.evaluation.list_evaluations
 
     @classmethod

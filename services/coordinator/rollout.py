@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
 from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, RunFinished
 from heterorl.common.process import metrics
 from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.rollout import (
     DropReason,
@@ -53,21 +54,35 @@ MAX_ASSIGNMENTS = 4096
 class RolloutColumn:
     """Work and groups."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, held_out: Callable[..., Awaitable[WorkGrant]]) -> None:
+        """`held_out` leases held-out prompts (coordinator/evaluation.py)."""
         self._parts = parts
+        self._held_out = held_out
         self._stream: object = None
         """The learner's newest stream of groups; read and written by store operations only."""
         self._has_stale = False
 
     async def lease_work(
-        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+        self,
+        *,
+        site: SiteId,
+        incarnation: str,
+        max_groups: int,
+        policy_version: int,
+        request_id: str = "",
+        sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        """Hand out prompt groups, paced and shared out."""
+        """Hand out prompt groups, paced and shared out; with sets, held-out prompts."""
         now, wall = self._parts.clock.monotonic(), self._parts.clock.wall()
         if not 1 <= max_groups <= MAX_ASSIGNMENTS:
             raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
         if len(request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
+        if sets:
+            return await self._held_out(
+                holder=(site, incarnation), count=max_groups, policy_version=policy_version, request_id=request_id,
+                sets=sets,
+            )  # fmt: skip
 
         def operation(connection: Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             self._parts.sites.require(connection, site, incarnation)

@@ -33,7 +33,7 @@ from heterorl.common.types.run import (
 )
 from heterorl.coordinator import status
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.evaluations import plan as evaluations
+from heterorl.coordinator.evaluations import jobs as evaluations
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS

@@ -17,10 +17,11 @@ from heterorl.common.generation.engine import Engine
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.evaluation import EvaluationDraws, EvaluationPart, PromptResult
+from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSpec, PromptResult
+from heterorl.common.types.rollout import WorkAssignment
 from heterorl.sampler.evaluation.drawing import Drawing
 from heterorl.sampler.evaluation.sets import SiteSet
-from heterorl.sampler.rollout.guests import Guests
+from heterorl.sampler.rollout.held_out import HeldOut
 from heterorl.sampler.rollout.maker import RolloutMaker
 
 
@@ -67,28 +68,24 @@ async def _evaluate(
     max_trajectory_tokens: int,
     on_prompt: Callable[[PromptResult], None],
 ) -> list[PromptResult]:
-    news = Bell()
-    guests = Guests(num_rollouts=lambda: 0, news=news)
-    guests.are_alone = True
+    news, held_out = Bell(), HeldOut()
     maker = RolloutMaker(
         task=of.task, prompter=prompter, site=SiteId(""), incarnation="", group_size=1, clock=SystemClock()
     )
     drawing = Drawing(
-        engine=engine, guests=guests, maker=maker, share=1.0, max_trajectory_tokens=max_trajectory_tokens, news=news
+        engine=engine, held_out=held_out, maker=maker, share=1.0, max_trajectory_tokens=max_trajectory_tokens, news=news
     )
+    spec = EvaluationSpec(task_set=of.name, version=engine.version, state_root=Digest(""), draws=draws)
     places = asyncio.Semaphore(drawing.num_rows)
 
     async def evaluated(index: int) -> PromptResult:
-        part = EvaluationPart(
-            id=index, task_set=of.name, version=engine.version, state_root=Digest(""), draws=draws, first_prompt=index,
-            num_prompts=1, lease_s=0.0,
-        )  # fmt: skip
+        assignment = WorkAssignment(id=0, prompt_index=index, seed=draws.seed, lease_s=0.0)
         async with places:
-            (result,) = await drawing.results(part, of)
+            result = await drawing.result(spec, of, assignment)
         on_prompt(result)
         return result
 
-    collecting = asyncio.ensure_future(_collect(engine, guests, news))
+    collecting = asyncio.ensure_future(_collect(engine, held_out, news))
     evaluating = asyncio.gather(*map(evaluated, indices))
     try:
         await asyncio.wait([collecting, evaluating], return_when=asyncio.FIRST_COMPLETED)
@@ -104,7 +101,7 @@ async def _evaluate(
     return results
 
 
-async def _collect(engine: Engine, guests: Guests, news: Bell) -> list[PromptResult]:
+async def _collect(engine: Engine, held_out: HeldOut, news: Bell) -> list[PromptResult]:
     """Hand over what ends, until cancelled.
 
     Raises:
@@ -112,9 +109,9 @@ async def _collect(engine: Engine, guests: Guests, news: Bell) -> list[PromptRes
     """
     while True:
         ticket = news.ticket()
-        ended = await asyncio.to_thread(engine.collect) if guests.num_running else ()
+        ended = await asyncio.to_thread(engine.collect) if held_out.num_running else ()
         for one in ended:
-            guests.take(one)
+            held_out.take(one)
         if ended:
             news.ring()
         else:

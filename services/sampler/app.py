@@ -14,7 +14,7 @@
     deliver   a group that is due                           spool, or time
     beat      the heartbeat's interval                      time
     watchdog  half the service manager's interval           time
-    evaluate  a verified version; parts; the engine         sync; the coordinator; time; the engine
+    evaluate  a verified version; work; the engine          sync; the coordinator; time; the engine
     main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
 Weights are swapped by generate, between two tokens of what is under way, or with `swap = "drain"` when nothing is.
@@ -51,7 +51,6 @@ from heterorl.common.types.run import Registration
 from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
-from heterorl.sampler.evaluation.joined import evaluation_of
 from heterorl.sampler.evaluation.work import EvaluationWork
 from heterorl.sampler.joining import adopted
 from heterorl.sampler.outbox.delivery import Delivery
@@ -206,10 +205,12 @@ def join(
         under_way=under_way,
         left=left,
     )
-    evaluation = evaluation_of(
-        config, parts.sets, api=api, engine=parts.engine, generation=generation, maker=maker, policy=policy,
-        session=session, clock=clock, bell=bell, rng=rng,
-    )  # fmt: skip
+    evaluation = None
+    if parts.sets:
+        evaluation = EvaluationWork(
+            config=config, api=api, sets=parts.sets, engine=parts.engine, generation=generation, maker=maker,
+            policy=policy, session=session, clock=clock, bell=bell, rng=rng,
+        )  # fmt: skip
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
         session=session, policy=policy, generation=generation, delivery=delivery, outbox=outbox, evaluation=evaluation,

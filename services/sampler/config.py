@@ -217,10 +217,10 @@ class SamplerConfig(Config):
     evaluation: tuple[EvaluationSetConfig, ...] = ()
     """Sets that this site can evaluate, by the names that the coordinator gives them; none: it evaluates nothing."""
     evaluation_share: float = Field(default=0.25, gt=0, le=1)
-    """Largest part of the engine's rows that an evaluation takes beside rollouts, and of the time that it takes alone
-    with a version that had to be fetched for it."""
+    """Largest part of the engine's rows that an evaluation takes beside rollouts, which have the others."""
     evaluation_hold_s: float = Field(default=300.0, ge=0)
-    """How long newer weights wait for an evaluation of the ones in use, seconds; rollouts go on meanwhile."""
+    """How long newer weights wait for an evaluation of the ones in use, seconds, while rollouts go on; and how long a
+    drained sampler waits for the last version."""
     use_chat_template: bool = False
     """Send prompts through the tokenizer's chat template; the same on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)

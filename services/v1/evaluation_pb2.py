@@ -24,49 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheterorl/v1/evaluation.proto\x12\x0bheterorl.v1\"\x9a\x01\n\x0f\x45valuationDraws\x12\x13\n\x0bnum_prompts\x18\x01 \x01(\r\x12\x13\n\x0bnum_samples\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x13\n\x0bpass_reward\x18\x07 \x01(\x01\"G\n\rEvaluationSet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btask_digest\x18\x02 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x03 \x01(\r\"\xbc\x01\n\x0e\x45valuationPart\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x10\n\x08task_set\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x12\n\nstate_root\x18\x04 \x01(\t\x12+\n\x05\x64raws\x18\x05 \x01(\x0b\x32\x1c.heterorl.v1.EvaluationDraws\x12\x14\n\x0c\x66irst_prompt\x18\x06 \x01(\r\x12\x13\n\x0bnum_prompts\x18\x07 \x01(\r\x12\x0f\n\x07lease_s\x18\x08 \x01(\x01\"f\n\x0cScoredSample\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x14\n\x0cis_truncated\x18\x03 \x01(\x08\x12\x0c\n\x04text\x18\x04 \x01(\tB\t\n\x07_reward\"p\n\x0cPromptResult\x12\x14\n\x0cprompt_index\x18\x01 \x01(\r\x12*\n\x07samples\x18\x02 \x03(\x0b\x32\x19.heterorl.v1.ScoredSample\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\"\xb0\x01\n\x16LeaseEvaluationRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12(\n\x04sets\x18\x04 \x03(\x0b\x32\x1a.heterorl.v1.EvaluationSet\x12\x10\n\x08\x63\x61n_pull\x18\x05 \x01(\x08\x12\x11\n\tmax_parts\x18\x06 \x01(\r\x12\x0c\n\x04held\x18\x07 \x03(\x04\"l\n\x17LeaseEvaluationResponse\x12*\n\x05parts\x18\x01 \x03(\x0b\x32\x1b.heterorl.v1.EvaluationPart\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x88\x01\n\x15PushEvaluationRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04part\x18\x03 \x01(\x04\x12\x12\n\nstate_root\x18\x04 \x01(\t\x12*\n\x07results\x18\x05 \x03(\x0b\x32\x19.heterorl.v1.PromptResult\"-\n\x16PushEvaluationResponse\x12\x13\n\x0bnum_counted\x18\x01 \x01(\r\"\\\n\x18\x41\x62\x61ndonEvaluationRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05parts\x18\x03 \x03(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x1b\n\x19\x41\x62\x61ndonEvaluationResponse\"H\n\x08\x45stimate\x12\x0c\n\x04mean\x18\x01 \x01(\x01\x12\x0b\n\x03low\x18\x02 \x01(\x01\x12\x0c\n\x04high\x18\x03 \x01(\x01\x12\x13\n\x0bnum_prompts\x18\x04 \x01(\r\"B\n\x0cPassEstimate\x12\t\n\x01k\x18\x01 \x01(\r\x12\'\n\x08\x65stimate\x18\x02 \x01(\x0b\x32\x15.heterorl.v1.Estimate\".\n\tSiteShare\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\r\"\xc0\x03\n\nEvaluation\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x10\n\x08task_set\x18\x02 \x01(\t\x12+\n\x05state\x18\x03 \x01(\x0e\x32\x1c.heterorl.v1.EvaluationState\x12\x12\n\nnum_wanted\x18\x04 \x01(\r\x12\x13\n\x0bnum_prompts\x18\x05 \x01(\r\x12+\n\x05\x64raws\x18\x06 \x01(\x0b\x32\x1c.heterorl.v1.EvaluationDraws\x12\x13\n\x0btask_digest\x18\x07 \x01(\t\x12\x13\n\x0bnum_samples\x18\x08 \x01(\r\x12\x12\n\nnum_errors\x18\t \x01(\r\x12\x15\n\rnum_truncated\x18\n \x01(\r\x12\x13\n\x0bmean_tokens\x18\x0b \x01(\x01\x12&\n\x07\x61verage\x18\x0c \x01(\x0b\x32\x15.heterorl.v1.Estimate\x12)\n\x06passes\x18\r \x03(\x0b\x32\x19.heterorl.v1.PassEstimate\x12%\n\x05sites\x18\x0e \x03(\x0b\x32\x16.heterorl.v1.SiteShare\x12\x14\n\x0cplanned_time\x18\x0f \x01(\x01\x12\x12\n\nended_time\x18\x10 \x01(\x01\"P\n\x16ListEvaluationsRequest\x12\x10\n\x08task_set\x18\x01 \x01(\t\x12\x15\n\rafter_version\x18\x02 \x01(\x03\x12\r\n\x05limit\x18\x03 \x01(\r\"G\n\x17ListEvaluationsResponse\x12,\n\x0b\x65valuations\x18\x01 \x03(\x0b\x32\x17.heterorl.v1.Evaluation*\xa8\x01\n\x0f\x45valuationState\x12 \n\x1c\x45VALUATION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45VALUATION_STATE_OPEN\x10\x01\x12\x1c\n\x18\x45VALUATION_STATE_RUNNING\x10\x02\x12\x19\n\x15\x45VALUATION_STATE_DONE\x10\x03\x12\x1f\n\x1b\x45VALUATION_STATE_INCOMPLETE\x10\x04\x32\x8e\x03\n\x11\x45valuationService\x12\\\n\x0fLeaseEvaluation\x12#.heterorl.v1.LeaseEvaluationRequest\x1a$.heterorl.v1.LeaseEvaluationResponse\x12Y\n\x0ePushEvaluation\x12\".heterorl.v1.PushEvaluationRequest\x1a#.heterorl.v1.PushEvaluationResponse\x12\x62\n\x11\x41\x62\x61ndonEvaluation\x12%.heterorl.v1.AbandonEvaluationRequest\x1a&.heterorl.v1.AbandonEvaluationResponse\x12\\\n\x0fListEvaluations\x12#.heterorl.v1.ListEvaluationsRequest\x1a$.heterorl.v1.ListEvaluationsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheterorl/v1/evaluation.proto\x12\x0bheterorl.v1\"\x9a\x01\n\x0f\x45valuationDraws\x12\x13\n\x0bnum_prompts\x18\x01 \x01(\r\x12\x13\n\x0bnum_samples\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x13\n\x0bpass_reward\x18\x07 \x01(\x01\"G\n\rEvaluationSet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btask_digest\x18\x02 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x03 \x01(\r\"t\n\x0e\x45valuationSpec\x12\x10\n\x08task_set\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x12\n\nstate_root\x18\x03 \x01(\t\x12+\n\x05\x64raws\x18\x04 \x01(\x0b\x32\x1c.heterorl.v1.EvaluationDraws\"f\n\x0cScoredSample\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x14\n\x0cis_truncated\x18\x03 \x01(\x08\x12\x0c\n\x04text\x18\x04 \x01(\tB\t\n\x07_reward\"\x84\x01\n\x0cPromptResult\x12\x14\n\x0cprompt_index\x18\x01 \x01(\r\x12*\n\x07samples\x18\x02 \x03(\x0b\x32\x19.heterorl.v1.ScoredSample\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\x12\x12\n\nassignment\x18\x05 \x01(\x04\"z\n\x15PushEvaluationRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nstate_root\x18\x03 \x01(\t\x12*\n\x07results\x18\x04 \x03(\x0b\x32\x19.heterorl.v1.PromptResult\"-\n\x16PushEvaluationResponse\x12\x13\n\x0bnum_counted\x18\x01 \x01(\r\"H\n\x08\x45stimate\x12\x0c\n\x04mean\x18\x01 \x01(\x01\x12\x0b\n\x03low\x18\x02 \x01(\x01\x12\x0c\n\x04high\x18\x03 \x01(\x01\x12\x13\n\x0bnum_prompts\x18\x04 \x01(\r\"B\n\x0cPassEstimate\x12\t\n\x01k\x18\x01 \x01(\r\x12\'\n\x08\x65stimate\x18\x02 \x01(\x0b\x32\x15.heterorl.v1.Estimate\".\n\tSiteShare\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bnum_prompts\x18\x02 \x01(\r\"\xc0\x03\n\nEvaluation\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x10\n\x08task_set\x18\x02 \x01(\t\x12+\n\x05state\x18\x03 \x01(\x0e\x32\x1c.heterorl.v1.EvaluationState\x12\x12\n\nnum_wanted\x18\x04 \x01(\r\x12\x13\n\x0bnum_prompts\x18\x05 \x01(\r\x12+\n\x05\x64raws\x18\x06 \x01(\x0b\x32\x1c.heterorl.v1.EvaluationDraws\x12\x13\n\x0btask_digest\x18\x07 \x01(\t\x12\x13\n\x0bnum_samples\x18\x08 \x01(\r\x12\x12\n\nnum_errors\x18\t \x01(\r\x12\x15\n\rnum_truncated\x18\n \x01(\r\x12\x13\n\x0bmean_tokens\x18\x0b \x01(\x01\x12&\n\x07\x61verage\x18\x0c \x01(\x0b\x32\x15.heterorl.v1.Estimate\x12)\n\x06passes\x18\r \x03(\x0b\x32\x19.heterorl.v1.PassEstimate\x12%\n\x05sites\x18\x0e \x03(\x0b\x32\x16.heterorl.v1.SiteShare\x12\x14\n\x0cplanned_time\x18\x0f \x01(\x01\x12\x12\n\nended_time\x18\x10 \x01(\x01\"P\n\x16ListEvaluationsRequest\x12\x10\n\x08task_set\x18\x01 \x01(\t\x12\x15\n\rafter_version\x18\x02 \x01(\x03\x12\r\n\x05limit\x18\x03 \x01(\r\"G\n\x17ListEvaluationsResponse\x12,\n\x0b\x65valuations\x18\x01 \x03(\x0b\x32\x17.heterorl.v1.Evaluation*\xa8\x01\n\x0f\x45valuationState\x12 \n\x1c\x45VALUATION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45VALUATION_STATE_OPEN\x10\x01\x12\x1c\n\x18\x45VALUATION_STATE_RUNNING\x10\x02\x12\x19\n\x15\x45VALUATION_STATE_DONE\x10\x03\x12\x1f\n\x1b\x45VALUATION_STATE_INCOMPLETE\x10\x04\x32\xcc\x01\n\x11\x45valuationService\x12Y\n\x0ePushEvaluation\x12\".heterorl.v1.PushEvaluationRequest\x1a#.heterorl.v1.PushEvaluationResponse\x12\\\n\x0fListEvaluations\x12#.heterorl.v1.ListEvaluationsRequest\x1a$.heterorl.v1.ListEvaluationsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.evaluation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EVALUATIONSTATE']._serialized_start=2079
-  _globals['_EVALUATIONSTATE']._serialized_end=2247
+  _globals['_EVALUATIONSTATE']._serialized_start=1600
+  _globals['_EVALUATIONSTATE']._serialized_end=1768
   _globals['_EVALUATIONDRAWS']._serialized_start=46
   _globals['_EVALUATIONDRAWS']._serialized_end=200
   _globals['_EVALUATIONSET']._serialized_start=202
   _globals['_EVALUATIONSET']._serialized_end=273
-  _globals['_EVALUATIONPART']._serialized_start=276
-  _globals['_EVALUATIONPART']._serialized_end=464
-  _globals['_SCOREDSAMPLE']._serialized_start=466
-  _globals['_SCOREDSAMPLE']._serialized_end=568
-  _globals['_PROMPTRESULT']._serialized_start=570
-  _globals['_PROMPTRESULT']._serialized_end=682
-  _globals['_LEASEEVALUATIONREQUEST']._serialized_start=685
-  _globals['_LEASEEVALUATIONREQUEST']._serialized_end=861
-  _globals['_LEASEEVALUATIONRESPONSE']._serialized_start=863
-  _globals['_LEASEEVALUATIONRESPONSE']._serialized_end=971
-  _globals['_PUSHEVALUATIONREQUEST']._serialized_start=974
-  _globals['_PUSHEVALUATIONREQUEST']._serialized_end=1110
-  _globals['_PUSHEVALUATIONRESPONSE']._serialized_start=1112
-  _globals['_PUSHEVALUATIONRESPONSE']._serialized_end=1157
-  _globals['_ABANDONEVALUATIONREQUEST']._serialized_start=1159
-  _globals['_ABANDONEVALUATIONREQUEST']._serialized_end=1251
-  _globals['_ABANDONEVALUATIONRESPONSE']._serialized_start=1253
-  _globals['_ABANDONEVALUATIONRESPONSE']._serialized_end=1280
-  _globals['_ESTIMATE']._serialized_start=1282
-  _globals['_ESTIMATE']._serialized_end=1354
-  _globals['_PASSESTIMATE']._serialized_start=1356
-  _globals['_PASSESTIMATE']._serialized_end=1422
-  _globals['_SITESHARE']._serialized_start=1424
-  _globals['_SITESHARE']._serialized_end=1470
-  _globals['_EVALUATION']._serialized_start=1473
-  _globals['_EVALUATION']._serialized_end=1921
-  _globals['_LISTEVALUATIONSREQUEST']._serialized_start=1923
-  _globals['_LISTEVALUATIONSREQUEST']._serialized_end=2003
-  _globals['_LISTEVALUATIONSRESPONSE']._serialized_start=2005
-  _globals['_LISTEVALUATIONSRESPONSE']._serialized_end=2076
-  _globals['_EVALUATIONSERVICE']._serialized_start=2250
-  _globals['_EVALUATIONSERVICE']._serialized_end=2648
+  _globals['_EVALUATIONSPEC']._serialized_start=275
+  _globals['_EVALUATIONSPEC']._serialized_end=391
+  _globals['_SCOREDSAMPLE']._serialized_start=393
+  _globals['_SCOREDSAMPLE']._serialized_end=495
+  _globals['_PROMPTRESULT']._serialized_start=498
+  _globals['_PROMPTRESULT']._serialized_end=630
+  _globals['_PUSHEVALUATIONREQUEST']._serialized_start=632
+  _globals['_PUSHEVALUATIONREQUEST']._serialized_end=754
+  _globals['_PUSHEVALUATIONRESPONSE']._serialized_start=756
+  _globals['_PUSHEVALUATIONRESPONSE']._serialized_end=801
+  _globals['_ESTIMATE']._serialized_start=803
+  _globals['_ESTIMATE']._serialized_end=875
+  _globals['_PASSESTIMATE']._serialized_start=877
+  _globals['_PASSESTIMATE']._serialized_end=943
+  _globals['_SITESHARE']._serialized_start=945
+  _globals['_SITESHARE']._serialized_end=991
+  _globals['_EVALUATION']._serialized_start=994
+  _globals['_EVALUATION']._serialized_end=1442
+  _globals['_LISTEVALUATIONSREQUEST']._serialized_start=1444
+  _globals['_LISTEVALUATIONSREQUEST']._serialized_end=1524
+  _globals['_LISTEVALUATIONSRESPONSE']._serialized_start=1526
+  _globals['_LISTEVALUATIONSRESPONSE']._serialized_end=1597
+  _globals['_EVALUATIONSERVICE']._serialized_start=1771
+  _globals['_EVALUATIONSERVICE']._serialized_end=1975
 # @@protoc_insertion_point(module_scope)

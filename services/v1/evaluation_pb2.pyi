@@ -30,11 +30,11 @@ class _EvaluationStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     EVALUATION_STATE_OPEN: _EvaluationState.ValueType  # 1
     """Nobody has begun it."""
     EVALUATION_STATE_RUNNING: _EvaluationState.ValueType  # 2
-    """Some prompts are done or under way."""
+    """Prompts are handed out."""
     EVALUATION_STATE_DONE: _EvaluationState.ValueType  # 3
     """All prompts are done."""
     EVALUATION_STATE_INCOMPLETE: _EvaluationState.ValueType  # 4
-    """It was given up for a newer one; what is stated is of the prompts that were done."""
+    """Every site has left its version for a newer one; what is stated is of the prompts that were done."""
 
 class EvaluationState(_EvaluationState, metaclass=_EvaluationStateEnumTypeWrapper):
     """EvaluationState says how far an evaluation is."""
@@ -44,11 +44,11 @@ EVALUATION_STATE_UNSPECIFIED: EvaluationState.ValueType  # 0
 EVALUATION_STATE_OPEN: EvaluationState.ValueType  # 1
 """Nobody has begun it."""
 EVALUATION_STATE_RUNNING: EvaluationState.ValueType  # 2
-"""Some prompts are done or under way."""
+"""Prompts are handed out."""
 EVALUATION_STATE_DONE: EvaluationState.ValueType  # 3
 """All prompts are done."""
 EVALUATION_STATE_INCOMPLETE: EvaluationState.ValueType  # 4
-"""It was given up for a newer one; what is stated is of the prompts that were done."""
+"""Every site has left its version for a newer one; what is stated is of the prompts that were done."""
 Global___EvaluationState: typing_extensions.TypeAlias = EvaluationState
 
 @typing.final
@@ -120,33 +120,21 @@ class EvaluationSet(google.protobuf.message.Message):
 Global___EvaluationSet: typing_extensions.TypeAlias = EvaluationSet
 
 @typing.final
-class EvaluationPart(google.protobuf.message.Message):
-    """EvaluationPart is some prompts of a set to be drawn with one version."""
+class EvaluationSpec(google.protobuf.message.Message):
+    """EvaluationSpec says what held-out prompts of one set are drawn with, and how."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ID_FIELD_NUMBER: builtins.int
     TASK_SET_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     STATE_ROOT_FIELD_NUMBER: builtins.int
     DRAWS_FIELD_NUMBER: builtins.int
-    FIRST_PROMPT_FIELD_NUMBER: builtins.int
-    NUM_PROMPTS_FIELD_NUMBER: builtins.int
-    LEASE_S_FIELD_NUMBER: builtins.int
-    id: builtins.int
-    """Number of the part, dense from 1."""
     task_set: builtins.str
     """Name of the set."""
     version: builtins.int
     """Version to draw with, and no other."""
     state_root: builtins.str
     """State root (hex) of that version."""
-    first_prompt: builtins.int
-    """First prompt, counted among the held-out ones."""
-    num_prompts: builtins.int
-    """Number of prompts."""
-    lease_s: builtins.float
-    """Duration of the lease, seconds."""
     @property
     def draws(self) -> Global___EvaluationDraws:
         """How to draw."""
@@ -154,19 +142,15 @@ class EvaluationPart(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        id: builtins.int = ...,
         task_set: builtins.str = ...,
         version: builtins.int = ...,
         state_root: builtins.str = ...,
         draws: Global___EvaluationDraws | None = ...,
-        first_prompt: builtins.int = ...,
-        num_prompts: builtins.int = ...,
-        lease_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["draws", b"draws"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draws", b"draws", "first_prompt", b"first_prompt", "id", b"id", "lease_s", b"lease_s", "num_prompts", b"num_prompts", "state_root", b"state_root", "task_set", b"task_set", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draws", b"draws", "state_root", b"state_root", "task_set", b"task_set", "version", b"version"]) -> None: ...
 
-Global___EvaluationPart: typing_extensions.TypeAlias = EvaluationPart
+Global___EvaluationSpec: typing_extensions.TypeAlias = EvaluationSpec
 
 @typing.final
 class ScoredSample(google.protobuf.message.Message):
@@ -210,12 +194,15 @@ class PromptResult(google.protobuf.message.Message):
     SAMPLES_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
+    ASSIGNMENT_FIELD_NUMBER: builtins.int
     prompt_index: builtins.int
     """Position of the prompt among the held-out ones."""
     prompt: builtins.str
     """Text of the prompt, cut where it is very long."""
     answer: builtins.str
     """What the answer should be, cut where it is long."""
+    assignment: builtins.int
+    """Assignment that asked for it."""
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScoredSample]:
         """Completions in the order of their seeds."""
@@ -227,118 +214,41 @@ class PromptResult(google.protobuf.message.Message):
         samples: collections.abc.Iterable[Global___ScoredSample] | None = ...,
         prompt: builtins.str = ...,
         answer: builtins.str = ...,
+        assignment: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "prompt", b"prompt", "prompt_index", b"prompt_index", "samples", b"samples"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "assignment", b"assignment", "prompt", b"prompt", "prompt_index", b"prompt_index", "samples", b"samples"]) -> None: ...
 
 Global___PromptResult: typing_extensions.TypeAlias = PromptResult
 
 @typing.final
-class LeaseEvaluationRequest(google.protobuf.message.Message):
-    """LeaseEvaluationRequest asks for parts."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SITE_FIELD_NUMBER: builtins.int
-    INCARNATION_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    SETS_FIELD_NUMBER: builtins.int
-    CAN_PULL_FIELD_NUMBER: builtins.int
-    MAX_PARTS_FIELD_NUMBER: builtins.int
-    HELD_FIELD_NUMBER: builtins.int
-    site: builtins.str
-    """Name of the site."""
-    incarnation: builtins.str
-    """Incarnation of the site's outbox."""
-    policy_version: builtins.int
-    """Version that the site generates with."""
-    can_pull: builtins.bool
-    """Whether the site would fetch another version for an evaluation now."""
-    max_parts: builtins.int
-    """Largest number of parts wanted."""
-    @property
-    def sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EvaluationSet]:
-        """Sets that the site has the data of."""
-
-    @property
-    def held(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Parts under way at the site."""
-
-    def __init__(
-        self,
-        *,
-        site: builtins.str = ...,
-        incarnation: builtins.str = ...,
-        policy_version: builtins.int = ...,
-        sets: collections.abc.Iterable[Global___EvaluationSet] | None = ...,
-        can_pull: builtins.bool = ...,
-        max_parts: builtins.int = ...,
-        held: collections.abc.Iterable[builtins.int] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["can_pull", b"can_pull", "held", b"held", "incarnation", b"incarnation", "max_parts", b"max_parts", "policy_version", b"policy_version", "sets", b"sets", "site", b"site"]) -> None: ...
-
-Global___LeaseEvaluationRequest: typing_extensions.TypeAlias = LeaseEvaluationRequest
-
-@typing.final
-class LeaseEvaluationResponse(google.protobuf.message.Message):
-    """LeaseEvaluationResponse hands out parts, all of one version and set."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PARTS_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    RETRY_AFTER_S_FIELD_NUMBER: builtins.int
-    reason: builtins.str
-    """Sentence saying why none."""
-    retry_after_s: builtins.float
-    """When to ask again, seconds."""
-    @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]:
-        """Parts."""
-
-    def __init__(
-        self,
-        *,
-        parts: collections.abc.Iterable[Global___EvaluationPart] | None = ...,
-        reason: builtins.str = ...,
-        retry_after_s: builtins.float = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["parts", b"parts", "reason", b"reason", "retry_after_s", b"retry_after_s"]) -> None: ...
-
-Global___LeaseEvaluationResponse: typing_extensions.TypeAlias = LeaseEvaluationResponse
-
-@typing.final
 class PushEvaluationRequest(google.protobuf.message.Message):
-    """PushEvaluationRequest delivers what came of a part."""
+    """PushEvaluationRequest delivers what came of held-out prompts of one version."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SITE_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
-    PART_FIELD_NUMBER: builtins.int
     STATE_ROOT_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
     """Incarnation of the site's outbox."""
-    part: builtins.int
-    """Part."""
     state_root: builtins.str
     """State root (hex) of the weights that drew."""
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PromptResult]:
-        """Results of prompts of the part, each once."""
+        """Results, each of another prompt."""
 
     def __init__(
         self,
         *,
         site: builtins.str = ...,
         incarnation: builtins.str = ...,
-        part: builtins.int = ...,
         state_root: builtins.str = ...,
         results: collections.abc.Iterable[Global___PromptResult] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "part", b"part", "results", b"results", "site", b"site", "state_root", b"state_root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "results", b"results", "site", b"site", "state_root", b"state_root"]) -> None: ...
 
 Global___PushEvaluationRequest: typing_extensions.TypeAlias = PushEvaluationRequest
 
@@ -359,50 +269,6 @@ class PushEvaluationResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_counted", b"num_counted"]) -> None: ...
 
 Global___PushEvaluationResponse: typing_extensions.TypeAlias = PushEvaluationResponse
-
-@typing.final
-class AbandonEvaluationRequest(google.protobuf.message.Message):
-    """AbandonEvaluationRequest gives parts back."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SITE_FIELD_NUMBER: builtins.int
-    INCARNATION_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    site: builtins.str
-    """Name of the site."""
-    incarnation: builtins.str
-    """Incarnation of the site's outbox."""
-    reason: builtins.str
-    """Sentence saying why; with one, the site is not asked for this evaluation again."""
-    @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Parts given back."""
-
-    def __init__(
-        self,
-        *,
-        site: builtins.str = ...,
-        incarnation: builtins.str = ...,
-        parts: collections.abc.Iterable[builtins.int] | None = ...,
-        reason: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "parts", b"parts", "reason", b"reason", "site", b"site"]) -> None: ...
-
-Global___AbandonEvaluationRequest: typing_extensions.TypeAlias = AbandonEvaluationRequest
-
-@typing.final
-class AbandonEvaluationResponse(google.protobuf.message.Message):
-    """AbandonEvaluationResponse confirms the return of parts."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-Global___AbandonEvaluationResponse: typing_extensions.TypeAlias = AbandonEvaluationResponse
 
 @typing.final
 class Estimate(google.protobuf.message.Message):

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EvaluationServiceStub(object):
-    """EvaluationService has samplers evaluate pinned versions on sets of held-out prompts, beside their rollouts.
+    """EvaluationService takes what came of held-out prompts, which LeaseWork of RolloutService hands out.
     """
 
     def __init__(self, channel):
@@ -35,20 +35,10 @@ class EvaluationServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.LeaseEvaluation = channel.unary_unary(
-                '/heterorl.v1.EvaluationService/LeaseEvaluation',
-                request_serializer=heterorl_dot_v1_dot_evaluation__pb2.LeaseEvaluationRequest.SerializeToString,
-                response_deserializer=heterorl_dot_v1_dot_evaluation__pb2.LeaseEvaluationResponse.FromString,
-                _registered_method=True)
         self.PushEvaluation = channel.unary_unary(
                 '/heterorl.v1.EvaluationService/PushEvaluation',
                 request_serializer=heterorl_dot_v1_dot_evaluation__pb2.PushEvaluationRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_evaluation__pb2.PushEvaluationResponse.FromString,
-                _registered_method=True)
-        self.AbandonEvaluation = channel.unary_unary(
-                '/heterorl.v1.EvaluationService/AbandonEvaluation',
-                request_serializer=heterorl_dot_v1_dot_evaluation__pb2.AbandonEvaluationRequest.SerializeToString,
-                response_deserializer=heterorl_dot_v1_dot_evaluation__pb2.AbandonEvaluationResponse.FromString,
                 _registered_method=True)
         self.ListEvaluations = channel.unary_unary(
                 '/heterorl.v1.EvaluationService/ListEvaluations',
@@ -58,33 +48,14 @@ class EvaluationServiceStub(object):
 
 
 class EvaluationServiceServicer(object):
-    """EvaluationService has samplers evaluate pinned versions on sets of held-out prompts, beside their rollouts.
+    """EvaluationService takes what came of held-out prompts, which LeaseWork of RolloutService hands out.
     """
 
-    def LeaseEvaluation(self, request, context):
-        """LeaseEvaluation hands out parts of one evaluation: some prompts of a set, drawn with one version. What the site
-        holds and does not name is handed to it again, so that a lost answer costs nothing.
-
-        FAILED_PRECONDITION NOT_REGISTERED: register. An empty answer: ask again after the stated delay. UNAVAILABLE: repeat.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def PushEvaluation(self, request, context):
-        """PushEvaluation delivers what came of a part; a prompt counts once, whoever delivers it and however often.
+        """PushEvaluation delivers results; a prompt counts once, whoever delivers it and however often.
 
-        INVALID_ARGUMENT: correct the field; the part goes to another site. FAILED_PRECONDITION NOT_REGISTERED: register,
-        then repeat. UNAVAILABLE: repeat.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AbandonEvaluation(self, request, context):
-        """AbandonEvaluation gives parts back, so that they need not wait for their expiry.
-
-        UNAVAILABLE: repeat or leave it to expiry.
+        INVALID_ARGUMENT: give the prompts back and draw this set no more. FAILED_PRECONDITION NOT_REGISTERED: register, then
+        repeat. UNAVAILABLE: repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,20 +73,10 @@ class EvaluationServiceServicer(object):
 
 def add_EvaluationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'LeaseEvaluation': grpc.unary_unary_rpc_method_handler(
-                    servicer.LeaseEvaluation,
-                    request_deserializer=heterorl_dot_v1_dot_evaluation__pb2.LeaseEvaluationRequest.FromString,
-                    response_serializer=heterorl_dot_v1_dot_evaluation__pb2.LeaseEvaluationResponse.SerializeToString,
-            ),
             'PushEvaluation': grpc.unary_unary_rpc_method_handler(
                     servicer.PushEvaluation,
                     request_deserializer=heterorl_dot_v1_dot_evaluation__pb2.PushEvaluationRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_evaluation__pb2.PushEvaluationResponse.SerializeToString,
-            ),
-            'AbandonEvaluation': grpc.unary_unary_rpc_method_handler(
-                    servicer.AbandonEvaluation,
-                    request_deserializer=heterorl_dot_v1_dot_evaluation__pb2.AbandonEvaluationRequest.FromString,
-                    response_serializer=heterorl_dot_v1_dot_evaluation__pb2.AbandonEvaluationResponse.SerializeToString,
             ),
             'ListEvaluations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEvaluations,
@@ -131,35 +92,8 @@ def add_EvaluationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EvaluationService(object):
-    """EvaluationService has samplers evaluate pinned versions on sets of held-out prompts, beside their rollouts.
+    """EvaluationService takes what came of held-out prompts, which LeaseWork of RolloutService hands out.
     """
-
-    @staticmethod
-    def LeaseEvaluation(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/heterorl.v1.EvaluationService/LeaseEvaluation',
-            heterorl_dot_v1_dot_evaluation__pb2.LeaseEvaluationRequest.SerializeToString,
-            heterorl_dot_v1_dot_evaluation__pb2.LeaseEvaluationResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def PushEvaluation(request,
@@ -178,33 +112,6 @@ class EvaluationService(object):
             '/heterorl.v1.EvaluationService/PushEvaluation',
             heterorl_dot_v1_dot_evaluation__pb2.PushEvaluationRequest.SerializeToString,
             heterorl_dot_v1_dot_evaluation__pb2.PushEvaluationResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AbandonEvaluation(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/heterorl.v1.EvaluationService/AbandonEvaluation',
-            heterorl_dot_v1_dot_evaluation__pb2.AbandonEvaluationRequest.SerializeToString,
-            heterorl_dot_v1_dot_evaluation__pb2.AbandonEvaluationResponse.FromString,
             options,
             channel_credentials,
             insecure,

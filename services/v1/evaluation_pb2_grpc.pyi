@@ -25,22 +25,6 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_EvaluationServiceLeaseEvaluationType = typing_extensions.TypeVar(
-    '_EvaluationServiceLeaseEvaluationType',
-    grpc.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.LeaseEvaluationRequest,
-        heterorl.v1.evaluation_pb2.LeaseEvaluationResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.LeaseEvaluationRequest,
-        heterorl.v1.evaluation_pb2.LeaseEvaluationResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.LeaseEvaluationRequest,
-        heterorl.v1.evaluation_pb2.LeaseEvaluationResponse,
-    ],
-)
-
 _EvaluationServicePushEvaluationType = typing_extensions.TypeVar(
     '_EvaluationServicePushEvaluationType',
     grpc.UnaryUnaryMultiCallable[
@@ -54,22 +38,6 @@ _EvaluationServicePushEvaluationType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         heterorl.v1.evaluation_pb2.PushEvaluationRequest,
         heterorl.v1.evaluation_pb2.PushEvaluationResponse,
-    ],
-)
-
-_EvaluationServiceAbandonEvaluationType = typing_extensions.TypeVar(
-    '_EvaluationServiceAbandonEvaluationType',
-    grpc.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.AbandonEvaluationRequest,
-        heterorl.v1.evaluation_pb2.AbandonEvaluationResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.AbandonEvaluationRequest,
-        heterorl.v1.evaluation_pb2.AbandonEvaluationResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.AbandonEvaluationRequest,
-        heterorl.v1.evaluation_pb2.AbandonEvaluationResponse,
     ],
 )
 
@@ -89,22 +57,14 @@ _EvaluationServiceListEvaluationsType = typing_extensions.TypeVar(
     ],
 )
 
-class EvaluationServiceStub(typing.Generic[_EvaluationServiceLeaseEvaluationType, _EvaluationServicePushEvaluationType, _EvaluationServiceAbandonEvaluationType, _EvaluationServiceListEvaluationsType]):
-    """EvaluationService has samplers evaluate pinned versions on sets of held-out prompts, beside their rollouts."""
+class EvaluationServiceStub(typing.Generic[_EvaluationServicePushEvaluationType, _EvaluationServiceListEvaluationsType]):
+    """EvaluationService takes what came of held-out prompts, which LeaseWork of RolloutService hands out."""
 
     @typing.overload
     def __init__(self: EvaluationServiceStub[
         grpc.UnaryUnaryMultiCallable[
-            heterorl.v1.evaluation_pb2.LeaseEvaluationRequest,
-            heterorl.v1.evaluation_pb2.LeaseEvaluationResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
             heterorl.v1.evaluation_pb2.PushEvaluationRequest,
             heterorl.v1.evaluation_pb2.PushEvaluationResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            heterorl.v1.evaluation_pb2.AbandonEvaluationRequest,
-            heterorl.v1.evaluation_pb2.AbandonEvaluationResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             heterorl.v1.evaluation_pb2.ListEvaluationsRequest,
@@ -115,16 +75,8 @@ class EvaluationServiceStub(typing.Generic[_EvaluationServiceLeaseEvaluationType
     @typing.overload
     def __init__(self: EvaluationServiceStub[
         grpc.aio.UnaryUnaryMultiCallable[
-            heterorl.v1.evaluation_pb2.LeaseEvaluationRequest,
-            heterorl.v1.evaluation_pb2.LeaseEvaluationResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.evaluation_pb2.PushEvaluationRequest,
             heterorl.v1.evaluation_pb2.PushEvaluationResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            heterorl.v1.evaluation_pb2.AbandonEvaluationRequest,
-            heterorl.v1.evaluation_pb2.AbandonEvaluationResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.evaluation_pb2.ListEvaluationsRequest,
@@ -132,24 +84,11 @@ class EvaluationServiceStub(typing.Generic[_EvaluationServiceLeaseEvaluationType
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
-    LeaseEvaluation: _EvaluationServiceLeaseEvaluationType
-    """LeaseEvaluation hands out parts of one evaluation: some prompts of a set, drawn with one version. What the site
-    holds and does not name is handed to it again, so that a lost answer costs nothing.
-
-    FAILED_PRECONDITION NOT_REGISTERED: register. An empty answer: ask again after the stated delay. UNAVAILABLE: repeat.
-    """
-
     PushEvaluation: _EvaluationServicePushEvaluationType
-    """PushEvaluation delivers what came of a part; a prompt counts once, whoever delivers it and however often.
+    """PushEvaluation delivers results; a prompt counts once, whoever delivers it and however often.
 
-    INVALID_ARGUMENT: correct the field; the part goes to another site. FAILED_PRECONDITION NOT_REGISTERED: register,
-    then repeat. UNAVAILABLE: repeat.
-    """
-
-    AbandonEvaluation: _EvaluationServiceAbandonEvaluationType
-    """AbandonEvaluation gives parts back, so that they need not wait for their expiry.
-
-    UNAVAILABLE: repeat or leave it to expiry.
+    INVALID_ARGUMENT: give the prompts back and draw this set no more. FAILED_PRECONDITION NOT_REGISTERED: register, then
+    repeat. UNAVAILABLE: repeat.
     """
 
     ListEvaluations: _EvaluationServiceListEvaluationsType
@@ -160,16 +99,8 @@ class EvaluationServiceStub(typing.Generic[_EvaluationServiceLeaseEvaluationType
 
 EvaluationServiceAsyncStub: typing_extensions.TypeAlias = EvaluationServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.LeaseEvaluationRequest,
-        heterorl.v1.evaluation_pb2.LeaseEvaluationResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.evaluation_pb2.PushEvaluationRequest,
         heterorl.v1.evaluation_pb2.PushEvaluationResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        heterorl.v1.evaluation_pb2.AbandonEvaluationRequest,
-        heterorl.v1.evaluation_pb2.AbandonEvaluationResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.evaluation_pb2.ListEvaluationsRequest,
@@ -178,19 +109,7 @@ EvaluationServiceAsyncStub: typing_extensions.TypeAlias = EvaluationServiceStub[
 ]
 
 class EvaluationServiceServicer(metaclass=abc.ABCMeta):
-    """EvaluationService has samplers evaluate pinned versions on sets of held-out prompts, beside their rollouts."""
-
-    @abc.abstractmethod
-    def LeaseEvaluation(
-        self,
-        request: heterorl.v1.evaluation_pb2.LeaseEvaluationRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[heterorl.v1.evaluation_pb2.LeaseEvaluationResponse, collections.abc.Awaitable[heterorl.v1.evaluation_pb2.LeaseEvaluationResponse]]:
-        """LeaseEvaluation hands out parts of one evaluation: some prompts of a set, drawn with one version. What the site
-        holds and does not name is handed to it again, so that a lost answer costs nothing.
-
-        FAILED_PRECONDITION NOT_REGISTERED: register. An empty answer: ask again after the stated delay. UNAVAILABLE: repeat.
-        """
+    """EvaluationService takes what came of held-out prompts, which LeaseWork of RolloutService hands out."""
 
     @abc.abstractmethod
     def PushEvaluation(
@@ -198,21 +117,10 @@ class EvaluationServiceServicer(metaclass=abc.ABCMeta):
         request: heterorl.v1.evaluation_pb2.PushEvaluationRequest,
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.evaluation_pb2.PushEvaluationResponse, collections.abc.Awaitable[heterorl.v1.evaluation_pb2.PushEvaluationResponse]]:
-        """PushEvaluation delivers what came of a part; a prompt counts once, whoever delivers it and however often.
+        """PushEvaluation delivers results; a prompt counts once, whoever delivers it and however often.
 
-        INVALID_ARGUMENT: correct the field; the part goes to another site. FAILED_PRECONDITION NOT_REGISTERED: register,
-        then repeat. UNAVAILABLE: repeat.
-        """
-
-    @abc.abstractmethod
-    def AbandonEvaluation(
-        self,
-        request: heterorl.v1.evaluation_pb2.AbandonEvaluationRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[heterorl.v1.evaluation_pb2.AbandonEvaluationResponse, collections.abc.Awaitable[heterorl.v1.evaluation_pb2.AbandonEvaluationResponse]]:
-        """AbandonEvaluation gives parts back, so that they need not wait for their expiry.
-
-        UNAVAILABLE: repeat or leave it to expiry.
+        INVALID_ARGUMENT: give the prompts back and draw this set no more. FAILED_PRECONDITION NOT_REGISTERED: register, then
+        repeat. UNAVAILABLE: repeat.
         """
 
     @abc.abstractmethod

@@ -23,57 +23,58 @@ _sym_db = _symbol_database.Default()
 
 
 from heterorl.v1 import common_pb2 as heterorl_dot_v1_dot_common__pb2
+from heterorl.v1 import evaluation_pb2 as heterorl_dot_v1_dot_evaluation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/rollout.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\")\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xb7\x04\n\x05Group\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x12\n\nassignment\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x03 \x01(\x04\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x03\x12\x12\n\nstate_root\x18\x05 \x01(\t\x12\x14\n\x0cgeneration_s\x18\x06 \x01(\x01\x12\x11\n\tis_seeded\x18\x07 \x01(\x08\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x10\n\x08id_bytes\x18\t \x01(\r\x12\x11\n\ttoken_ids\x18\n \x01(\x0c\x12\x0f\n\x07lengths\x18\x0b \x01(\x0c\x12\x10\n\x08logprobs\x18\x0c \x01(\x0c\x12\x0f\n\x07\x65ndings\x18\r \x01(\x0c\x12\x13\n\x0bspan_counts\x18\x0e \x01(\x0c\x12\x15\n\rspan_versions\x18\x0f \x01(\x0c\x12\x14\n\x0cspan_lengths\x18\x10 \x01(\x0c\x12\x0f\n\x07rewards\x18\x11 \x01(\x0c\x12\x13\n\x0bpart_counts\x18\x12 \x01(\x0c\x12\x12\n\npart_names\x18\x13 \x01(\t\x12\x1b\n\x13part_name_positions\x18\x14 \x01(\x0c\x12\x13\n\x0bpart_values\x18\x15 \x01(\x0c\x12\x14\n\x0cpart_weights\x18\x16 \x01(\x0c\x12\x17\n\x0fpart_signatures\x18\x17 \x01(\x0c\x12\x16\n\x0erecord_lengths\x18\x18 \x01(\x0c\x12\x16\n\x0erouted_experts\x18\x19 \x01(\x0c\x12\x12\n\nspan_keeps\x18\x1a \x01(\x0c\"Q\n\x0eWorkAssignment\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"u\n\x10LeaseWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"l\n\x11LeaseWorkResponse\x12\x30\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1b.heterorl.v1.WorkAssignment\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"w\n\x12\x41\x62\x61ndonWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x61ssignments\x18\x03 \x03(\x04\x12)\n\x06reason\x18\x04 \x01(\x0e\x32\x19.heterorl.v1.ReturnReason\"\x15\n\x13\x41\x62\x61ndonWorkResponse\"2\n\x11PushGroupsRequest\x12\x0e\n\x06groups\x18\x01 \x01(\x0c\x12\r\n\x05sizes\x18\x02 \x01(\x0c\"\xaa\x01\n\x0cGroupOutcome\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"A\n\x12PushGroupsResponse\x12+\n\x08outcomes\x18\x01 \x03(\x0b\x32\x19.heterorl.v1.GroupOutcome\"Y\n\x13StreamGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x04held\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0f\n\x07\x63redits\x18\x03 \x01(\r\"\x91\x01\n\x14StreamGroupsResponse\x12\r\n\x05group\x18\x01 \x01(\x0c\x12\x14\n\x0cpolicy_age_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_age_s\x18\x03 \x01(\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x66lavour\x18\x05 \x01(\t\x12\x12\n\nwants_note\x18\x14 \x01(\x08\x42\x07\n\x05_seed\"\x85\x01\n\x14\x41\x62\x61ndonGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x03ids\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\ncounted_as\x18< \x01(\x0e\x32\x17.heterorl.v1.DropReason\"\x17\n\x15\x41\x62\x61ndonGroupsResponse\"f\n\tRejection\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"P\n\x13RejectGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\nrejections\x18\x02 \x03(\x0b\x32\x16.heterorl.v1.Rejection\"\x16\n\x14RejectGroupsResponse*\xb2\x02\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_TURNS\x10\x03\x12\x19\n\x15\x46INISH_REASON_CONTEXT\x10\x04\x12\x19\n\x15\x46INISH_REASON_SECONDS\x10\x05\x12$\n FINISH_REASON_ENVIRONMENT_FAILED\x10\x10\x12\x1b\n\x17\x46INISH_REASON_TOOL_LOST\x10\x11\x12\x1f\n\x1b\x46INISH_REASON_REWARD_FAILED\x10\x12\x12\x1f\n\x1b\x46INISH_REASON_ENGINE_FAILED\x10\x13*\x8e\x01\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_DROPPED\x10\x03\x12\x15\n\x11PUSH_STATUS_RETRY\x10\x04*\xda\x01\n\x0cReturnReason\x12\x1d\n\x19RETURN_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1bRETURN_REASON_REWARD_FAILED\x10\x01\x12 \n\x1cRETURN_REASON_PROMPT_REFUSED\x10\x02\x12!\n\x1dRETURN_REASON_PROMPT_TOO_LONG\x10\x03\x12\x1f\n\x1bRETURN_REASON_ENGINE_FAILED\x10\x04\x12$\n RETURN_REASON_ENVIRONMENT_FAILED\x10\x05*\xb5\x04\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_INGEST\x10\x01\x12\x1e\n\x1a\x44ROP_REASON_STALE_AT_LEASE\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_COMMIT\x10\x03\x12\x18\n\x14\x44ROP_REASON_CONFLICT\x10\x04\x12\x17\n\x13\x44ROP_REASON_INVALID\x10\x05\x12\x1f\n\x1b\x44ROP_REASON_UNKNOWN_VERSION\x10\x06\x12\x1c\n\x18\x44ROP_REASON_WRONG_DIGEST\x10\x07\x12\x17\n\x13\x44ROP_REASON_SURPLUS\x10\x08\x12!\n\x1d\x44ROP_REASON_LINEAGE_ABANDONED\x10\t\x12!\n\x1d\x44ROP_REASON_LEARNER_ABANDONED\x10\n\x12\x1f\n\x1b\x44ROP_REASON_REWARD_MISMATCH\x10\x0b\x12 \n\x1c\x44ROP_REASON_LOGPROB_MISMATCH\x10\x0c\x12!\n\x1d\x44ROP_REASON_SAMPLING_MISMATCH\x10\r\x12\x1b\n\x17\x44ROP_REASON_QUARANTINED\x10\x0e\x12\x1d\n\x19\x44ROP_REASON_CODE_MISMATCH\x10\x0f\x12\x1c\n\x18\x44ROP_REASON_LOST_MEMBERS\x10\x10\x12\x17\n\x13\x44ROP_REASON_UNIFORM\x10<2\x87\x04\n\x0eRolloutService\x12J\n\tLeaseWork\x12\x1d.heterorl.v1.LeaseWorkRequest\x1a\x1e.heterorl.v1.LeaseWorkResponse\x12P\n\x0b\x41\x62\x61ndonWork\x12\x1f.heterorl.v1.AbandonWorkRequest\x1a .heterorl.v1.AbandonWorkResponse\x12Q\n\nPushGroups\x12\x1e.heterorl.v1.PushGroupsRequest\x1a\x1f.heterorl.v1.PushGroupsResponse(\x01\x30\x01\x12W\n\x0cStreamGroups\x12 .heterorl.v1.StreamGroupsRequest\x1a!.heterorl.v1.StreamGroupsResponse(\x01\x30\x01\x12V\n\rAbandonGroups\x12!.heterorl.v1.AbandonGroupsRequest\x1a\".heterorl.v1.AbandonGroupsResponse\x12S\n\x0cRejectGroups\x12 .heterorl.v1.RejectGroupsRequest\x1a!.heterorl.v1.RejectGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/rollout.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\x1a\x1cheterorl/v1/evaluation.proto\")\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xb7\x04\n\x05Group\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x12\n\nassignment\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x03 \x01(\x04\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x03\x12\x12\n\nstate_root\x18\x05 \x01(\t\x12\x14\n\x0cgeneration_s\x18\x06 \x01(\x01\x12\x11\n\tis_seeded\x18\x07 \x01(\x08\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x10\n\x08id_bytes\x18\t \x01(\r\x12\x11\n\ttoken_ids\x18\n \x01(\x0c\x12\x0f\n\x07lengths\x18\x0b \x01(\x0c\x12\x10\n\x08logprobs\x18\x0c \x01(\x0c\x12\x0f\n\x07\x65ndings\x18\r \x01(\x0c\x12\x13\n\x0bspan_counts\x18\x0e \x01(\x0c\x12\x15\n\rspan_versions\x18\x0f \x01(\x0c\x12\x14\n\x0cspan_lengths\x18\x10 \x01(\x0c\x12\x0f\n\x07rewards\x18\x11 \x01(\x0c\x12\x13\n\x0bpart_counts\x18\x12 \x01(\x0c\x12\x12\n\npart_names\x18\x13 \x01(\t\x12\x1b\n\x13part_name_positions\x18\x14 \x01(\x0c\x12\x13\n\x0bpart_values\x18\x15 \x01(\x0c\x12\x14\n\x0cpart_weights\x18\x16 \x01(\x0c\x12\x17\n\x0fpart_signatures\x18\x17 \x01(\x0c\x12\x16\n\x0erecord_lengths\x18\x18 \x01(\x0c\x12\x16\n\x0erouted_experts\x18\x19 \x01(\x0c\x12\x12\n\nspan_keeps\x18\x1a \x01(\x0c\"Q\n\x0eWorkAssignment\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"\x9f\x01\n\x10LeaseWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12(\n\x04sets\x18\x06 \x03(\x0b\x32\x1a.heterorl.v1.EvaluationSet\"\x9d\x01\n\x11LeaseWorkResponse\x12\x30\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1b.heterorl.v1.WorkAssignment\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12/\n\nevaluation\x18\x04 \x01(\x0b\x32\x1b.heterorl.v1.EvaluationSpec\"w\n\x12\x41\x62\x61ndonWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x61ssignments\x18\x03 \x03(\x04\x12)\n\x06reason\x18\x04 \x01(\x0e\x32\x19.heterorl.v1.ReturnReason\"\x15\n\x13\x41\x62\x61ndonWorkResponse\"2\n\x11PushGroupsRequest\x12\x0e\n\x06groups\x18\x01 \x01(\x0c\x12\r\n\x05sizes\x18\x02 \x01(\x0c\"\xaa\x01\n\x0cGroupOutcome\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"A\n\x12PushGroupsResponse\x12+\n\x08outcomes\x18\x01 \x03(\x0b\x32\x19.heterorl.v1.GroupOutcome\"Y\n\x13StreamGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x04held\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0f\n\x07\x63redits\x18\x03 \x01(\r\"\x91\x01\n\x14StreamGroupsResponse\x12\r\n\x05group\x18\x01 \x01(\x0c\x12\x14\n\x0cpolicy_age_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_age_s\x18\x03 \x01(\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x66lavour\x18\x05 \x01(\t\x12\x12\n\nwants_note\x18\x14 \x01(\x08\x42\x07\n\x05_seed\"\x85\x01\n\x14\x41\x62\x61ndonGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x03ids\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12+\n\ncounted_as\x18< \x01(\x0e\x32\x17.heterorl.v1.DropReason\"\x17\n\x15\x41\x62\x61ndonGroupsResponse\"f\n\tRejection\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"P\n\x13RejectGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\nrejections\x18\x02 \x03(\x0b\x32\x16.heterorl.v1.Rejection\"\x16\n\x14RejectGroupsResponse*\xb2\x02\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_TURNS\x10\x03\x12\x19\n\x15\x46INISH_REASON_CONTEXT\x10\x04\x12\x19\n\x15\x46INISH_REASON_SECONDS\x10\x05\x12$\n FINISH_REASON_ENVIRONMENT_FAILED\x10\x10\x12\x1b\n\x17\x46INISH_REASON_TOOL_LOST\x10\x11\x12\x1f\n\x1b\x46INISH_REASON_REWARD_FAILED\x10\x12\x12\x1f\n\x1b\x46INISH_REASON_ENGINE_FAILED\x10\x13*\x8e\x01\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_DROPPED\x10\x03\x12\x15\n\x11PUSH_STATUS_RETRY\x10\x04*\xda\x01\n\x0cReturnReason\x12\x1d\n\x19RETURN_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1bRETURN_REASON_REWARD_FAILED\x10\x01\x12 \n\x1cRETURN_REASON_PROMPT_REFUSED\x10\x02\x12!\n\x1dRETURN_REASON_PROMPT_TOO_LONG\x10\x03\x12\x1f\n\x1bRETURN_REASON_ENGINE_FAILED\x10\x04\x12$\n RETURN_REASON_ENVIRONMENT_FAILED\x10\x05*\xb5\x04\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_INGEST\x10\x01\x12\x1e\n\x1a\x44ROP_REASON_STALE_AT_LEASE\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_COMMIT\x10\x03\x12\x18\n\x14\x44ROP_REASON_CONFLICT\x10\x04\x12\x17\n\x13\x44ROP_REASON_INVALID\x10\x05\x12\x1f\n\x1b\x44ROP_REASON_UNKNOWN_VERSION\x10\x06\x12\x1c\n\x18\x44ROP_REASON_WRONG_DIGEST\x10\x07\x12\x17\n\x13\x44ROP_REASON_SURPLUS\x10\x08\x12!\n\x1d\x44ROP_REASON_LINEAGE_ABANDONED\x10\t\x12!\n\x1d\x44ROP_REASON_LEARNER_ABANDONED\x10\n\x12\x1f\n\x1b\x44ROP_REASON_REWARD_MISMATCH\x10\x0b\x12 \n\x1c\x44ROP_REASON_LOGPROB_MISMATCH\x10\x0c\x12!\n\x1d\x44ROP_REASON_SAMPLING_MISMATCH\x10\r\x12\x1b\n\x17\x44ROP_REASON_QUARANTINED\x10\x0e\x12\x1d\n\x19\x44ROP_REASON_CODE_MISMATCH\x10\x0f\x12\x1c\n\x18\x44ROP_REASON_LOST_MEMBERS\x10\x10\x12\x17\n\x13\x44ROP_REASON_UNIFORM\x10<2\x87\x04\n\x0eRolloutService\x12J\n\tLeaseWork\x12\x1d.heterorl.v1.LeaseWorkRequest\x1a\x1e.heterorl.v1.LeaseWorkResponse\x12P\n\x0b\x41\x62\x61ndonWork\x12\x1f.heterorl.v1.AbandonWorkRequest\x1a .heterorl.v1.AbandonWorkResponse\x12Q\n\nPushGroups\x12\x1e.heterorl.v1.PushGroupsRequest\x1a\x1f.heterorl.v1.PushGroupsResponse(\x01\x30\x01\x12W\n\x0cStreamGroups\x12 .heterorl.v1.StreamGroupsRequest\x1a!.heterorl.v1.StreamGroupsResponse(\x01\x30\x01\x12V\n\rAbandonGroups\x12!.heterorl.v1.AbandonGroupsRequest\x1a\".heterorl.v1.AbandonGroupsResponse\x12S\n\x0cRejectGroups\x12 .heterorl.v1.RejectGroupsRequest\x1a!.heterorl.v1.RejectGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2040
-  _globals['_FINISHREASON']._serialized_end=2346
-  _globals['_PUSHSTATUS']._serialized_start=2349
-  _globals['_PUSHSTATUS']._serialized_end=2491
-  _globals['_RETURNREASON']._serialized_start=2494
-  _globals['_RETURNREASON']._serialized_end=2712
-  _globals['_DROPREASON']._serialized_start=2715
-  _globals['_DROPREASON']._serialized_end=3280
-  _globals['_REWARDPART']._serialized_start=68
-  _globals['_REWARDPART']._serialized_end=109
-  _globals['_GROUP']._serialized_start=112
-  _globals['_GROUP']._serialized_end=679
-  _globals['_WORKASSIGNMENT']._serialized_start=681
-  _globals['_WORKASSIGNMENT']._serialized_end=762
-  _globals['_LEASEWORKREQUEST']._serialized_start=764
-  _globals['_LEASEWORKREQUEST']._serialized_end=881
-  _globals['_LEASEWORKRESPONSE']._serialized_start=883
-  _globals['_LEASEWORKRESPONSE']._serialized_end=991
-  _globals['_ABANDONWORKREQUEST']._serialized_start=993
-  _globals['_ABANDONWORKREQUEST']._serialized_end=1112
-  _globals['_ABANDONWORKRESPONSE']._serialized_start=1114
-  _globals['_ABANDONWORKRESPONSE']._serialized_end=1135
-  _globals['_PUSHGROUPSREQUEST']._serialized_start=1137
-  _globals['_PUSHGROUPSREQUEST']._serialized_end=1187
-  _globals['_GROUPOUTCOME']._serialized_start=1190
-  _globals['_GROUPOUTCOME']._serialized_end=1360
-  _globals['_PUSHGROUPSRESPONSE']._serialized_start=1362
-  _globals['_PUSHGROUPSRESPONSE']._serialized_end=1427
-  _globals['_STREAMGROUPSREQUEST']._serialized_start=1429
-  _globals['_STREAMGROUPSREQUEST']._serialized_end=1518
-  _globals['_STREAMGROUPSRESPONSE']._serialized_start=1521
-  _globals['_STREAMGROUPSRESPONSE']._serialized_end=1666
-  _globals['_ABANDONGROUPSREQUEST']._serialized_start=1669
-  _globals['_ABANDONGROUPSREQUEST']._serialized_end=1802
-  _globals['_ABANDONGROUPSRESPONSE']._serialized_start=1804
-  _globals['_ABANDONGROUPSRESPONSE']._serialized_end=1827
-  _globals['_REJECTION']._serialized_start=1829
-  _globals['_REJECTION']._serialized_end=1931
-  _globals['_REJECTGROUPSREQUEST']._serialized_start=1933
-  _globals['_REJECTGROUPSREQUEST']._serialized_end=2013
-  _globals['_REJECTGROUPSRESPONSE']._serialized_start=2015
-  _globals['_REJECTGROUPSRESPONSE']._serialized_end=2037
-  _globals['_ROLLOUTSERVICE']._serialized_start=3283
-  _globals['_ROLLOUTSERVICE']._serialized_end=3802
+  _globals['_FINISHREASON']._serialized_start=2163
+  _globals['_FINISHREASON']._serialized_end=2469
+  _globals['_PUSHSTATUS']._serialized_start=2472
+  _globals['_PUSHSTATUS']._serialized_end=2614
+  _globals['_RETURNREASON']._serialized_start=2617
+  _globals['_RETURNREASON']._serialized_end=2835
+  _globals['_DROPREASON']._serialized_start=2838
+  _globals['_DROPREASON']._serialized_end=3403
+  _globals['_REWARDPART']._serialized_start=98
+  _globals['_REWARDPART']._serialized_end=139
+  _globals['_GROUP']._serialized_start=142
+  _globals['_GROUP']._serialized_end=709
+  _globals['_WORKASSIGNMENT']._serialized_start=711
+  _globals['_WORKASSIGNMENT']._serialized_end=792
+  _globals['_LEASEWORKREQUEST']._serialized_start=795
+  _globals['_LEASEWORKREQUEST']._serialized_end=954
+  _globals['_LEASEWORKRESPONSE']._serialized_start=957
+  _globals['_LEASEWORKRESPONSE']._serialized_end=1114
+  _globals['_ABANDONWORKREQUEST']._serialized_start=1116
+  _globals['_ABANDONWORKREQUEST']._serialized_end=1235
+  _globals['_ABANDONWORKRESPONSE']._serialized_start=1237
+  _globals['_ABANDONWORKRESPONSE']._serialized_end=1258
+  _globals['_PUSHGROUPSREQUEST']._serialized_start=1260
+  _globals['_PUSHGROUPSREQUEST']._serialized_end=1310
+  _globals['_GROUPOUTCOME']._serialized_start=1313
+  _globals['_GROUPOUTCOME']._serialized_end=1483
+  _globals['_PUSHGROUPSRESPONSE']._serialized_start=1485
+  _globals['_PUSHGROUPSRESPONSE']._serialized_end=1550
+  _globals['_STREAMGROUPSREQUEST']._serialized_start=1552
+  _globals['_STREAMGROUPSREQUEST']._serialized_end=1641
+  _globals['_STREAMGROUPSRESPONSE']._serialized_start=1644
+  _globals['_STREAMGROUPSRESPONSE']._serialized_end=1789
+  _globals['_ABANDONGROUPSREQUEST']._serialized_start=1792
+  _globals['_ABANDONGROUPSREQUEST']._serialized_end=1925
+  _globals['_ABANDONGROUPSRESPONSE']._serialized_start=1927
+  _globals['_ABANDONGROUPSRESPONSE']._serialized_end=1950
+  _globals['_REJECTION']._serialized_start=1952
+  _globals['_REJECTION']._serialized_end=2054
+  _globals['_REJECTGROUPSREQUEST']._serialized_start=2056
+  _globals['_REJECTGROUPSREQUEST']._serialized_end=2136
+  _globals['_REJECTGROUPSRESPONSE']._serialized_start=2138
+  _globals['_REJECTGROUPSRESPONSE']._serialized_end=2160
+  _globals['_ROLLOUTSERVICE']._serialized_start=3406
+  _globals['_ROLLOUTSERVICE']._serialized_end=3925
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import heterorl.v1.common_pb2
+import heterorl.v1.evaluation_pb2
 import sys
 import typing
 
@@ -374,7 +375,7 @@ Global___Group: typing_extensions.TypeAlias = Group
 
 @typing.final
 class WorkAssignment(google.protobuf.message.Message):
-    """WorkAssignment is one prompt group to generate."""
+    """WorkAssignment is one prompt to generate a group of, or a held-out one to evaluate a version on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -383,11 +384,11 @@ class WorkAssignment(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     id: builtins.int
-    """Number of the assignment, dense from 0."""
+    """Number of the assignment: of groups dense from 0, of held-out prompts from 2^62 on."""
     prompt_index: builtins.int
-    """Position of the prompt in the task."""
+    """Position of the prompt in the task, or among the held-out prompts of the set."""
     seed: builtins.int
-    """Seed of the group's random draws."""
+    """Seed of the group's random draws, or of the set's."""
     lease_s: builtins.float
     """Duration of the lease, seconds."""
     def __init__(
@@ -413,6 +414,7 @@ class LeaseWorkRequest(google.protobuf.message.Message):
     MAX_GROUPS_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    SETS_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -423,6 +425,10 @@ class LeaseWorkRequest(google.protobuf.message.Message):
     """Version that the sampler generates with."""
     request_id: builtins.str
     """Id of this request; said again because an answer was lost, it is given the same assignments. Empty: never again."""
+    @property
+    def sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.evaluation_pb2.EvaluationSet]:
+        """Sets that the site has the data of. With some, the work wanted is evaluation: `max_groups` held-out prompts."""
+
     def __init__(
         self,
         *,
@@ -431,8 +437,9 @@ class LeaseWorkRequest(google.protobuf.message.Message):
         max_groups: builtins.int = ...,
         policy_version: builtins.int = ...,
         request_id: builtins.str = ...,
+        sets: collections.abc.Iterable[heterorl.v1.evaluation_pb2.EvaluationSet] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "max_groups", b"max_groups", "policy_version", b"policy_version", "request_id", b"request_id", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "max_groups", b"max_groups", "policy_version", b"policy_version", "request_id", b"request_id", "sets", b"sets", "site", b"site"]) -> None: ...
 
 Global___LeaseWorkRequest: typing_extensions.TypeAlias = LeaseWorkRequest
 
@@ -445,13 +452,18 @@ class LeaseWorkResponse(google.protobuf.message.Message):
     ASSIGNMENTS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    EVALUATION_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """Sentence saying why this many."""
     retry_after_s: builtins.float
-    """When to ask again, seconds."""
+    """When to ask again, seconds; 0 for held-out prompts: the run ends and has none for this site."""
     @property
     def assignments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkAssignment]:
         """Assignments."""
+
+    @property
+    def evaluation(self) -> heterorl.v1.evaluation_pb2.EvaluationSpec:
+        """What the held-out prompts are drawn with; unset where the assignments are of groups."""
 
     def __init__(
         self,
@@ -459,8 +471,10 @@ class LeaseWorkResponse(google.protobuf.message.Message):
         assignments: collections.abc.Iterable[Global___WorkAssignment] | None = ...,
         reason: builtins.str = ...,
         retry_after_s: builtins.float = ...,
+        evaluation: heterorl.v1.evaluation_pb2.EvaluationSpec | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["assignments", b"assignments", "reason", b"reason", "retry_after_s", b"retry_after_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["evaluation", b"evaluation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assignments", b"assignments", "evaluation", b"evaluation", "reason", b"reason", "retry_after_s", b"retry_after_s"]) -> None: ...
 
 Global___LeaseWorkResponse: typing_extensions.TypeAlias = LeaseWorkResponse
 

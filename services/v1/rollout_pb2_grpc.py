@@ -72,7 +72,8 @@ class RolloutServiceServicer(object):
     """
 
     def LeaseWork(self, request, context):
-        """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained.
+        """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained; or, to a site that states
+        sets, held-out prompts of the version that it has.
 
         FAILED_PRECONDITION NOT_REGISTERED: register. UNAVAILABLE DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An
         empty answer: ask again after the stated delay, with newer weights where the policy is too far behind.

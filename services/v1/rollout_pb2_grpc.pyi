@@ -181,7 +181,8 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutSe
     ], channel: grpc.aio.Channel) -> None: ...
 
     LeaseWork: _RolloutServiceLeaseWorkType
-    """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained.
+    """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained; or, to a site that states
+    sets, held-out prompts of the version that it has.
 
     FAILED_PRECONDITION NOT_REGISTERED: register. UNAVAILABLE DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An
     empty answer: ask again after the stated delay, with newer weights where the policy is too far behind.
@@ -253,7 +254,8 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         request: heterorl.v1.rollout_pb2.LeaseWorkRequest,
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.rollout_pb2.LeaseWorkResponse, collections.abc.Awaitable[heterorl.v1.rollout_pb2.LeaseWorkResponse]]:
-        """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained.
+        """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained; or, to a site that states
+        sets, held-out prompts of the version that it has.
 
         FAILED_PRECONDITION NOT_REGISTERED: register. UNAVAILABLE DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An
         empty answer: ask again after the stated delay, with newer weights where the policy is too far behind.

@@ -30,8 +30,7 @@ from heterorl.common.types.evaluation import (
     Estimate,
     Evaluation,
     EvaluationDraws,
-    EvaluationGrant,
-    EvaluationPart,
+    EvaluationSpec,
     EvaluationState,
     EvaluationSummary,
     PassEstimate,
@@ -76,8 +75,7 @@ from heterorl.common.wire.common import (
     report_from_pb,
     report_to_pb,
 )
-from heterorl.common.wire.evaluation import evaluation_from_pb, evaluation_to_pb, grant_to_pb
-from heterorl.common.wire.evaluation import grant_from_pb as evaluation_grant_from_pb
+from heterorl.common.wire.evaluation import evaluation_from_pb, evaluation_to_pb
 from heterorl.common.wire.policy import (
     manifest_digest,
     manifest_from_bytes,
@@ -339,6 +337,8 @@ CASES = [
             ).map(tuple),
             reason=text,
             retry_after_s=real,
+            evaluation=st.none()
+            | st.builds(EvaluationSpec, task_set=text, version=version, state_root=digest, draws=draws),
         ),
         work_grant_to_pb,
         work_grant_from_pb,
@@ -481,22 +481,6 @@ CASES = [
         ),
         status_to_pb,
         status_from_pb,
-    ),
-    (
-        st.builds(
-            EvaluationGrant,
-            parts=st.lists(
-                st.builds(
-                    EvaluationPart, id=uint, task_set=text, version=version, state_root=digest, draws=draws,
-                    first_prompt=small, num_prompts=small, lease_s=real,
-                ),
-                max_size=2,
-            ).map(tuple),
-            reason=text,
-            retry_after_s=real,
-        ),
-        grant_to_pb,
-        evaluation_grant_from_pb,
     ),
     (
         st.builds(

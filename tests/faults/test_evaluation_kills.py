@@ -35,7 +35,7 @@ async def until(condition, *, timeout_s=120):
 async def test_a_sampler_killed_in_the_middle_of_an_evaluation_costs_no_prompt_and_counts_none_twice(tmp_path):
     cluster = Cluster(
         tmp_path,
-        coordinator={"evaluation": PLAN, "evaluation_wait_s": 1.0, "work_lease_s": 3.0},
+        coordinator={"evaluation": PLAN, "work_lease_s": 3.0},
         sampler={"evaluation": SITE_SETS},
     )
     try:

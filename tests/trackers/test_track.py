@@ -144,14 +144,15 @@ async def note(run, ids):
 async def evaluate(run):
     """A site evaluates the head."""
     sets = [EvaluationSet(name="math", task_digest=Digest("d" * 64), num_prompts=50)]
-    grant = await run.api.lease_evaluation(
-        site=SITE, incarnation=INCARNATION, policy_version=run.head, sets=sets, can_pull=False, max_parts=1
+    grant = await run.api.lease_work(
+        site=SITE, incarnation=INCARNATION, policy_version=run.head, sets=sets, max_groups=16
     )
-    (part,) = grant.parts
     samples = tuple(ScoredSample(reward=float(n < run.head), num_tokens=n, is_truncated=n == 0) for n in range(4))
-    results = tuple(PromptResult(prompt_index=index, samples=samples) for index in range(part.num_prompts))
+    results = tuple(
+        PromptResult(assignment=each.id, prompt_index=each.prompt_index, samples=samples) for each in grant.assignments
+    )
     await run.api.push_evaluation(
-        site=SITE, incarnation=INCARNATION, part=part.id, state_root=part.state_root, results=results
+        site=SITE, incarnation=INCARNATION, state_root=grant.evaluation.state_root, results=results
     )
 
 

@@ -260,8 +260,6 @@ SHORT = frozenset(
         "/heterorl.v1.RolloutService/LeaseWork",
         "/heterorl.v1.RolloutService/AbandonWork",
         "/heterorl.v1.RunService/Heartbeat",
-        "/heterorl.v1.EvaluationService/LeaseEvaluation",
-        "/heterorl.v1.EvaluationService/AbandonEvaluation",
         "/grpc.health.v1.Health/Check",
         "/grpc.health.v1.Health/Watch",
     }

@@ -16,6 +16,7 @@ from heterorl.common.rpc.calls import once, readable, timed
 from heterorl.common.rpc.direct import DirectWrites
 from heterorl.common.rpc.roles import EvaluationCalls, LearnerCalls, WeightCalls
 from heterorl.common.types.common import Digest, Series, SiteId, StepReport
+from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.policy import PublishRequest, PutPlace
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, ReturnReason, SealedGroup, WorkGrant
 from heterorl.common.types.run import (
@@ -29,6 +30,7 @@ from heterorl.common.types.run import (
 )
 from heterorl.common.types.sample import Sample, SampleFilter, SampleList, SamplePage
 from heterorl.common.wire.common import report_from_pb, series_to_pb
+from heterorl.common.wire.evaluation import sets_to_pb
 from heterorl.common.wire.policy import frame_checksum, publish_to_pb
 from heterorl.common.wire.rollout import (
     group_id_to_pb,
@@ -139,15 +141,23 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
         return int(answer.version) if answer.HasField("version") else None
 
     async def lease_work(
-        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+        self,
+        *,
+        site: SiteId,
+        incarnation: str,
+        max_groups: int,
+        policy_version: int,
+        request_id: str = "",
+        sets: Sequence[EvaluationSet] = (),
     ) -> WorkGrant:
-        """Ask for prompt groups; the request id makes a repetition harmless."""
+        """Ask for prompt groups, or with sets for held-out prompts; the request id makes a repetition harmless."""
         request = rollout_pb2.LeaseWorkRequest(
             site=site,
             incarnation=incarnation,
             max_groups=max_groups,
             policy_version=policy_version,
             request_id=request_id or secrets.token_hex(8),
+            sets=sets_to_pb(sets),
         )
         return work_grant_from_pb(await self._call("LeaseWork", request))
 

@@ -12,13 +12,12 @@ from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.rpc.direct import Allowed, Connections, DirectReads, Slow
 from heterorl.common.types.common import Contract, Digest, LearnerProgress, Series, SiteId, peer_words
-from heterorl.common.types.evaluation import Evaluation, EvaluationGrant, EvaluationSet, PromptResult
+from heterorl.common.types.evaluation import Evaluation, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PullPlan, SignedManifest
 from heterorl.common.types.rollout import DropReason, GroupId, Rejection
 from heterorl.common.types.sample import EvaluationSample, SampleNote
 from heterorl.common.wire.common import contract_from_pb, contract_to_pb, progress_to_pb, series_to_pb
-from heterorl.common.wire.evaluation import evaluation_from_pb, results_to_pb, sets_to_pb
-from heterorl.common.wire.evaluation import grant_from_pb as parts_from_pb
+from heterorl.common.wire.evaluation import evaluation_from_pb, results_to_pb
 from heterorl.common.wire.policy import frame_checksum, grant_from_pb, plan_from_pb
 from heterorl.common.wire.rollout import group_id_to_pb, reason_to_pb, rejections_to_pb
 from heterorl.common.wire.sample import evaluation_to_pb, note_to_pb
@@ -224,49 +223,17 @@ PUSH_TIMEOUT_S = 120.0
 
 
 class EvaluationCalls(Calls):
-    """Asks for parts, delivers them, gives them back; lists what is known."""
-
-    async def lease_evaluation(
-        self,
-        *,
-        site: SiteId,
-        incarnation: str,
-        policy_version: int,
-        sets: Sequence[EvaluationSet],
-        can_pull: bool,
-        max_parts: int,
-        held: Sequence[int] = (),
-    ) -> EvaluationGrant:
-        """Ask for parts; what the site holds and does not name is given again."""
-        request = evaluation_pb2.LeaseEvaluationRequest(
-            site=site,
-            incarnation=incarnation,
-            policy_version=policy_version,
-            sets=sets_to_pb(sets),
-            can_pull=can_pull,
-            max_parts=max_parts,
-            held=held,
-        )
-        return parts_from_pb(await self._call("LeaseEvaluation", request))
+    """Delivers what came of held-out prompts; lists what is known."""
 
     async def push_evaluation(
-        self, *, site: SiteId, incarnation: str, part: int, state_root: Digest, results: Sequence[PromptResult]
+        self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
     ) -> int:
-        """Deliver what came of a part; repeating the call is harmless."""
+        """Deliver results; repeating the call is harmless."""
         request = evaluation_pb2.PushEvaluationRequest(
-            site=site, incarnation=incarnation, part=part, state_root=state_root, results=results_to_pb(results)
+            site=site, incarnation=incarnation, state_root=state_root, results=results_to_pb(results)
         )
         await self._pace(self._up, "up", request.ByteSize())
         return int((await self._call("PushEvaluation", request, timeout_s=PUSH_TIMEOUT_S)).num_counted)
-
-    async def abandon_evaluation(
-        self, *, site: SiteId, incarnation: str, parts: Sequence[int], reason: str = ""
-    ) -> None:
-        """Give parts back."""
-        request = evaluation_pb2.AbandonEvaluationRequest(
-            site=site, incarnation=incarnation, parts=parts, reason=reason
-        )
-        await self._call("AbandonEvaluation", request)
 
     async def list_evaluations(
         self, *, task_set: str = "", after_version: int = -1, limit: int = 1000

@@ -9,10 +9,14 @@ from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics,
 
 MAX_SAMPLES = 1024
 """Of one prompt."""
-MAX_PARTS = 64
-"""That one site may hold."""
-PART_SAMPLES = 64
-"""Completions of one part, unless a single prompt has more."""
+MAX_RESULTS = 64
+"""Prompts of one delivery."""
+MAX_RESULT_SAMPLES = 64
+"""Completions of one delivery, unless a single prompt has more."""
+HELD_OUT = 1 << 62
+"""First number of assignments of held-out prompts; smaller ones are of groups to train on."""
+MAX_HELD_OUT = 1 << 20
+"""Held-out prompts of one set."""
 MAX_TEXT = 1 << 14
 """Characters of a prompt or a completion that travel; the rest is cut."""
 
@@ -70,6 +74,8 @@ class PromptResult:
     """Its text, where texts are kept."""
     answer: str = ""
     """What its answer should be, where texts are kept."""
+    assignment: int = 0
+    """That asked for it, in a run."""
 
 
 def without_texts(result: PromptResult) -> PromptResult:
@@ -123,31 +129,13 @@ class EvaluationSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationPart:
-    """Some prompts of a set to be drawn with one version and no other, by one site, until the lease ends (seconds)."""
+class EvaluationSpec:
+    """What held-out prompts of a set are drawn with: one version and no other."""
 
-    id: int
     task_set: str
     version: int
     state_root: Digest
     draws: EvaluationDraws
-    first_prompt: int
-    num_prompts: int
-    lease_s: float
-
-    @property
-    def prompts(self) -> range:
-        """Their places among the held-out ones."""
-        return range(self.first_prompt, self.first_prompt + self.num_prompts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationGrant:
-    """Parts of one evaluation, or none with the reason and when to ask again."""
-
-    parts: tuple[EvaluationPart, ...]
-    reason: str
-    retry_after_s: float
 
 
 class EvaluationState(enum.Enum):
@@ -158,7 +146,7 @@ class EvaluationState(enum.Enum):
     RUNNING = "running"
     DONE = "done"
     INCOMPLETE = "incomplete"
-    """Given up for a newer one; what is stated is of the prompts that were done."""
+    """Every site left its version for a newer one; what is stated is of the prompts that were done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

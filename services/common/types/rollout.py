@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from heterorl.common.errors import RewardError
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SiteId
+from heterorl.common.types.evaluation import EvaluationSpec
 
 
 class FinishReason(enum.Enum):
@@ -206,7 +207,10 @@ class SealedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAssignment:
-    """One prompt group to generate: which prompt, with which seed, until when the lease holds (seconds from now)."""
+    """One prompt group to generate, or from number HELD_OUT on a held-out prompt to evaluate a version on.
+
+    `seed` is of its draws; the lease holds for `lease_s` seconds from now.
+    """
 
     id: int
     prompt_index: int
@@ -303,11 +307,13 @@ class QueuedGroup(_Leased):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkGrant:
-    """Assignments, or none with the reason and when to ask again."""
+    """Assignments, or none with the reason and when to ask again (0 for held-out prompts: never)."""
 
     assignments: tuple[WorkAssignment, ...]
     reason: str
     retry_after_s: float
+    evaluation: EvaluationSpec | None = None
+    """What held-out prompts are drawn with; None where the assignments are of groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

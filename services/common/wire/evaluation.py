@@ -1,4 +1,4 @@
-"""Protobuf <-> evaluations: parts handed out, what came of them, what is known of a version on a set."""
+"""Protobuf <-> evaluations: what held-out prompts are drawn with, what came of them, what is known of versions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from heterorl.common.types.evaluation import (
     Estimate,
     Evaluation,
     EvaluationDraws,
-    EvaluationGrant,
-    EvaluationPart,
     EvaluationSet,
+    EvaluationSpec,
     EvaluationState,
     EvaluationSummary,
     PassEstimate,
@@ -22,6 +21,7 @@ from heterorl.common.types.evaluation import (
     ScoredSample,
 )
 from heterorl.common.types.rollout import MAX_REWARD
+from heterorl.common.wire.common import MAX_INT64
 from heterorl.v1 import evaluation_pb2
 
 _STATE = {state: evaluation_pb2.EvaluationState.Value(f"EVALUATION_STATE_{state.name}") for state in EvaluationState}
@@ -65,43 +65,24 @@ def sets_from_pb(messages: Sequence[evaluation_pb2.EvaluationSet]) -> tuple[Eval
     )
 
 
-def grant_to_pb(value: EvaluationGrant) -> evaluation_pb2.LeaseEvaluationResponse:
-    parts = [
-        evaluation_pb2.EvaluationPart(
-            id=part.id,
-            task_set=part.task_set,
-            version=part.version,
-            state_root=part.state_root,
-            draws=draws_to_pb(part.draws),
-            first_prompt=part.first_prompt,
-            num_prompts=part.num_prompts,
-            lease_s=part.lease_s,
-        )
-        for part in value.parts
-    ]
-    return evaluation_pb2.LeaseEvaluationResponse(parts=parts, reason=value.reason, retry_after_s=value.retry_after_s)
+def spec_to_pb(value: EvaluationSpec) -> evaluation_pb2.EvaluationSpec:
+    return evaluation_pb2.EvaluationSpec(
+        task_set=value.task_set, version=value.version, state_root=value.state_root, draws=draws_to_pb(value.draws)
+    )
 
 
-def grant_from_pb(message: evaluation_pb2.LeaseEvaluationResponse) -> EvaluationGrant:
-    """Convert a grant.
+def spec_from_pb(message: evaluation_pb2.EvaluationSpec) -> EvaluationSpec:
+    """Convert what held-out prompts are drawn with.
 
     Raises:
-        InvalidRequest: a part cannot be drawn.
+        InvalidRequest: they cannot be drawn.
     """
-    parts = tuple(
-        EvaluationPart(
-            id=part.id,
-            task_set=part.task_set,
-            version=part.version,
-            state_root=Digest(part.state_root),
-            draws=draws_from_pb(part.draws),
-            first_prompt=part.first_prompt,
-            num_prompts=part.num_prompts,
-            lease_s=part.lease_s,
-        )
-        for part in message.parts
+    return EvaluationSpec(
+        task_set=message.task_set,
+        version=message.version,
+        state_root=Digest(message.state_root),
+        draws=draws_from_pb(message.draws),
     )
-    return EvaluationGrant(parts=parts, reason=message.reason, retry_after_s=message.retry_after_s)
 
 
 def results_to_pb(values: Sequence[PromptResult]) -> list[evaluation_pb2.PromptResult]:
@@ -120,6 +101,7 @@ def results_to_pb(values: Sequence[PromptResult]) -> list[evaluation_pb2.PromptR
             ],
             prompt=_cut(value.prompt),
             answer=_cut(value.answer),
+            assignment=value.assignment,
         )
         for value in values
     ]
@@ -137,6 +119,7 @@ def results_from_pb(messages: Sequence[evaluation_pb2.PromptResult]) -> tuple[Pr
             samples=tuple(_sample(message.prompt_index, sample) for sample in message.samples),
             prompt=message.prompt,
             answer=message.answer,
+            assignment=min(message.assignment, MAX_INT64),
         )
         for message in messages
     )

@@ -24,6 +24,7 @@ from heterorl.common.types.rollout import (
     WorkGrant,
 )
 from heterorl.common.wire.common import MAX_INT64
+from heterorl.common.wire.evaluation import spec_from_pb, spec_to_pb
 from heterorl.common.wire.seal import open_group, read_sealed, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2
 
@@ -176,15 +177,21 @@ def work_grant_to_pb(value: WorkGrant) -> rollout_pb2.LeaseWorkResponse:
         assignments=[work_to_pb(assignment) for assignment in value.assignments],
         reason=value.reason,
         retry_after_s=value.retry_after_s,
+        evaluation=None if value.evaluation is None else spec_to_pb(value.evaluation),
     )
 
 
 def work_grant_from_pb(message: rollout_pb2.LeaseWorkResponse) -> WorkGrant:
-    """Convert a grant of work."""
+    """Convert a grant of work.
+
+    Raises:
+        InvalidRequest: held-out prompts cannot be drawn so.
+    """
     return WorkGrant(
         assignments=tuple(work_from_pb(assignment) for assignment in message.assignments),
         reason=message.reason,
         retry_after_s=message.retry_after_s,
+        evaluation=spec_from_pb(message.evaluation) if message.HasField("evaluation") else None,
     )
 
 

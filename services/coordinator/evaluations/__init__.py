@@ -1,4 +1,4 @@
-"""Evaluations: planned when a version is published, handed out in parts, counted once, summed up; store operations.
+"""Evaluations: planned when a version is published, handed out as work, counted once, summed up; store operations.
 
-Open `plan` first, then `choice`, `parts` and `results`. Nothing here ever makes a publication or a learner wait.
+Open `jobs` first. Nothing here ever makes a publication or a learner wait.
 """

@@ -1,7 +1,7 @@
-"""What came of evaluations: counted once, ended when the last prompt is there, listed; as store operations.
+"""What came of evaluations: counted once, ended, listed; as store operations.
 
 Guarantees: a prompt of an evaluation counts once, whoever delivers it and however often; scores are durable when they
-are acknowledged; when an evaluation is done its prompts are forgotten and their summary stays. Statistics are computed
+are acknowledged; when an evaluation is over its prompts are forgotten and their summary stays. Statistics are computed
 without a connection, so that nobody waits for the store meanwhile.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.evaluation.summary import summarize
-from heterorl.common.types.common import SiteId
+from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import (
     Estimate,
     Evaluation,
@@ -24,7 +24,9 @@ from heterorl.common.types.evaluation import (
     PromptResult,
     ScoredSample,
 )
-from heterorl.coordinator.evaluations.plan import draws_of
+from heterorl.coordinator.evaluations.jobs import Job, draws_of, find, forget_prompts, job_of
+from heterorl.coordinator.groups import work
+from heterorl.coordinator.sites.sites import Holder
 from heterorl.coordinator.store.engine import Connection
 
 _ROW = "job, version, task_set, draws, state, wanted, task_digest, planned, ended, summary, sites"
@@ -33,13 +35,10 @@ _SUMMARY = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """What was new of a delivery; `job` is None where its evaluation has ended."""
+    """A result that had not been counted before, and the evaluation that it is of."""
 
-    job: int | None = None
-    version: int = -1
-    new: tuple[PromptResult, ...] = ()
-    is_whole: bool = False
-    """Whether every prompt of the evaluation is there."""
+    job: Job
+    result: PromptResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,67 +94,38 @@ class Listed:
 
 
 def count(
-    connection: Connection,
-    *,
-    part: int,
-    site: str,
-    incarnation: str,
-    state_root: str,
-    results: Sequence[PromptResult],
-) -> Counted:
-    """Count what a site delivers of a part.
+    connection: Connection, holder: Holder, *, state_root: Digest, results: Sequence[PromptResult]
+) -> list[Counted]:
+    """Count what a site delivers of prompts that are not answered; what is over counts no more.
 
     Raises:
-        InvalidRequest: the part was never this site's, was drawn with other weights, or a prompt is none of it.
+        InvalidRequest: a prompt was never this site's, or was drawn with other weights or otherwise.
     """
-    row = connection.execute(
-        "SELECT job, first, count, holders, draws, version, state_root FROM evaluation_parts"
-        " JOIN evaluation_jobs USING (job) JOIN versions USING (version) WHERE part = ?",
-        (min(part, 2**63 - 1),),
-    ).fetchone()
-    if row is None:
-        # Done and summed up before, or given up with its version: nothing of it counts any more.
-        return Counted()
-    job, first, size, holders, draws_text, version, root = row
-    if f"{site}/{incarnation}" not in json.loads(holders):
-        raise InvalidRequest(f"part: the site was never given part {part}")
-    if state_root != root:
-        raise InvalidRequest(f"state_root: part {part} is of version {version}, which has another one")
-    draws = draws_of(draws_text)
+    jobs: dict[int, Job | None] = {}
+    new = []
     for result in results:
-        if not first <= result.prompt_index < first + size:
-            raise InvalidRequest(f"results: prompt {result.prompt_index} is none of part {part}")
-        if len(result.samples) != draws.num_samples:
-            raise InvalidRequest(f"results: {len(result.samples)} completions, {draws.num_samples} are wanted")
-    new = tuple(
-        result
-        for result in results
-        if connection.execute(
-            "INSERT INTO evaluation_results VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (job, result.prompt_index, site, _scores(result)),
-        ).rowcount
-    )
-    (num_there,) = connection.execute(
-        "SELECT count(*) FROM evaluation_results WHERE job = ? AND prompt_index >= ? AND prompt_index < ?",
-        (job, first, first + size),
-    ).fetchone()
-    is_whole = False
-    if num_there == size:
-        connection.execute("UPDATE evaluation_parts SET is_done = 1, is_leased = 0 WHERE part = ?", (part,))
-        left = connection.execute(
-            "SELECT 1 FROM evaluation_parts WHERE job = ? AND is_done = 0 LIMIT 1", (job,)
-        ).fetchone()
-        is_whole = left is None
-    return Counted(job=job, version=version, new=new, is_whole=is_whole)
-
-
-def whole(connection: Connection) -> list[int]:
-    """Evaluations of which every prompt is there and that have not ended: a process died in between."""
-    rows = connection.execute(
-        "SELECT job FROM evaluation_jobs j WHERE state = 'running' AND NOT EXISTS"
-        " (SELECT 1 FROM evaluation_parts p WHERE p.job = j.job AND is_done = 0)"
-    )
-    return [job for (job,) in rows]
+        number = job_of(result.assignment)
+        if number not in jobs:
+            jobs[number] = find(connection, number)
+        job = jobs[number]
+        prompt, is_over = work.held_out_of(connection, result.assignment, holder)
+        if is_over or job is None:
+            continue
+        spec = job.spec
+        if prompt != result.prompt_index:
+            raise InvalidRequest(
+                f"results: assignment {result.assignment} was not given to the site for prompt {result.prompt_index}"
+            )
+        if state_root != spec.state_root:
+            raise InvalidRequest(f"state_root: the prompt is of version {spec.version}, which has another one")
+        if len(result.samples) != spec.draws.num_samples:
+            raise InvalidRequest(f"results: {len(result.samples)} completions, {spec.draws.num_samples} are wanted")
+        work.answer(connection, result.assignment)
+        connection.execute(
+            "INSERT INTO evaluation_results VALUES (?, ?, ?, ?)", (job.id, prompt, holder[0], _scores(result))
+        )
+        new.append(Counted(job=job, result=result))
+    return new
 
 
 def scores_of(connection: Connection, job: int) -> Scores:
@@ -180,40 +150,20 @@ def end(
     scores: Scores,
     summary: EvaluationSummary,
     now: float,
-) -> tuple[list[int], list[int]]:
-    """End an evaluation with what was computed of its scores; nothing where more came meanwhile or it has ended.
-
-    Returns:
-        its parts, and the evaluations that may give way: of the same set, begun before, and with nobody.
-    """
+) -> None:
+    """End an evaluation with what was computed of its scores; not where more came meanwhile, or it has ended."""
     is_there = connection.execute(
-        "SELECT 1 FROM evaluation_jobs j WHERE job = ? AND state = 'running' AND ? ="
-        " (SELECT count(*) FROM evaluation_results r WHERE r.job = j.job) AND (? = 1 OR NOT EXISTS"
-        " (SELECT 1 FROM evaluation_parts p WHERE p.job = j.job AND is_leased = 1))",
-        (job, len(scores.rows), int(state is EvaluationState.DONE)),
+        "SELECT 1 FROM evaluation_jobs j WHERE job = ? AND state = 'running'"
+        " AND ? = (SELECT count(*) FROM evaluation_results r WHERE r.job = j.job)",
+        (job, len(scores.rows)),
     ).fetchone()
     if is_there is None:
-        return [], []
-    older = older_with_nobody(connection, job) if state is EvaluationState.DONE else []
+        return
     connection.execute(
         "UPDATE evaluation_jobs SET state = ?, ended = ?, summary = ?, sites = ? WHERE job = ?",
         (state.value, now, json.dumps(asdict(summary)), json.dumps(scores.sites), job),
     )
-    parts = [part for (part,) in connection.execute("SELECT part FROM evaluation_parts WHERE job = ?", (job,))]
-    for table in ("evaluation_results", "evaluation_parts"):
-        connection.execute(f"DELETE FROM {table} WHERE job = ?", (job,))
-    return parts, older
-
-
-def older_with_nobody(connection: Connection, job: int) -> list[int]:
-    """Evaluations of the same set that were begun for older versions, no part of which is with a site."""
-    rows = connection.execute(
-        "SELECT o.job FROM evaluation_jobs o JOIN evaluation_jobs n ON n.task_set = o.task_set"
-        " WHERE n.job = ? AND o.version < n.version AND o.state = 'running' AND NOT EXISTS"
-        " (SELECT 1 FROM evaluation_parts p WHERE p.job = o.job AND is_leased = 1)",
-        (job,),
-    ).fetchall()
-    return [older for (older,) in rows]
+    forget_prompts(connection, job)
 
 
 def listed(connection: Connection, *, task_set: str = "", after_version: int = -1, limit: int = 1000) -> list[Listed]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.groups.work import Handed
@@ -128,7 +129,7 @@ class Deadlines:
             expired.append(assignment)
         rows.close()
         work.expire(connection, expired)
-        quotas.note_expired(connection, holder[0], len(expired))
+        quotas.note_expired(connection, holder[0], sum(each < HELD_OUT for each in expired))
         if oldest == math.inf:
             return
         if term.is_away:

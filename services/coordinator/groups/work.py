@@ -1,4 +1,6 @@
-"""Prompt groups handed out to samplers, and those that come back without a group, as store operations.
+"""Prompt groups, and held-out prompts of evaluations, handed out to samplers; and what comes back without a group.
+
+Store operations:
 
     work        holders, returned (JSON: counted returns by site), open_from (no new assignment below it: others first)
     returners   site, accepted (its groups at its newest counted return), num_returns (counted since such a group)
@@ -10,6 +12,9 @@ first, with the same prompt and seed; the newest holders whose lease ran out may
 row gave no group waits while the assignments of a version are handed out, of twice as many after the next return and so
 on, so it never stands before all others. After MAX_RETURNS counted returns it is closed: it is handed out no more, and
 a group of an earlier holder is dropped as one too many.
+
+A held-out prompt, whose number is HELD_OUT or more, is a row until it is answered or its evaluation is over. When all
+are out, a site with time is handed those of others: the first answer counts, and none waits for a slow or dead site.
 
 What a hostile site can do: it returns what it holds, which it could leave to expire, or answer with a group that
 teaches nothing. So a return counts only for the newest holder, and only MAX_IN_ROW times after a group of the site was
@@ -26,6 +31,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.types.common import SiteId
+from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, schedule
@@ -81,19 +87,10 @@ def hand_out(
     first = int(get_meta(connection, "next_assignment") or 0)
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND open_from <= ?"
-        " ORDER BY assignment LIMIT ?",
-        (first, count),
+        " AND assignment < ? ORDER BY assignment LIMIT ?",
+        (first, HELD_OUT, count),
     ).fetchall()
-    handed = []
-    holder = _holder(site, incarnation)
-    for assignment, prompt_index, sampling_seed, holders in rows:
-        names_held = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
-        connection.execute(
-            "UPDATE work SET is_leased = 1, site = ?, incarnation = ?, holders = ?, request_id = ?"
-            " WHERE assignment = ?",
-            (site, incarnation, json.dumps(names_held), request_id, assignment),
-        )
-        handed.append(Handed(assignment=assignment, prompt_index=prompt_index, seed=sampling_seed))
+    handed = _lease(connection, rows, (site, incarnation), request_id)
     chosen, last = schedule.choose_prompts(
         connection,
         first,
@@ -106,7 +103,7 @@ def hand_out(
         Handed(assignment=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed))
         for assignment, prompt in chosen
     ]
-    names = json.dumps([holder])
+    names = json.dumps([_holder(site, incarnation)])
     connection.executemany(
         "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders, request_id)"
         " VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
@@ -115,6 +112,56 @@ def hand_out(
     if new:
         set_meta(connection, "next_assignment", str(last))
     return [*handed, *new]
+
+
+def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
+    """Make work of the held-out prompts of an evaluation."""
+    connection.executemany(
+        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
+        " VALUES (?, ?, ?, '', '', 0, '[]')",
+        [(number, index, seed) for index, number in enumerate(numbers)],
+    )
+
+
+def hand_out_held_out(
+    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
+) -> list[Handed]:
+    """Lease held-out prompts of an evaluation: open ones, else such as other sites have, to at most MAX_HOLDERS."""
+    rows = connection.execute(
+        "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
+        " AND assignment < ? ORDER BY assignment LIMIT ?",
+        (numbers.start, numbers.stop, count),
+    ).fetchall()
+    if not rows:
+        out = connection.execute(
+            "SELECT assignment, prompt_index, seed, holders FROM work WHERE assignment >= ? AND assignment < ?"
+            " ORDER BY assignment",
+            (numbers.start, numbers.stop),
+        ).fetchall()
+        others = [(row, json.loads(row[3])) for row in out]
+        rows = [row for row, names in others if _holder(*holder) not in names and len(names) < MAX_HOLDERS][:count]
+    return _lease(connection, rows, holder, request_id)
+
+
+def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tuple[int | None, bool]:
+    """(prompt of a held-out assignment if this site ever held it, whether it is answered or over)."""
+    row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
+    if row is None:
+        return None, True
+    return (int(row[0]) if _holder(*holder) in json.loads(row[1]) else None), False
+
+
+def has_any(connection: Connection, numbers: range) -> bool:
+    """Whether an assignment of these is not answered."""
+    row = connection.execute(
+        "SELECT 1 FROM work WHERE assignment >= ? AND assignment < ? LIMIT 1", (numbers.start, numbers.stop)
+    ).fetchone()
+    return row is not None
+
+
+def forget(connection: Connection, numbers: range) -> None:
+    """Forget assignments of held-out prompts."""
+    connection.execute("DELETE FROM work WHERE assignment >= ? AND assignment < ?", (numbers.start, numbers.stop))
 
 
 def handed_before(connection: Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
@@ -163,7 +210,7 @@ def lookup_all(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) ->
         prompt, holders = rows.get(assignment, (None, "[]"))
         is_holder = _holder(group_id.site, group_id.incarnation) in json.loads(holders)
         found[assignment] = (
-            int(prompt) if is_holder else None,
+            int(prompt) if is_holder and assignment < following else None,
             prompt is None and assignment < following,
         )
     return found
@@ -254,6 +301,21 @@ def _holder(site: str, incarnation: str) -> str:
     return f"{site}/{incarnation}"
 
 
+def _lease(
+    connection: Connection, rows: Sequence[tuple[int, int, int, str]], to: Holder, request_id: str
+) -> list[Handed]:
+    """Give rows of work (assignment, prompt, seed, holders) to a site."""
+    holder = _holder(*to)
+    for assignment, _, _, holders in rows:
+        names = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
+        connection.execute(
+            "UPDATE work SET is_leased = 1, site = ?, incarnation = ?, holders = ?, request_id = ?"
+            " WHERE assignment = ?",
+            (*to, json.dumps(names), request_id, assignment),
+        )
+    return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed, _ in rows]
+
+
 _LOG = logging.getLogger(__name__)
 MAX_RETURNS = 3
 """Counted returns after which an assignment is closed."""
@@ -295,14 +357,18 @@ def take_back(
         config: of the coordinator.
     """
     site, incarnation = SiteId(holder[0]), holder[1]
+    # A held-out prompt that cannot be drawn is answered without a score.
+    uncounted = [each for each in assignments if reason is None or each >= HELD_OUT]
+    give_back(connection, site=site, incarnation=incarnation, assignments=uncounted)
     if reason is None:
-        give_back(connection, site=site, incarnation=incarnation, assignments=assignments)
         return []
     is_shared = tallies.read(connection, "wanting") > 1
     accepted, in_row = _standing(connection, site)
     following = int(get_meta(connection, "next_assignment") or 0)
     closed = []
     for assignment in assignments:
+        if assignment >= HELD_OUT:
+            continue
         row = held_by(connection, assignment, site=site, incarnation=incarnation)
         if row is None:
             continue

@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.identity.identity import is_name
 from heterorl.common.types.common import MAX_END_TOKENS
-from heterorl.common.types.evaluation import MAX_PARTS, MAX_SAMPLES, MAX_TEXT, PART_SAMPLES
+from heterorl.common.types.evaluation import MAX_RESULTS, MAX_SAMPLES, MAX_TEXT
 from heterorl.common.weights.container import FRAME_BYTES
 from heterorl.common.wire.statement import MAX_STATEMENT_BYTES
 from heterorl.v1.rollout_pb2 import Group
@@ -138,6 +138,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "ReadPayloadRequest.digest": _DIGEST,
         "LeaseWorkRequest.site": _NAME,
         "LeaseWorkRequest.incarnation": _NAME,
+        "LeaseWorkRequest.sets": Bound(count=256),
         "AbandonWorkRequest.site": _NAME,
         "AbandonWorkRequest.incarnation": _NAME,
         "PushGroupsRequest.groups": _COLUMN,
@@ -180,24 +181,16 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "EvaluatedRollout.token_ids": _TOKENS,
         "EvaluatedRollout.logprobs": _TOKENS,
         "BackupRequest.name": _NAME,
-        "LeaseEvaluationRequest.site": _NAME,
-        "LeaseEvaluationRequest.incarnation": _NAME,
-        "LeaseEvaluationRequest.sets": Bound(count=256),
-        "LeaseEvaluationRequest.held": Bound(count=MAX_PARTS),
         "EvaluationSet.name": _NAME,
         "EvaluationSet.task_digest": _DIGEST,
         "PushEvaluationRequest.site": _NAME,
         "PushEvaluationRequest.incarnation": _NAME,
         "PushEvaluationRequest.state_root": _DIGEST,
-        "PushEvaluationRequest.results": Bound(count=PART_SAMPLES),
+        "PushEvaluationRequest.results": Bound(count=MAX_RESULTS),
         "PromptResult.samples": Bound(count=MAX_SAMPLES),
         "PromptResult.prompt": _EVALUATION_TEXT,
         "PromptResult.answer": _EVALUATION_TEXT,
         "ScoredSample.text": _EVALUATION_TEXT,
-        "AbandonEvaluationRequest.site": _NAME,
-        "AbandonEvaluationRequest.incarnation": _NAME,
-        "AbandonEvaluationRequest.parts": Bound(count=MAX_PARTS),
-        "AbandonEvaluationRequest.reason": _PROSE,
         "ListEvaluationsRequest.task_set": _NAME,
         "DrainRequest.reason": _PROSE,
         "ReleaseSiteRequest.site": _NAME,

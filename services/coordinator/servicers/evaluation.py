@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.wire.evaluation import evaluation_to_pb, grant_to_pb, results_from_pb, sets_from_pb
+from heterorl.common.wire.evaluation import evaluation_to_pb, results_from_pb
 from heterorl.coordinator.evaluation import EvaluationColumn
 from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc
 
@@ -20,42 +20,16 @@ class EvaluationServicer(evaluation_pb2_grpc.EvaluationServiceServicer):
     def __init__(self, evaluations: EvaluationColumn) -> None:
         self._evaluations = evaluations
 
-    async def LeaseEvaluation(
-        self, request: evaluation_pb2.LeaseEvaluationRequest, context: Context
-    ) -> evaluation_pb2.LeaseEvaluationResponse:
-        grant = await self._evaluations.lease_evaluation(
-            site=SiteId(request.site),
-            incarnation=request.incarnation,
-            policy_version=request.policy_version,
-            sets=sets_from_pb(request.sets),
-            can_pull=request.can_pull,
-            max_parts=request.max_parts,
-            held=list(request.held),
-        )
-        return grant_to_pb(grant)
-
     async def PushEvaluation(
         self, request: evaluation_pb2.PushEvaluationRequest, context: Context
     ) -> evaluation_pb2.PushEvaluationResponse:
         num_counted = await self._evaluations.push_evaluation(
             site=SiteId(request.site),
             incarnation=request.incarnation,
-            part=request.part,
             state_root=Digest(request.state_root),
             results=results_from_pb(request.results),
         )
         return evaluation_pb2.PushEvaluationResponse(num_counted=num_counted)
-
-    async def AbandonEvaluation(
-        self, request: evaluation_pb2.AbandonEvaluationRequest, context: Context
-    ) -> evaluation_pb2.AbandonEvaluationResponse:
-        await self._evaluations.abandon_evaluation(
-            site=SiteId(request.site),
-            incarnation=request.incarnation,
-            parts=list(request.parts),
-            reason=request.reason,
-        )
-        return evaluation_pb2.AbandonEvaluationResponse()
 
     async def ListEvaluations(
         self, request: evaluation_pb2.ListEvaluationsRequest, context: Context

@@ -23,6 +23,7 @@ from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.rollout import DropReason, PushOutcome
+from heterorl.common.wire.evaluation import sets_from_pb
 from heterorl.common.wire.rollout import (
     group_id_from_pb,
     leased_to_pb,
@@ -189,6 +190,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             max_groups=request.max_groups,
             policy_version=request.policy_version,
             request_id=request.request_id,
+            sets=sets_from_pb(request.sets),
         )
         return work_grant_to_pb(grant)
 

@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"
@@ -78,13 +78,6 @@ CREATE TABLE evaluation_jobs (
     task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
     sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
 CREATE INDEX evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
-CREATE TABLE evaluation_parts (
-    part INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL,
-    site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
-    is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
-CREATE INDEX evaluation_parts_of_job ON evaluation_parts (job, is_done);
-CREATE INDEX evaluation_parts_open ON evaluation_parts (job, part) WHERE is_leased = 0 AND is_done = 0;
-CREATE INDEX evaluation_parts_out ON evaluation_parts (site, incarnation, part) WHERE is_leased = 1;
 CREATE TABLE evaluation_results (
     job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
     PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;

@@ -10,12 +10,15 @@ waiting   groups and bytes of each site that are pending or with the learner
 out_work  assignments that are out: since when, and whether they are away
 holder    who holds some, and when to look at them again (groups/deadlines.py)
 sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/quotas.py)
+
+Held-out prompts (HELD_OUT and more) are in out_work and holder alone: evaluation takes nothing of training's share.
 """
 
 from __future__ import annotations
 
 import sqlite3
 
+from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.coordinator.store.engine import Connection
 
 SOON = -1e300
@@ -82,19 +85,21 @@ CREATE TEMP TRIGGER out_enters AFTER INSERT ON temp.out_work BEGIN
     INSERT INTO holder (site, incarnation, held) VALUES (NEW.site, NEW.incarnation, 1)
         ON CONFLICT (site, incarnation) DO UPDATE SET held = held + 1;
     INSERT OR IGNORE INTO sharer (site) VALUES (NEW.site);
-    UPDATE sharer SET held = held + 1, counted = counted + 1 WHERE site = NEW.site;
-    UPDATE tally SET count = count + 1 WHERE name = 'out'; END;
+    UPDATE sharer SET held = held + 1, counted = counted + 1 WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
+    UPDATE tally SET count = count + 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT}; END;
 CREATE TEMP TRIGGER out_leaves AFTER DELETE ON temp.out_work BEGIN
     UPDATE holder SET held = held - 1, away = away - OLD.is_away
         WHERE site = OLD.site AND incarnation = OLD.incarnation;
     DELETE FROM holder WHERE site = OLD.site AND incarnation = OLD.incarnation AND held = 0;
-    UPDATE sharer SET held = held - 1, counted = counted - (OLD.is_away = 0) WHERE site = OLD.site;
-    UPDATE tally SET count = count - 1 WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END; END;
+    UPDATE sharer SET held = held - 1, counted = counted - (OLD.is_away = 0)
+        WHERE site = OLD.site AND OLD.assignment < {HELD_OUT};
+    UPDATE tally SET count = count - 1
+        WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END AND OLD.assignment < {HELD_OUT}; END;
 CREATE TEMP TRIGGER out_goes_away AFTER UPDATE OF is_away ON temp.out_work WHEN OLD.is_away = 0 AND NEW.is_away = 1
-    BEGIN UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site;
+    BEGIN UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
     UPDATE holder SET away = away + 1 WHERE site = NEW.site AND incarnation = NEW.incarnation;
-    UPDATE tally SET count = count - 1 WHERE name = 'out';
-    UPDATE tally SET count = count + 1 WHERE name = 'away'; END;
+    UPDATE tally SET count = count - 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT};
+    UPDATE tally SET count = count + 1 WHERE name = 'away' AND NEW.assignment < {HELD_OUT}; END;
 CREATE TEMP TRIGGER sharer_wants AFTER UPDATE OF counted, asked ON temp.sharer
     WHEN {_WANTS.format("OLD")} <> {_WANTS.format("NEW")}
     BEGIN UPDATE tally SET count = count + CASE WHEN {_WANTS.format("NEW")} THEN 1 ELSE -1 END

@@ -1,4 +1,4 @@
-"""Evaluation at a site: parts of held-out sets drawn with a pinned version, beside rollouts.
+"""Evaluation at a site: held-out prompts drawn with the version that the engine has, beside rollouts.
 
 Open `work` first; `drawing` asks the engine, `sets` loads the tasks.
 """

@@ -1,11 +1,11 @@
-"""Draws and scores parts of a set with the engine that rollouts use, in a share of its rows.
+"""Draws and scores held-out prompts of a set with the engine that rollouts use, in a share of its rows.
 
     draw   waits for rows of the share, then for its completions; unblocked by the engine
     play   waits for an environment that answers a turn; unblocked by it, and by its time limit
     score  waits for a process that computes rewards; unblocked by it, and by its time limit
 
-Guarantees: a completion of another version than the part's is never scored; what the engine lost is said, not counted;
-a member that its environment loses has no reward.
+Guarantees: a completion of another version than the evaluated one is never scored; what the engine lost is said, not
+counted; a member that its environment loses has no reward.
 """
 
 from __future__ import annotations
@@ -16,44 +16,38 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from heterorl.common.errors import EngineError, PromptRefused, RewardError
-from heterorl.common.evaluation.draft import PromptDraft
 from heterorl.common.evaluation.draws import Block, blocks_of, request_of, seed_of
 from heterorl.common.generation.engine import Completion, Engine, Finished, Request
 from heterorl.common.process.clock import Bell
-from heterorl.common.tasks.task import Prompt, Task, check_answer
+from heterorl.common.tasks.task import Prompt, check_answer
 from heterorl.common.text.texts import Texts
-from heterorl.common.types.evaluation import EvaluationPart, PromptResult
+from heterorl.common.types.evaluation import EvaluationSpec, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason, Span, WorkAssignment, total_reward
+from heterorl.common.types.sample import shown_answer
 from heterorl.sampler.evaluation.sets import SiteSet
 from heterorl.sampler.rollout.drafts import Draft
-from heterorl.sampler.rollout.guests import Guests
+from heterorl.sampler.rollout.held_out import HeldOut
 from heterorl.sampler.rollout.maker import RolloutMaker
 from heterorl.sampler.rollout.player import Player, Turn
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Asked:
-    """A prompt of a part: its results, and the group that draws them; None where it is refused."""
-
-    results: PromptDraft
-    draft: Draft | None
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
+_UNSCORED = ScoredSample(reward=None, num_tokens=0, is_truncated=False)
 
 
 class Drawing:
-    """Parts in, results out."""
+    """Held-out prompts in, results out."""
 
     def __init__(
         self,
         *,
         engine: Engine,
-        guests: Guests,
+        held_out: HeldOut,
         maker: RolloutMaker,
         share: float,
         max_trajectory_tokens: int,
@@ -63,18 +57,20 @@ class Drawing:
 
         Args:
             engine: that computes completions.
-            guests: what of the engine is no rollout's.
+            held_out: what of the engine is no rollout's.
             maker: whose tokenizer, clock and keys of requests are the site's.
-            share: of the engine's rows, while rollouts are made too.
+            share: of the engine's rows, while rollouts are made too; 1 is all of them and a little more.
             max_trajectory_tokens: of a completion of several turns, drawn and given.
             news: rings when anything happened in the engine.
         """
         self.refused: dict[tuple[str, int], PromptRefused] = {}
         """Why prompts cannot be drawn, by set and index."""
+        rows = engine.max_running
+        self.num_rows = rows + rows // 4 if share >= 1 else max(1, int(rows * share))
+        """Completions that it may have in the engine at once; a single request may be larger."""
         self._engine = engine
-        self._guests = guests
+        self._held_out = held_out
         self._maker = maker
-        self._share = share
         self._max_trajectory_tokens = max_trajectory_tokens
         self._news = news
         prompter = maker.prompter
@@ -83,34 +79,35 @@ class Drawing:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._players: dict[tuple[str, int], Player] = {}
 
-    @property
-    def num_rows(self) -> int:
-        """Completions that it may have in the engine at once; a single request may be larger."""
-        rows = self._engine.max_running
-        return rows + rows // 4 if self._guests.are_alone else max(1, int(rows * self._share))
-
-    async def results(self, part: EvaluationPart, of: SiteSet) -> tuple[PromptResult, ...]:
-        """Draw and score the prompts of a part; none of a prompt's completions has a reward where it cannot be drawn.
+    async def result(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> PromptResult:
+        """Draw and score a prompt; where it is refused none of its completions has a reward.
 
         Raises:
             ConfigError: the engine has no room for such completions.
             EngineError: the engine lost some of it, or drew with another version.
         """
-        asked = await asyncio.to_thread(lambda: [self._asked(part, of, index) for index in part.prompts])
-        drawn = [(each.results, each.draft) for each in asked if each.draft is not None]
+        index = assignment.prompt_index
+        prompt = of.task.evaluation_prompt(index)
+        samples: dict[int, ScoredSample] = {}
         try:
-            await _together(
-                self._block(part, of, results, draft, block)
-                for results, draft in drawn
-                for block in blocks_of(part.draws)
-            )
-        finally:
-            for player in self._players.values():
-                for _, draft in drawn:
+            draft = await asyncio.to_thread(self._draft, spec, of, prompt, assignment)
+            try:
+                await _together(self._block(spec, of, draft, block, samples) for block in blocks_of(spec.draws))
+            finally:
+                for player in self._players.values():
                     player.drop(draft.key)
-        return tuple(
-            each.results.refused() if (of.name, index) in self.refused else each.results.result()
-            for index, each in zip(part.prompts, asked, strict=True)
+            self.refused.pop((of.name, index), None)
+        except PromptRefused as error:
+            if (of.name, index) not in self.refused:
+                _LOG.warning("held-out prompt %d cannot be drawn: %s", index, error)
+            self.refused[of.name, index] = error
+            samples = dict.fromkeys(range(spec.draws.num_samples), _UNSCORED)
+        return PromptResult(
+            prompt_index=index,
+            samples=tuple(samples[number] for number in range(spec.draws.num_samples)),
+            prompt=prompt.shown,
+            answer=shown_answer(prompt.answer),
+            assignment=assignment.id,
         )
 
     def close(self) -> None:
@@ -120,90 +117,79 @@ class Drawing:
         for player in self._players.values():
             player.close()
 
-    def _asked(self, part: EvaluationPart, of: SiteSet, index: int) -> _Asked:
-        self.refused.pop((of.name, index), None)
-        prompt = of.task.evaluation_prompt(index)
-        results = PromptDraft(prompt_index=index, prompt=prompt, num_samples=part.draws.num_samples)
-        try:
-            check_answer(of.task, prompt)
-            conversation = of.conversations.of(prompt) if of.conversations else None
-            with self._maker.lock:
-                ids = conversation.encode(prompt) if conversation else self._maker.prompter.encode_prompt(prompt)
-        except PromptRefused as error:
-            self._refuse(of, index, error)
-            return _Asked(results=results, draft=None)
-        seed = seed_of(part.draws, prompt_index=index, first=0)
-        assignment = WorkAssignment(id=part.id, prompt_index=index, seed=seed, lease_s=part.lease_s)
-        draft = Draft(
+    def _draft(self, spec: EvaluationSpec, of: SiteSet, prompt: Prompt, assignment: WorkAssignment) -> Draft:
+        check_answer(of.task, prompt)
+        conversation = of.conversations.of(prompt) if of.conversations else None
+        with self._maker.lock:
+            ids = conversation.encode(prompt) if conversation else self._maker.prompter.encode_prompt(prompt)
+        return Draft(
             key=next(self._maker.keys),
             assignment=assignment,
             prompt=prompt,
             prompt_token_ids=ids,
-            seed=seed,
-            version=part.version,
+            seed=seed_of(spec.draws, prompt_index=assignment.prompt_index, first=0),
+            version=spec.version,
             source="evaluation",
             begun_at=math.inf,
             conversation=conversation,
         )
-        return _Asked(results=results, draft=draft)
 
-    def _refuse(self, of: SiteSet, index: int, error: PromptRefused) -> None:
-        if (of.name, index) not in self.refused:
-            _LOG.warning("held-out prompt %d cannot be drawn: %s", index, error)
-        self.refused[of.name, index] = error
-
-    async def _block(self, part: EvaluationPart, of: SiteSet, results: PromptDraft, draft: Draft, block: Block) -> None:
+    async def _block(
+        self, spec: EvaluationSpec, of: SiteSet, draft: Draft, block: Block, samples: dict[int, ScoredSample]
+    ) -> None:
         """Draw and score some completions of a prompt."""
-        key, index = next(self._maker.keys), results.prompt_index
-        request = request_of(part.draws, block, key=key, prompt_index=index, prompt=draft.prompt_token_ids)
-        try:
-            drawn = await self._drawn(part, draft, request)
-        except PromptRefused as error:
-            self._refuse(of, index, error)
-            return
+        key, index = next(self._maker.keys), draft.assignment.prompt_index
+        request = request_of(spec.draws, block, key=key, prompt_index=index, prompt=draft.prompt_token_ids)
+        drawn = await self._drawn(spec, draft, request)
         if draft.conversation is not None:
             await _together(
-                self._play(part, of, results, draft, block.first + one.member, one.completion) for one in drawn
+                self._play(spec, of, draft, block.first + one.member, one.completion, samples) for one in drawn
             )
             return
         for one in drawn:
-            text, reward = await self._in_thread(of, self._score, of.task, draft.prompt, one.completion)
-            results.note(block.first + one.member, one.completion, text=text, reward=reward)
+            text, reward = await self._in_thread(of, self._score, of, draft.prompt, one.completion)
+            samples[block.first + one.member] = _scored(one.completion, text, reward)
 
     async def _play(
-        self, part: EvaluationPart, of: SiteSet, results: PromptDraft, draft: Draft, number: int, completion: Completion
+        self,
+        spec: EvaluationSpec,
+        of: SiteSet,
+        draft: Draft,
+        number: int,
+        completion: Completion,
+        samples: dict[int, ScoredSample],
     ) -> None:
         """Lead a completion through its environment, from its first turn on."""
-        player = self._player(part, of)
+        player = self._player(spec, of)
         came = await player.play(draft, number, completion)
         while isinstance(came, Turn):
             request = Request(
                 key=next(self._maker.keys), prompt=came.context, seed=came.seed, num_completions=1,
-                sampling=part.draws.sampling,
+                sampling=spec.draws.sampling,
             )  # fmt: skip
             try:
-                (one,) = await self._drawn(part, draft, request)
+                (one,) = await self._drawn(spec, draft, request)
             except PromptRefused:
                 came = await player.end(draft, number, FinishReason.CONTEXT)
             else:
                 came = await player.play(draft, number, one.completion)
         is_lost = not came.completion.finish_reason.is_trainable
         text = await self._in_thread(of, self._read, came.completion)
-        results.note(number, came.completion, text=text, reward=None if is_lost else total_reward(came.parts))
+        samples[number] = _scored(came.completion, text, None if is_lost else total_reward(came.parts))
 
-    def _player(self, part: EvaluationPart, of: SiteSet) -> Player:
+    def _player(self, spec: EvaluationSpec, of: SiteSet) -> Player:
         assert of.conversations is not None, "the prompt has an environment"
-        name = of.name, part.draws.max_new_tokens
+        name = of.name, spec.draws.max_new_tokens
         if name not in self._players:
             self._players[name] = Player(
-                max_live=of.conversations.max_live, max_new_tokens=part.draws.max_new_tokens,
+                max_live=of.conversations.max_live, max_new_tokens=spec.draws.max_new_tokens,
                 max_trajectory_tokens=self._max_trajectory_tokens, clock=self._maker.clock,
             )  # fmt: skip
         return self._players[name]
 
-    async def _drawn(self, part: EvaluationPart, draft: Draft, request: Request) -> list[Finished]:
-        count = request.num_completions
-        while self._guests.num_running and self._guests.num_running + count > self.num_rows:
+    async def _drawn(self, spec: EvaluationSpec, draft: Draft, request: Request) -> list[Finished]:
+        count, held_out = request.num_completions, self._held_out
+        while held_out.num_running and held_out.num_running + count > self.num_rows:
             await self._news.ticket().wait()
         draft.begun_at = min(draft.begun_at, self._maker.clock.monotonic())
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -217,19 +203,19 @@ class Drawing:
             if one is None or len(ended) == count:
                 done.set_result(one is not None)
 
-        self._guests.begin(request.key, count, on_end)
-        # Its thread cannot be cancelled: whoever waits for it no longer still learns whether the engine took it.
+        held_out.begin(request.key, count, on_end)
+        # Its thread cannot be cancelled: a caller that is still learns whether the engine took it.
         submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, request))
         submitting.add_done_callback(lambda found: self._note_submitted(request, found))
         await asyncio.shield(submitting)
         self._news.ring()
         if not await done:
             raise EngineError("the engine lost what was evaluated")
-        return [replace(one, completion=_of_version(part.version, one.completion)) for one in ended]
+        return [replace(one, completion=_of_version(spec.version, one.completion)) for one in ended]
 
     def _note_submitted(self, request: Request, found: asyncio.Future[None]) -> None:
         if found.cancelled() or found.exception() is not None:
-            self._guests.drop(request.key)
+            self._held_out.drop(request.key)
 
     async def _in_thread(self, of: SiteSet, function: Callable[..., _T], *arguments: Any) -> _T:
         threads = self._threads.get(of.name)
@@ -242,14 +228,24 @@ class Drawing:
         with self._maker.lock:
             return self._texts.read(completion.token_ids, completion.spans)[0]
 
-    def _score(self, task: Task, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:
+    def _score(self, of: SiteSet, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:
         with self._maker.lock:
             text = self._maker.prompter.decode(completion.token_ids)
         try:
-            return text, total_reward(task.score(prompt, text))
+            return text, total_reward(of.task.score(prompt, text))
         except RewardError as error:
             _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
             return text, None
+
+
+def _scored(completion: Completion, text: str, reward: float | None) -> ScoredSample:
+    """A completion, of one turn or more; its reward is None where none could be computed."""
+    return ScoredSample(
+        reward=None if reward is None or math.isnan(reward) else reward,
+        num_tokens=sum(span.end - span.start for span in completion.spans if span.is_drawn),
+        is_truncated=completion.finish_reason in _CUT,
+        text=text,
+    )
 
 
 def _of_version(version: int, completion: Completion) -> Completion:

@@ -1,58 +1,55 @@
-"""The loop that evaluates: asks for parts, pins their version, draws, delivers.
+"""The loop that evaluates: leases held-out prompts of the version that the engine has, draws, delivers.
 
-    run  waits for a verified version, for parts, for the engine, for the coordinator; unblocked by sync, time, the
-         engine, the coordinator; ends when the run drains and there is nothing to evaluate
+    run  waits for a verified version, for work, for the engine, for the coordinator; unblocked by sync, time, the
+         engine, the coordinator; ends when the run drains and has nothing left for this site
 
-    the part's version is the engine's   pinned: rollouts go on beside it with that version, and a newer one waits until
-                                         the evaluation has no more parts, `evaluation_hold_s` at most
-    it is another one                    fetched beside rollouts; when those under way have ended the engine takes it,
-                                         evaluates alone, and goes back to the site's own version; the site then rests
-                                         until that was no more than its share of the time
+While it holds prompts the engine keeps their version and rollouts go on beside them; newer weights wait until there are
+no more prompts, `evaluation_hold_s` at most. A drained site waits as long for the last version.
 
-Guarantees: what is delivered was drawn by the part's version alone; a part that gives nothing is handed back; a set
-that this site cannot draw is refused once and not asked for again.
+Guarantees: what is delivered was drawn by the evaluated version alone; a prompt that gives nothing is handed back; a
+set that this site cannot draw is not asked for again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Sequence
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import (
-    ConfigError,
-    CorruptData,
-    DiskFull,
-    EngineError,
-    HeterorlError,
-    InvalidRequest,
-    MessageTooLarge,
-    RemoteError,
-    Unreachable,
-    UntrustedVersion,
-)
+from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
+from heterorl.common.evaluation.draws import BLOCK
+from heterorl.common.generation.engine import Engine
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import TrustedPuller
-from heterorl.common.types.common import peer_seconds, peer_words
-from heterorl.common.types.evaluation import MAX_PARTS, PART_SAMPLES, EvaluationPart, PromptResult, without_texts
+from heterorl.common.process.threads import cause_of
+from heterorl.common.types.common import Digest
+from heterorl.common.types.evaluation import (
+    MAX_HELD_OUT,
+    MAX_RESULT_SAMPLES,
+    EvaluationSpec,
+    PromptResult,
+    without_texts,
+)
+from heterorl.common.types.rollout import WorkAssignment, WorkGrant
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.drawing import Drawing
 from heterorl.sampler.evaluation.sets import SiteSet
-from heterorl.sampler.rollout.guests import Guests
-from heterorl.sampler.rollout.swap import Swap
+from heterorl.sampler.rollout.generate import Generation
+from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.work import Work
 from heterorl.sampler.session import Session
 from heterorl.sampler.sync import PolicySync
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 2.0
-"""Between questions that found nothing, where the coordinator says nothing else."""
+"""At least, after a question that found nothing or a set that was not drawn."""
 MAX_FAILURES = 8
 """In a row, before a sampler that drains ends without the evaluation: about a minute of waiting."""
 HAND_BACK_S = 3.0
-"""What a stop waits for a coordinator that takes parts back."""
+"""What a stop waits for a coordinator that takes prompts back."""
 
 
 class EvaluationWork:
@@ -64,12 +61,11 @@ class EvaluationWork:
         config: SamplerConfig,
         api: SamplerApi,
         sets: Sequence[SiteSet],
-        drawing: Drawing,
-        guests: Guests,
-        swap: Swap,
+        engine: Engine,
+        generation: Generation,
+        maker: RolloutMaker,
         policy: PolicySync,
         session: Session,
-        puller: TrustedPuller,
         clock: Clock,
         bell: Bell,
         rng: random.Random,
@@ -77,212 +73,178 @@ class EvaluationWork:
         self._config = config
         self._api = api
         self._sets = {each.name: each for each in sets}
-        self._drawing = drawing
-        self._guests = guests
-        self._swap = swap
+        self._generation = generation
+        self._held_out = generation.held_out
+        self._drawing = Drawing(
+            engine=engine, held_out=generation.held_out, maker=maker, share=config.evaluation_share,
+            max_trajectory_tokens=config.sampling.max_trajectory_tokens, news=generation.news,
+        )  # fmt: skip
+        self._work = Work(api=api, session=session, clock=clock, rng=rng, name="evaluate")
         self._policy = policy
         self._session = session
-        self._puller = puller
         self._clock = clock
         self._bell = bell
         self._patience = Patience(clock=clock, rng=rng)
         self._held: set[int] = set()
-        self._rest_until = clock.monotonic()
-        self._pause_s = PAUSE_S
+        self._drawn: list[PromptResult] = []
+        self._pushing = asyncio.Lock()
+        self._num_samples = BLOCK
+        """Completions of a prompt of the set that was drawn last."""
+        self._kept_version, self._kept_until = -1, math.inf
+        """The version that was evaluated last, and when newer weights need not wait for it any longer."""
+        self._drained_at = math.inf
         self._num_failures = 0
-        """Leases and deliveries that failed since one was taken."""
-        self._is_all_done = False
-        """Whether the coordinator had nothing when it was last asked."""
-        guests.are_expected = True
+        """Questions and deliveries that failed since one was taken."""
+        self._is_over = False
+        """Whether the coordinator said that the run has nothing left for this site."""
+        self._held_out.is_expected = True
 
     async def run(self) -> None:
         """Evaluate until the run drains and nothing is left."""
         try:
             while True:
-                version = self._swap.version
-                parts = await self._lease() if version >= 0 else ()
-                while parts:
-                    parts = await self._evaluate(parts)
-                if self._session.is_draining and (version < 0 or self._is_all_done):
-                    return
-                if self._session.is_draining and self._num_failures >= MAX_FAILURES:
-                    _LOG.warning("draining without the last evaluation: nothing came of it %d times", MAX_FAILURES)
+                version = self._generation.swap.version
+                if version >= 0:
+                    await self._evaluate(version)
+                if self._session.is_draining and self._may_end(version):
                     return
                 await self._pause(version)
         finally:
             self._drawing.close()
-            self._guests.are_expected = False
-            self._guests.leave()
+            self._held_out.is_expected = False
+            self._release()
 
     async def hand_back(self) -> None:
         """Hand back what is under way, as long as a stop may take; where that fails it expires."""
-        if self._held:
-            try:
-                async with asyncio.timeout(HAND_BACK_S):
-                    await self._abandon(sorted(self._held))
-            except TimeoutError:
-                _LOG.info("%d parts of an evaluation are left to expire", len(self._held))
-
-    async def _lease(self) -> tuple[EvaluationPart, ...]:
-        can_pull = self._session.is_draining or self._clock.monotonic() >= self._rest_until
-        wanted = max(1, self._drawing.num_rows // PART_SAMPLES)
-        self._is_all_done = False
         try:
-            grant = await self._api.lease_evaluation(
-                site=self._session.registration.site,
-                incarnation=self._session.registration.incarnation,
-                policy_version=self._swap.version,
-                sets=[each.stated for each in self._sets.values()],
-                can_pull=can_pull,
-                max_parts=min(MAX_PARTS, wanted),
-                held=sorted(self._held),
-            )
-        except (RemoteError, TimeoutError) as error:
-            # Whoever asks for rollouts registers again, and ends where that does not help.
-            _LOG.log(
-                logging.DEBUG if isinstance(error, Unreachable | TimeoutError) else logging.INFO,
-                "nothing is evaluated: %s", error,
-            )  # fmt: skip
-            self._pause_s = self._patience.delay_s()
-            self._num_failures += 1
-            return ()
-        self._patience.reset()
-        self._pause_s = peer_seconds(grant.retry_after_s) or PAUSE_S
-        # Nothing that was not asked for: what is left expires.
-        parts = tuple(
-            part
-            for part in grant.parts[:wanted]
-            if (part.task_set, part.version) == (grant.parts[0].task_set, grant.parts[0].version)
-            and part.task_set in self._sets
-        )
-        if not parts:
-            self._is_all_done = True
-            _LOG.debug("nothing is evaluated: %s", peer_words(grant.reason))
-        return parts
+            async with asyncio.timeout(HAND_BACK_S):
+                await self._give_back()
+        except TimeoutError:
+            _LOG.info("held-out prompts are left to expire: the coordinator does not answer")
 
-    async def _evaluate(self, parts: tuple[EvaluationPart, ...]) -> tuple[EvaluationPart, ...]:
-        """Evaluate parts of one version, and further ones; returns what was given of another version."""
-        version, started = parts[0].version, self._clock.monotonic()
-        self._held |= {part.id for part in parts}
-        if not await self._guests.pin(self._swap, version) and not await self._bring(parts):
-            self._num_failures += 1
-            # As after a visit: rollouts come first for a while.
-            now = self._clock.monotonic()
-            self._rest_until = now + max(PAUSE_S, (now - started) * (1.0 / self._config.evaluation_share - 1.0))
-            return ()
-        is_visit = self._guests.are_alone
-        _LOG.info("set %s is evaluated on version %d", parts[0].task_set, version)
+    def _may_end(self, version: int) -> bool:
+        """Whether a sampler that drains need not wait for an evaluation."""
+        now = self._clock.monotonic()
+        self._drained_at = min(self._drained_at, now)
+        if version < 0 or self._is_over:
+            return True
+        is_late = not self._num_failures and now - self._drained_at >= self._config.evaluation_hold_s
+        if is_late or self._num_failures >= MAX_FAILURES:
+            why = "its weights did not come" if is_late else f"nothing came of it {MAX_FAILURES} times"
+            _LOG.warning("draining without the last evaluation: %s", why)
+            return True
+        return False
+
+    async def _evaluate(self, version: int) -> None:
+        """Evaluate a version as long as there are prompts, and newer weights may wait."""
+        if version != self._kept_version:
+            self._kept_version, self._kept_until = version, math.inf
         try:
-            while parts and parts[0].version == version:
-                self._held |= {part.id for part in parts}
-                if not await self._deliver(parts):
-                    self._num_failures += 1
-                    return ()
-                is_held_long = self._clock.monotonic() - started >= self._config.evaluation_hold_s
-                if is_held_long and self._policy.take(version) is not None and not self._session.is_draining:
-                    return ()
-                parts = await self._lease()
-            return parts
+            while not self._is_late(version):
+                grant = await self._lease(version)
+                if grant is None or not await self._deliver(grant):
+                    return
         finally:
-            self._guests.leave()
-            if is_visit:
-                now = self._clock.monotonic()
-                self._rest_until = now + (now - started) * (1.0 / self._config.evaluation_share - 1.0)
+            self._release()
 
-    async def _deliver(self, parts: Sequence[EvaluationPart]) -> bool:
-        """Draw parts together and deliver each when it is whole; whether the engine can go on."""
-        tasks = [asyncio.ensure_future(self._part(part)) for part in parts]
+    def _is_late(self, version: int) -> bool:
+        """Whether newer weights have waited long enough."""
+        is_held_long = self._clock.monotonic() >= self._kept_until and not self._session.is_draining
+        return is_held_long and self._policy.take(version) is not None
+
+    def _release(self) -> None:
+        self._held_out.keeps_version = False
+        self._generation.news.ring()
+
+    async def _lease(self, version: int) -> WorkGrant | None:
+        """Prompts of the version that the engine has, which it keeps from now on; None where there are none."""
+        if not self._sets:
+            self._is_over = True
+            return None
+        wanted = max(1, self._drawing.num_rows // self._num_samples)
+        stated = [each.stated for each in self._sets.values()]
+        grant = await self._work.ask(version, wanted, num_prompts=MAX_HELD_OUT, sets=stated)
+        self._is_over = grant is not None and not grant.assignments and not grant.retry_after_s
+        if grant is None:
+            self._num_failures += 1
+            return None
+        if not grant.assignments:
+            return None
+        self._held |= {each.id for each in grant.assignments}
+        spec, is_there = grant.evaluation, self._generation.swap.version == version and not self._generation.is_swapping
+        if spec is None or spec.task_set not in self._sets or spec.version != version or not is_there:
+            await self._give_back()
+            return None
+        self._held_out.keeps_version = True
+        self._kept_until = min(self._kept_until, self._clock.monotonic() + self._config.evaluation_hold_s)
+        self._num_samples = spec.draws.num_samples
+        return grant
+
+    async def _deliver(self, grant: WorkGrant) -> bool:
+        """Draw prompts together and deliver each when it is whole; whether the engine can go on."""
+        spec = grant.evaluation
+        assert spec is not None, "they are held-out prompts"
+        of = self._sets[spec.task_set]
+        self._drawn = []
+        _LOG.debug("%d prompts of set %s are drawn with version %d", len(grant.assignments), of.name, spec.version)
         try:
-            await asyncio.gather(*tasks)
-        except ConfigError as error:
-            # Another site's engine may have more room.
-            self._sets.pop(parts[0].task_set, None)
-            _LOG.error("set %s is not evaluated here: %s", parts[0].task_set, error)
-            await self._cancelled(tasks)
-            await self._abandon([part.id for part in parts if part.id in self._held], reason=str(error))
+            async with asyncio.TaskGroup() as tasks:
+                for each in grant.assignments:
+                    tasks.create_task(self._prompt(spec, of, each))
+        except ExceptionGroup as group:
+            error = cause_of(group)
+            if not isinstance(error, ConfigError | EngineError | RemoteError):
+                raise
+            if isinstance(error, ConfigError | InvalidRequest | MessageTooLarge):
+                # Drawn again it would fail again; another site's engine may have more room.
+                self._sets.pop(of.name, None)
+                _LOG.error("set %s is not evaluated here: %s", of.name, error)
+            else:
+                _LOG.warning("held-out prompts are handed back: %s", error)
+            self._num_failures += 1
+            await self._give_back()
             return False
-        except EngineError as error:
-            _LOG.warning("an evaluation is given up: %s", error)
-            await self._cancelled(tasks)
-            await self._abandon([part.id for part in parts if part.id in self._held])
-            return False
-        except BaseException:
-            await self._cancelled(tasks)
-            raise
+        self._num_failures = 0
         return True
 
-    async def _part(self, part: EvaluationPart) -> None:
-        results = await self._drawing.results(part, self._sets[part.task_set])
-        try:
-            try:
-                num_counted = await self._pushed(part, results)
-            except MessageTooLarge as error:
-                # Texts are for people to read; what the part is for are the numbers.
-                _LOG.warning("part %d of an evaluation is delivered without its texts: %s", part.id, error)
-                num_counted = await self._pushed(part, [without_texts(result) for result in results])
-        except RemoteError as error:
-            _LOG.warning("part %d of an evaluation is not taken: %s", part.id, error)
-            # Drawn again it would be refused again.
-            is_final = isinstance(error, MessageTooLarge | InvalidRequest)
-            await self._abandon([part.id], reason=str(error) if is_final else "")
-            return
-        self._held.discard(part.id)
-        self._num_failures = 0
-        _LOG.debug("part %d of an evaluation is delivered, %d prompts are new", part.id, num_counted)
+    async def _prompt(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> None:
+        self._drawn.append(await self._drawing.result(spec, of, assignment))
+        # What ended while another delivery was under way goes together.
+        async with self._pushing:
+            while self._drawn:
+                some = self._drawn[: max(1, MAX_RESULT_SAMPLES // spec.draws.num_samples)]
+                await self._push(spec.state_root, some)
+                self._held -= {each.assignment for each in some}
+                del self._drawn[: len(some)]
 
-    async def _pushed(self, part: EvaluationPart, results: Sequence[PromptResult]) -> int:
-        return await self._patience.insist(
+    async def _push(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
+        try:
+            await self._pushed(state_root, results)
+        except MessageTooLarge as error:
+            # Texts are for people to read; what a prompt is drawn for are the numbers.
+            _LOG.warning("%d results are delivered without their texts: %s", len(results), error)
+            await self._pushed(state_root, [without_texts(result) for result in results])
+
+    async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
+        await self._patience.insist(
             lambda: self._api.push_evaluation(
                 site=self._session.registration.site,
                 incarnation=self._session.registration.incarnation,
-                part=part.id,
-                state_root=part.state_root,
+                state_root=state_root,
                 results=results,
             )
         )
 
-    async def _bring(self, parts: Sequence[EvaluationPart]) -> bool:
-        """Fetch the version of parts and give it to the engine; parts are handed back where that fails."""
-        first = parts[0]
-        try:
-            async with asyncio.timeout(max(1.0, first.lease_s)):
-                pulled = await self._puller.pull(first.version)
-            if await self._guests.bring(self._swap, pulled):
-                return True
-            reason = f"the engine does not take version {first.version}"
-        except TimeoutError:
-            reason = ""
-        except (RemoteError, CorruptData, UntrustedVersion, DiskFull, OSError) as error:
-            reason = f"version {first.version} cannot be fetched: {error}"
-            _LOG.warning("nothing is evaluated: %s", reason)
-        await self._abandon([part.id for part in parts], reason=reason)
-        return False
-
-    async def _abandon(self, parts: Sequence[int], *, reason: str = "") -> None:
-        self._held -= set(parts)
-        if not parts:
-            return
-        try:
-            await self._api.abandon_evaluation(
-                site=self._session.registration.site,
-                incarnation=self._session.registration.incarnation,
-                parts=parts,
-                reason=reason,
-            )
-        except (HeterorlError, TimeoutError) as error:
-            _LOG.info("%d parts of an evaluation are left to expire: %s", len(parts), error)
+    async def _give_back(self) -> None:
+        held, self._held = sorted(self._held), set()
+        await self._work.abandon(held)
 
     async def _pause(self, version: int) -> None:
         """Wait until it is time to ask again, the engine has another version, or the run drains."""
-        until = self._clock.monotonic() + self._pause_s
-        # A run that drains ends when all is evaluated; what failed is tried again, and not at once.
-        while (not self._session.is_draining or self._num_failures) and self._swap.version == version:
+        until = max(self._work.ask_time, self._clock.monotonic() + PAUSE_S)
+        was_draining = self._session.is_draining
+        while self._session.is_draining == was_draining and self._generation.swap.version == version:
             ticket, left_s = self._bell.ticket(), until - self._clock.monotonic()
-            if left_s <= 0 and version >= 0:
+            if left_s <= 0:
                 return
-            await ring_or_time(ticket, clock=self._clock, seconds=left_s if version >= 0 else PAUSE_S)
-
-    async def _cancelled(self, tasks: Sequence[asyncio.Future[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            await ring_or_time(ticket, clock=self._clock, seconds=left_s)

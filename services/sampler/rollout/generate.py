@@ -27,8 +27,8 @@ from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox, Spooling
 from heterorl.sampler.outbox.turns import KeptGroup
 from heterorl.sampler.rollout.drafts import Draft, Journal, UnderWay
-from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.harvest import Harvest
+from heterorl.sampler.rollout.held_out import HeldOut
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 from heterorl.sampler.rollout.player import Turn
 from heterorl.sampler.rollout.swap import Swap
@@ -79,25 +79,28 @@ class Generation:
         self._bell = bell
         # What happens to groups under way; the sampler's other loops need not look at every completion.
         self.news = Bell()
-        self._work = Work(api=api, session=session, task=maker.task, clock=clock, rng=rng)
+        self._work = Work(api=api, session=session, clock=clock, rng=rng)
         self.swap = Swap(
             api=api, engine=engine, canary=canary, policy=policy, session=session, clock=clock, rng=rng,
             on_quarantine=self._return_reserve,
         )  # fmt: skip
-        self.guests = Guests(num_rollouts=lambda: self._drafts.num_running, news=self.news)
+        self.held_out = HeldOut()
+        self.is_swapping = False
+        """Whether the engine is being given weights."""
         self._journal = Journal(
             turns=outbox.turns, left=left, state_roots=lambda: self.swap.state_roots, clock=clock, now=now,
             news=self.news,
         )  # fmt: skip
         self.harvest = Harvest(
             engine=engine, maker=maker, spooling=self.spooling, swap=self.swap, work=self._work, clock=clock,
-            bell=bell, news=self.news, guests=self.guests, journal=self._journal,
+            bell=bell, news=self.news, held_out=self.held_out, journal=self._journal,
         )  # fmt: skip
         self._drafts = self.harvest.drafts
         self._room = max(1, engine.max_running // maker.group_size)
         self.reserve = Reserve(
-            work=self._work, room_groups=self._room, work_ahead_s=lambda: session.work_ahead_s,
-            rate=self.harvest.groups, clock=clock, news=self.news, under_way=self._under_way_now,
+            work=self._work, num_prompts=maker.task.num_prompts, room_groups=self._room,
+            work_ahead_s=lambda: session.work_ahead_s, rate=self.harvest.groups, clock=clock, news=self.news,
+            under_way=self._under_way_now,
         )  # fmt: skip
         self._is_ending = False
 
@@ -180,7 +183,6 @@ class Generation:
         return (
             not self._session.is_draining
             and not self._is_ending
-            and not self.guests.are_alone
             and self.swap.version >= 0
             and not self.spooling.problem
             and level.num_bytes < self._config.outbox_bytes
@@ -199,7 +201,7 @@ class Generation:
             tickets = self._bell.ticket(), self.news.ticket()
             if self._session.is_draining:
                 self._return_reserve()
-                if self.harvest.is_empty and not self.guests.are_expected:
+                if self.harvest.is_empty and not self.held_out.is_expected:
                     return
             now = self._clock.monotonic()
             self.harvest.groups.work(len(self._drafts) > 0, now)
@@ -216,13 +218,13 @@ class Generation:
     async def _exchange(self, tasks: asyncio.TaskGroup) -> bool:
         """Give the engine what is due, beside what is under way where that may be; whether anything was done."""
         pulled = self.swap.due()
-        if pulled is None or self.guests.is_swapping or self._is_ending:
+        if pulled is None or self.is_swapping or self._is_ending:
             return False
         # One engine of several is started again beside what the others do.
         is_mend = pulled.version == self.swap.version
-        if not is_mend and (self.guests.pinned >= 0 or (self._drafts.num_running and self._config.swap == "drain")):
+        if not is_mend and (self.held_out.keeps_version or (self._drafts.num_running and self._config.swap == "drain")):
             return False
-        self.guests.is_swapping = True
+        self.is_swapping = True
         if self._drafts.num_running or is_mend:
             tasks.create_task(self._take(pulled))
         else:
@@ -233,7 +235,7 @@ class Generation:
         try:
             await self.swap.take(pulled)
         finally:
-            self.guests.is_swapping = False
+            self.is_swapping = False
         if self.swap.version == pulled.version:
             # What was refused to the old version may be given to the new one.
             self._work.ask_time = self._clock.monotonic()
@@ -242,11 +244,11 @@ class Generation:
     @property
     def _is_swap_first(self) -> bool:
         """Whether nothing may begin before a swap that is due, so that no turn mixes versions."""
-        return self._config.swap == "drain" and self._is_newer_due and self.guests.pinned < 0
+        return self._config.swap == "drain" and self._is_newer_due and not self.held_out.keeps_version
 
     async def _go_on(self, tasks: asyncio.TaskGroup) -> bool:
         """Give the engine the turns that can be drawn, before anything new; whether anything was done."""
-        is_held = self._is_swap_first or self._is_ending or self.guests.are_alone or self.swap.version < 0
+        is_held = self._is_swap_first or self._is_ending or self.swap.version < 0
         if not self.harvest.turns or is_held:
             return False
         turns, self.harvest.turns = self.harvest.turns, []
@@ -260,7 +262,7 @@ class Generation:
         if error is not None:
             left = [place for place in range(count, len(turns)) if self._drafts.lose(keys[place]) is not None]
             self.harvest.turns += [turns[place] for place in left]
-            if not self.guests.is_swapping and self.swap.version >= 0:
+            if not self.is_swapping and self.swap.version >= 0:
                 self.swap.note_failure(error)
         if count:
             self.news.ring()
@@ -308,7 +310,7 @@ class Generation:
         rows, size = self._engine.max_running, self._maker.group_size
         if self._drafts.num_unscored >= MAX_UNSCORED * rows:
             return 0
-        wanted = max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.guests.num_running) // size
+        wanted = max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.held_out.num_running) // size
         if self._maker.conversations is not None:
             # While tools run rows are free, and what begins then waits for a place among the live episodes.
             num_playing = sum(draft.conversation is not None for draft in self._drafts)
@@ -333,7 +335,7 @@ class Generation:
             untaken = [draft for draft in drafts[count:] if self._drafts.withdraw(draft)]
             self.reserve.put_back([draft.assignment for draft in untaken])
             # During a swap it takes none; a swap that failed says so itself.
-            if not self.guests.is_swapping and self.swap.version >= 0:
+            if not self.is_swapping and self.swap.version >= 0:
                 self.swap.note_failure(error)
         if count > len(too_long):
             self.harvest.refusals.passed()

@@ -32,7 +32,7 @@ from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, Rew
 from heterorl.sampler.outbox.outbox import Level, Spooling
 from heterorl.sampler.outbox.turns import KeptGroup
 from heterorl.sampler.rollout.drafts import Draft, Drafts, Journal, turns_of
-from heterorl.sampler.rollout.guests import Guests
+from heterorl.sampler.rollout.held_out import HeldOut
 from heterorl.sampler.rollout.maker import Refusals, Refused, RolloutMaker, Scorer
 from heterorl.sampler.rollout.player import End, Turn
 from heterorl.sampler.rollout.swap import Swap
@@ -66,7 +66,7 @@ class Harvest:
         clock: Clock,
         bell: Bell,
         news: Bell,
-        guests: Guests,
+        held_out: HeldOut,
         journal: Journal,
     ) -> None:
         """Join it.
@@ -80,7 +80,7 @@ class Harvest:
             clock: time.
             bell: rings when there is more in the outbox.
             news: rings when anything happened to a group under way.
-            guests: what else is in the engine.
+            held_out: what else is in the engine.
             journal: of the turns of the groups under way.
         """
         self.drafts = Drafts(group_size=maker.group_size)
@@ -94,7 +94,7 @@ class Harvest:
         self._clock = clock
         self._bell = bell
         self._news = news
-        self._guests = guests
+        self._held_out = held_out
         self._scorer = Scorer(maker)
         self._journal = journal
         self._player = maker.player(journal.note)
@@ -181,7 +181,7 @@ class Harvest:
         while True:
             ticket = self._news.ticket()
             ended: list[Finished | Lost] = []
-            if self.drafts.num_running or self._guests.num_running:
+            if self.drafts.num_running or self._held_out.num_running:
                 was_swapping = self._swap.running.locked()
                 try:
                     ended = await asyncio.to_thread(self._engine.collect)
@@ -202,7 +202,7 @@ class Harvest:
     def _take_in(self, ended: Sequence[Finished | Lost], tasks: asyncio.TaskGroup) -> None:
         now, num_tokens = self._clock.monotonic(), 0
         for one in ended:
-            if self._guests.take(one):
+            if self._held_out.take(one):
                 num_tokens += 0 if isinstance(one, Lost) else one.completion.token_ids.size
                 continue
             if isinstance(one, Lost):
@@ -346,7 +346,7 @@ class Harvest:
             self._swap.note_age("generate", group.oldest_version)
 
     def _lose_all(self, reason: ReturnReason | None = None) -> None:
-        self._guests.lose_all()
+        self._held_out.lose_all()
         for draft in self.drafts.lose_all():
             self._give_up(draft, reason)
 

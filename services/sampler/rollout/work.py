@@ -10,6 +10,7 @@ not dropped here: whether its group is still wanted is said when it is pushed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
@@ -20,9 +21,9 @@ from heterorl.common.api import SamplerApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
-from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import peer_seconds, peer_words
-from heterorl.common.types.rollout import ReturnReason, WorkAssignment
+from heterorl.common.types.evaluation import EvaluationSet
+from heterorl.common.types.rollout import ReturnReason, WorkAssignment, WorkGrant
 from heterorl.sampler.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -41,20 +42,33 @@ MEMORY_S = 300.0
 class Work:
     """Assignments of one sampler; `ask_time` is when the next question is due, by the monotonic clock."""
 
-    def __init__(self, *, api: SamplerApi, session: Session, task: Task, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, *, api: SamplerApi, session: Session, clock: Clock, rng: random.Random, name: str = "generate"
+    ) -> None:
         self._api = api
         self._session = session
-        self._task = task
         self._clock = clock
         self._patience = Patience(clock=clock, rng=rng)
         self.ask_time = clock.monotonic()
         # Of this process alone: what an earlier one was given may be in the outbox already.
-        self._asker = f"{clock.wall():.6f}"
+        self._asker = f"{name}/{clock.wall():.6f}"
         self._num_answers = 0
         self._asked = 0
 
-    async def lease(self, version: int, count: int) -> tuple[WorkAssignment, ...]:
-        """Work for a version, at most so many assignments; where there is none, `ask_time` says when to ask again."""
+    async def ask(
+        self, version: int, count: int, *, num_prompts: int, sets: Sequence[EvaluationSet] = ()
+    ) -> WorkGrant | None:
+        """Work for a version; where there is none, `ask_time` says when to ask again.
+
+        Args:
+            version: that the engine has.
+            count: largest number of assignments.
+            num_prompts: prompts that there are; assignments of others are left to expire.
+            sets: with some, held-out prompts of these are asked for.
+
+        Returns:
+            None where the coordinator did not say.
+        """
         # A question whose answer was lost is repeated as it was.
         self._asked = self._asked or min(count, MAX_ASKED)
         try:
@@ -64,37 +78,36 @@ class Work:
                 max_groups=self._asked,
                 policy_version=version,
                 request_id=f"{self._asker}/{self._num_answers}",
+                sets=sets,
             )
         except NotRegistered:
             await self._session.register()
             # A coordinator that forgets every registration must not be asked in a circle.
             self.ask_time = self._clock.monotonic() + self._patience.delay_s()
-            return ()
+            return None
         except RunFinished as error:
             _LOG.info("no work: %s", error)
             self._session.drain("the run has ended")
-            return ()
+            return None
         except RemoteError as error:
             # A draining run and a restarting coordinator say the same here; a heartbeat tells which.
             _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
             self.ask_time = self._clock.monotonic() + self._patience.next_delay(error)
-            return ()
+            return None
         # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
         self._num_answers += 1
         asked, self._asked = self._asked, 0
         self.ask_time = self._clock.monotonic()
         # No more than was asked for, and nothing that the task does not have: what is left expires.
         work = tuple(
-            assignment
-            for assignment in grant.assignments[:asked]
-            if 0 <= assignment.prompt_index < self._task.num_prompts
+            assignment for assignment in grant.assignments[:asked] if 0 <= assignment.prompt_index < num_prompts
         )
         if work:
             self._patience.reset()
         else:
             _LOG.debug("no work: %s", peer_words(grant.reason))
             self.ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
-        return work
+        return dataclasses.replace(grant, assignments=work)
 
     async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> None:
         """Hand work back, with the reason for which it gives no group; where that fails it expires."""
@@ -119,6 +132,7 @@ class Reserve:
         self,
         *,
         work: Work,
+        num_prompts: int,
         room_groups: int,
         work_ahead_s: Callable[[], float],
         rate: GroupRate,
@@ -130,6 +144,7 @@ class Reserve:
 
         Args:
             work: who asks.
+            num_prompts: prompts of the task.
             room_groups: groups that the engine computes at once.
             work_ahead_s: how far ahead to lease, seconds at the site's own speed, as far as the coordinator grants it.
             rate: the site's speed.
@@ -138,6 +153,7 @@ class Reserve:
             under_way: assignments that are begun.
         """
         self.work = work
+        self._num_prompts = num_prompts
         self._work_ahead_s = work_ahead_s
         self._room = room_groups
         self._rate = rate
@@ -191,13 +207,14 @@ class Reserve:
 
     async def ask(self, version: int, count: int) -> int:
         """Ask once, with a version that is loaded; how many assignments came."""
-        work = await self.work.lease(version, count)
-        if work:
-            # One that ran out while its group went on, as over a restart, is the same one.
-            begun = set(self._under_way())
-            self._waiting += [assignment for assignment in work if assignment.id not in begun]
-            self._news.ring()
-        return len(work)
+        grant = await self.work.ask(version, count, num_prompts=self._num_prompts)
+        if grant is None or not grant.assignments:
+            return 0
+        # One that ran out while its group went on, as over a restart, is the same one.
+        begun = set(self._under_way())
+        self._waiting += [assignment for assignment in grant.assignments if assignment.id not in begun]
+        self._news.ring()
+        return len(grant.assignments)
 
     async def keep(self, *, bell: Bell, may_ask: Callable[[], int | None]) -> None:
         """Keep it filled for ever.

@@ -1,6 +1,5 @@
 """Evaluations at the coordinator: planned, handed out, counted once, summed up; over a real store."""
 
-import asyncio
 import dataclasses
 import threading
 
@@ -10,10 +9,12 @@ from heterorl.common.errors import InvalidRequest, NotRegistered
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
+from heterorl.common.types.rollout import DropReason, PushStatus, ReturnReason, WorkAssignment, WorkGrant
 from heterorl.common.types.run import Command, Heartbeat
 from heterorl.common.types.sample import SampleFilter, SamplePage
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.store import tallies
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -43,29 +44,44 @@ class World:
         self.core = await Coordinator.open(self.config, self.clock)
         self.run.api = self.core
 
-    async def ask(self, site=SITE, *, version=None, digest=DIGEST, num_prompts=50, names=("math",), **changes):
-        values = {"can_pull": False, "max_parts": 1, "held": (), **changes}
+    async def ask(self, count=2, site=SITE, *, version=None, digest=DIGEST, num_prompts=50, names=("math",), **changes):
         sets = [EvaluationSet(name=name, task_digest=digest, num_prompts=num_prompts) for name in names]
         version = self.run.head if version is None else version
-        return await self.core.lease_evaluation(
-            site=site, incarnation=INCARNATION, policy_version=version, sets=sets, **values
+        return await self.core.lease_work(
+            site=site, incarnation=INCARNATION, max_groups=count, policy_version=version, sets=sets, **changes
         )
 
-    async def answer(self, part, site=SITE, *, reward=1.0, **changes):
-        values = {"state_root": part.state_root, "results": results(part, reward=reward), **changes}
-        return await self.core.push_evaluation(site=site, incarnation=INCARNATION, part=part.id, **values)
+    async def answer(self, grant, site=SITE, *, reward=1.0, **changes):
+        values = {"state_root": grant.evaluation.state_root, "results": results(grant, reward=reward), **changes}
+        return await self.core.push_evaluation(site=site, incarnation=INCARNATION, **values)
+
+    async def abandon(self, grant, site=SITE, **changes):
+        numbers = [each.id for each in grant.assignments]
+        await self.core.abandon_work(site=site, incarnation=INCARNATION, assignments=numbers, **changes)
+
+    async def beat(self, site=SITE, *, version=0):
+        return await self.core.heartbeat(
+            Heartbeat(site=site, incarnation=INCARNATION, policy_version=version, state_root="", tokens_per_s=1.0,
+                      outbox_groups=0)
+        )  # fmt: skip
 
     async def of(self, version):
         found = await self.core.list_evaluations(after_version=version - 1)
         return next(each for each in found if each.version == version)
 
 
-def results(part, *, reward=1.0):
+def results(grant, *, reward=1.0):
     sample = ScoredSample(reward=reward, num_tokens=3, is_truncated=False, text="x")
     return tuple(
-        PromptResult(prompt_index=index, samples=(sample,) * part.draws.num_samples)
-        for index in range(part.first_prompt, part.first_prompt + part.num_prompts)
+        PromptResult(
+            assignment=each.id, prompt_index=each.prompt_index, samples=(sample,) * grant.evaluation.draws.num_samples
+        )
+        for each in grant.assignments
     )
+
+
+def prompts(grant):
+    return [each.prompt_index for each in grant.assignments]
 
 
 @pytest.fixture
@@ -76,21 +92,20 @@ async def world(tmp_path):
 
 
 async def test_a_version_is_planned_handed_out_and_summed_up(world):
-    grants = [await world.ask(), await world.ask(B), await world.ask(held=(1,))]
-    parts = [grant.parts[0] for grant in grants]
+    grants = [await world.ask(), await world.ask(site=B), await world.ask()]
 
-    # 64 completions a part: two prompts of 32.
-    assert [(part.first_prompt, part.num_prompts, part.version) for part in parts] == [(0, 2, 0), (2, 2, 0), (4, 2, 0)]
-    assert parts[0].state_root == world.run.roots[0]
-    assert parts[0].draws.temperature == 0.6
-    assert not (await world.ask(held=(1, 3))).parts
+    assert [prompts(grant) for grant in grants] == [[0, 1], [2, 3], [4, 5]]
+    spec = grants[0].evaluation
+    assert (spec.task_set, spec.version, spec.state_root) == ("math", 0, world.run.roots[0])
+    assert spec.draws.temperature == 0.6
+    assert not (await world.ask(site=SITE, names=("other",))).assignments
 
     assert (await world.of(0)).state is EvaluationState.RUNNING
-    assert await world.answer(parts[0]) == 2
+    assert await world.answer(grants[0]) == 2
     half = await world.of(0)
     assert (half.state, half.num_wanted, half.summary.num_prompts) == (EvaluationState.RUNNING, 6, 2)
-    await world.answer(parts[1], B, reward=0.0)
-    await world.answer(parts[2], reward=None)
+    await world.answer(grants[1], B, reward=0.0)
+    await world.answer(grants[2], reward=None)
     done = await world.of(0)
 
     assert done.state is EvaluationState.DONE
@@ -102,22 +117,47 @@ async def test_a_version_is_planned_handed_out_and_summed_up(world):
     assert (done.task_digest, done.ended_time) == (DIGEST, world.clock.wall())
 
 
-async def test_a_prompt_counts_once_however_often_it_is_delivered(world):
-    (part,) = (await world.ask()).parts
+async def test_held_out_prompts_take_nothing_of_the_share_of_training(world):
+    await world.ask(6)
+    before = await world.core.database.run(tallies.outstanding)
+    granted = await world.core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=3, policy_version=0)
 
-    assert await world.answer(part, results=results(part)[:1]) == 1
-    assert await world.answer(part, reward=0.0) == 1
-    assert await world.answer(part, reward=0.0) == 0
+    assert before == 0
+    assert [each.id for each in granted.assignments] == [0, 1, 2]
+    assert await world.core.database.run(lambda connection: tallies.held(connection, SITE)) == 3
+    # What runs out unanswered is no debt of the site either.
+    world.clock.advance(1e6)
+    await world.ask(site=B)
+    owed = await world.core.database.run(
+        lambda connection: connection.execute("SELECT owed FROM temp.sharer WHERE site = ?", (SITE,)).fetchone()
+    )
+    assert owed == (3,)
+
+
+async def test_a_group_for_a_held_out_prompt_is_not_trained_on(world):
+    (number,) = [each.id for each in (await world.ask(1)).assignments]
+    work = WorkAssignment(id=number, prompt_index=0, seed=0, lease_s=1.0)
+    (outcome,) = await world.core.push_groups([world.run.group(work)])
+
+    assert (outcome.status, outcome.reason) == (PushStatus.DROPPED, DropReason.INVALID)
+
+
+async def test_a_prompt_counts_once_however_often_it_is_delivered(world):
+    grant = await world.ask()
+
+    assert await world.answer(grant, results=results(grant)[:1]) == 1
+    assert await world.answer(grant, reward=0.0) == 1
+    assert await world.answer(grant, reward=0.0) == 0
     # The first content stands: 32 right ones and 32 wrong ones.
     assert (await world.of(0)).summary.average.mean == 0.5
 
 
 async def test_texts_that_come_with_scores_are_kept_once_as_samples(world):
-    (part,) = (await world.ask()).parts
-    told = tuple(dataclasses.replace(result, prompt="1+1=") for result in results(part))
+    grant = await world.ask()
+    told = tuple(dataclasses.replace(result, prompt="1+1=") for result in results(grant))
 
-    await world.answer(part, results=(told[0],))
-    await world.answer(part, results=told)
+    await world.answer(grant, results=(told[0],))
+    await world.answer(grant, results=told)
     listed = await world.core.list_samples(wanted=SampleFilter(), page=SamplePage())
 
     assert [(each.kept_because, each.detail, each.site) for each in listed.samples] == [
@@ -128,153 +168,123 @@ async def test_texts_that_come_with_scores_are_kept_once_as_samples(world):
 
 
 async def test_texts_that_are_not_told_are_not_kept(world):
-    (part,) = (await world.ask()).parts
-
-    await world.answer(part)
+    await world.answer(await world.ask())
 
     assert not (await world.core.list_samples(wanted=SampleFilter(), page=SamplePage())).samples
 
 
-async def test_the_part_of_a_silent_site_goes_to_another_and_a_late_answer_counts_no_prompt_twice(world):
-    (part,) = (await world.ask()).parts
+async def test_the_prompts_of_a_silent_site_go_to_another_and_a_late_answer_counts_no_prompt_twice(world):
+    lost = await world.ask()
     world.clock.advance(121.0)
-    (again,) = (await world.ask(B)).parts
+    again = await world.ask(site=B)
 
-    assert again.id == part.id
-    assert await world.answer(part) == 2
+    assert prompts(again) == prompts(lost)
+    assert await world.answer(lost) == 2
     assert await world.answer(again, B, reward=0.0) == 0
     assert (await world.of(0)).sites == ((SITE, 2),)
 
 
-async def test_a_site_that_lives_keeps_its_part_for_the_lease(world):
-    (part,) = (await world.ask()).parts
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=1.0, outbox_groups=0
-    )
-    for _ in range(17):
-        world.clock.advance(100.0)
-        await world.core.heartbeat(beat)
-    assert (await world.ask(B)).parts[0].id != part.id
-    world.clock.advance(101.0)
-    await world.core.heartbeat(beat)
+async def test_near_its_end_prompts_are_handed_to_a_second_site_and_the_first_answer_counts(world):
+    slow, fast = await world.ask(4), await world.ask(site=B)
+    await world.answer(fast, B)
+    taken = await world.ask(3, site=B)
 
-    assert (await world.ask(B, held=(2,))).parts[0].id == part.id
-
-
-async def test_a_site_that_asks_after_a_silence_is_not_silent_before_its_answer_has_left(world):
-    world.clock.advance(121.0)
-
-    # Both wait for the store, where the second finds the part of the first.
-    first, second = await asyncio.gather(world.ask(), world.ask(B))
-
-    assert first.parts[0].id != second.parts[0].id
+    assert prompts(taken) == [0, 1, 2]
+    # Each site is handed a prompt once.
+    assert prompts(await world.ask(3, site=B)) == [3]
+    assert not (await world.ask(site=B)).assignments
+    assert not (await world.ask()).assignments
+    assert await world.answer(taken, B) == 3
+    assert await world.answer(slow, reward=0.0) == 1
+    assert ((await world.of(0)).state, (await world.of(0)).sites) == (EvaluationState.DONE, ((SITE, 1), (B, 5)))
 
 
-async def test_what_a_site_holds_and_does_not_know_of_is_given_again(world):
-    first = await world.ask(max_parts=2)
+async def test_a_question_whose_answer_was_lost_is_answered_the_same(world):
+    first = await world.ask(request_id="a")
 
-    assert (await world.ask(max_parts=2)).parts == first.parts
-    assert [part.id for part in (await world.ask(max_parts=2, held=(1,))).parts] == [2]
-    assert [part.id for part in (await world.ask(max_parts=2, held=(1, 2))).parts] == [3]
+    assert prompts(await world.ask(request_id="a")) == prompts(first)
+    assert prompts(await world.ask(request_id="b")) == [2, 3]
 
 
-async def test_parts_and_scores_outlive_a_restart(world):
-    parts = (await world.ask(max_parts=2)).parts
-    await world.answer(parts[0])
+async def test_a_site_whose_process_begins_anew_holds_nothing_of_the_last_one(world):
+    await world.ask(6)
+    await world.core.register(world.run.registration(held=()))
+
+    assert prompts(await world.ask(6, site=B)) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_prompts_and_scores_outlive_a_restart(world):
+    first, second = await world.ask(request_id="a"), await world.ask(request_id="b")
+    await world.answer(first)
     await world.again()
 
-    assert [part.id for part in (await world.ask(max_parts=3)).parts] == [2]
-    assert await world.answer(parts[0]) == 0
-    assert await world.answer(parts[1]) == 2
+    assert prompts(await world.ask(request_id="b")) == [2, 3]
+    assert await world.answer(first) == 0
+    assert await world.answer(second) == 2
     assert (await world.of(0)).summary.num_prompts == 4
 
 
-async def test_what_nobody_began_gives_way_to_a_newer_version_and_what_was_begun_does_not(world):
+async def test_what_no_site_began_gives_way_to_a_newer_version_and_what_was_begun_does_not(world):
     await world.ask(version=0)
     for _ in range(4):
         await world.run.publish()
 
     # Every second version: 2 was open when 4 came; 0 goes on.
     assert [each.version for each in await world.core.list_evaluations()] == [0, 4]
-    assert (await world.ask(B, version=0)).parts[0].version == 0
-    assert (await world.ask(B, held=(2,))).parts[0].version == 4
+    assert (await world.ask(site=B, version=0)).evaluation.version == 0
+    assert (await world.ask(site=B)).evaluation.version == 4
+    # Nothing is given of another version than the site's.
+    assert not (await world.ask(site=B, version=3)).assignments
 
 
-async def test_what_nobody_goes_on_with_is_finished_by_a_site_that_fetches_its_version(world):
-    (part,) = (await world.ask(version=0)).parts
-    await world.run.publish()
-    await world.core.abandon_evaluation(site=SITE, incarnation=INCARNATION, parts=[part.id])
-
-    assert not (await world.ask(B, can_pull=True)).parts
-    world.clock.advance(60.0)
-    assert not (await world.ask(B)).parts
-    assert (await world.ask(B, can_pull=True)).parts[0].id == part.id
-
-
-async def test_an_older_one_that_was_just_left_is_gone_on_with_though_a_newer_one_is_done(world):
-    (first,) = (await world.ask(version=0)).parts
+@pytest.mark.parametrize("has_site", [True, False])
+async def test_an_evaluation_whose_version_no_site_has_any_more_ends_with_what_it_got(world, has_site):
+    grant = await world.ask(version=0)
+    await world.answer(grant)
     for _ in range(2):
         await world.run.publish()
-    newer = (await world.ask(B, max_parts=3)).parts
-    await world.core.abandon_evaluation(site=SITE, incarnation=INCARNATION, parts=[first.id])
-    for part in newer:
-        await world.answer(part, B)
+    # No newer one is begun: it goes on, whoever comes back to it.
+    world.clock.advance(200.0)
+    await world.beat(version=2)
+    await world.beat(B, version=1)
+    assert not (await world.ask(site=B, version=1)).assignments
+    assert (await world.of(0)).state is EvaluationState.RUNNING
 
-    assert [(await world.of(version)).state for version in (0, 2)] == [EvaluationState.RUNNING, EvaluationState.DONE]
-    world.clock.advance(60.0)
-    for part in (await world.ask(B, can_pull=True, max_parts=3)).parts:
-        await world.answer(part, B)
-    assert (await world.of(0)).state is EvaluationState.DONE
+    await world.beat(version=0 if has_site else 2)
+    assert (await world.ask(site=B)).evaluation.version == 2
+    await world.ask(site=B)
 
-
-@pytest.mark.parametrize("is_silent", [True, False])
-async def test_an_older_one_that_stands_still_ends_incomplete_when_a_newer_one_is_done(world, is_silent):
-    (part,) = (await world.ask(version=0)).parts
-    await world.answer(part)
-    for _ in range(2):
-        await world.run.publish()
-    newer = (await world.ask(B, max_parts=3)).parts
-    # For as long as a site may take, or the run is ending.
-    world.clock.advance(1790.0)
-    await world.answer(newer[0], B)
-    if is_silent:
-        world.clock.advance(20.0)
-    else:
-        await world.core.drain(reason="tests")
-    for part in newer[1:]:
-        await world.answer(part, B)
-
-    old, new = await world.of(0), await world.of(2)
-    assert (old.state, old.summary.num_prompts, old.num_wanted) == (EvaluationState.INCOMPLETE, 2, 6)
-    assert new.state is EvaluationState.DONE
-    assert not (await world.ask(version=0)).parts
+    old = await world.of(0)
+    assert (old.state, old.summary.num_prompts, old.num_wanted) == (
+        EvaluationState.RUNNING if has_site else EvaluationState.INCOMPLETE, 2, 6,
+    )  # fmt: skip
+    assert bool((await world.ask(version=0)).assignments) is has_site
 
 
-async def test_evaluations_that_take_longer_than_versions_end_all_the_same(world):
-    # A site has time for one part of three, then its weights are newer by two versions.
-    for turn in range(12):
-        grant = await world.ask(can_pull=turn % 2 == 1)
-        if grant.parts:
-            await world.answer(grant.parts[0])
-        world.clock.advance(100.0)
-        for _ in range(2):
-            await world.run.publish()
-
-    listed = await world.core.list_evaluations()
-    assert [each.version for each in listed if each.state is EvaluationState.DONE] == [0, 8, 16]
-    assert len([each for each in listed if each.state is EvaluationState.RUNNING]) <= 1
-
-
-async def test_an_evaluation_that_nothing_comes_back_of_holds_up_newer_ones_for_a_while_alone(world):
+async def test_a_coordinator_that_has_just_started_ends_no_evaluation_of_a_version_that_a_site_may_have(world):
     await world.ask(version=0)
     for _ in range(2):
         await world.run.publish()
-    world.clock.advance(1000.0)
-    assert not (await world.ask(B)).parts
-    world.clock.advance(900.0)
+    world.clock.advance(200.0)
+    await world.again()
+    for _ in range(2):
+        await world.ask(site=B)
 
-    assert (await world.ask(B)).parts[0].version == 2
-    # It is with nobody: a site that comes back to it finds nothing to do.
+    assert (await world.of(0)).state is EvaluationState.RUNNING
+    world.clock.advance(121.0)
+    await world.ask(site=B)
+    assert (await world.of(0)).state is EvaluationState.INCOMPLETE
+
+
+async def test_what_is_answered_of_an_evaluation_that_is_over_counts_nothing(world):
+    grant = await world.ask(version=0)
+    for _ in range(2):
+        await world.run.publish()
+    world.clock.advance(200.0)
+    for _ in range(2):
+        await world.ask(site=B)
+
+    assert await world.answer(grant) == 0
     assert (await world.of(0)).state is EvaluationState.INCOMPLETE
 
 
@@ -286,8 +296,8 @@ async def test_statistics_keep_nobody_from_the_store(world, monkeypatch):
         return summarize(*arguments, **options)
 
     monkeypatch.setattr("heterorl.coordinator.evaluations.results.summarize", noted)
-    for part in (await world.ask(max_parts=3)).parts:
-        await world.answer(part)
+    for grant in [await world.ask() for _ in range(3)]:
+        await world.answer(grant)
         await world.of(0)
 
     assert len(threads) == 3
@@ -295,33 +305,31 @@ async def test_statistics_keep_nobody_from_the_store(world, monkeypatch):
 
 
 async def test_a_process_that_died_before_it_summed_up_does_so_when_it_is_asked(world):
-    parts = (await world.ask(max_parts=3)).parts
-    end = world.core.evaluation._end
+    grant = await world.ask(6)
+    end = world.core.evaluation._end_over
 
-    async def nothing(job, state):
+    async def nothing():
         return None
 
-    world.core.evaluation._end = nothing
-    for part in parts:
-        await world.answer(part)
+    world.core.evaluation._end_over = nothing
+    await world.answer(grant)
     assert (await world.of(0)).state is EvaluationState.RUNNING
-    world.core.evaluation._end = end
+    world.core.evaluation._end_over = end
     await world.ask()
 
     assert (await world.of(0)).state is EvaluationState.DONE
 
 
-async def test_nothing_of_an_evaluation_stays_in_memory_when_it_has_ended(world):
-    (part,) = (await world.ask()).parts
-    await world.core.abandon_evaluation(site=SITE, incarnation=INCARNATION, parts=[part.id], reason="no room")
-    for part in (await world.ask(B, max_parts=3)).parts:
-        await world.answer(part, B)
-    assert (await world.of(0)).state is EvaluationState.DONE
-    assert not (await world.ask(B)).parts
+async def test_no_work_of_an_evaluation_is_left_when_it_is_over(world):
+    await world.abandon(await world.ask())
+    await world.answer(await world.ask(6, site=B), B)
 
-    evaluation = world.core.evaluation
-    assert (evaluation._terms.out, evaluation._terms.moved, evaluation._terms.answered) == ({}, {}, {})
-    assert evaluation._refused == set()
+    assert (await world.of(0)).state is EvaluationState.DONE
+    for table in ("work", "evaluation_results", "temp.out_work", "temp.holder"):
+        (count,) = await world.core.database.run(
+            lambda connection, table=table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()
+        )
+        assert count == 0, table
 
 
 async def test_versions_that_the_lineage_lost_are_forgotten(world):
@@ -333,46 +341,50 @@ async def test_versions_that_the_lineage_lost_are_forgotten(world):
 
     # 0 had given way to 2.
     assert await world.core.list_evaluations() == ()
-    assert not (await world.ask(version=2)).parts
+    assert not (await world.ask(version=2)).assignments
 
 
-async def test_the_last_version_is_evaluated_whatever_its_number_and_before_anybody_stops(world):
+async def test_at_the_end_the_last_version_alone_is_evaluated_whatever_its_number(world):
+    await world.ask(version=0)
     await world.run.publish()
     assert [each.version for each in await world.core.list_evaluations()] == [0]
     await world.core.drain(reason="the end")
 
-    # 0 was begun by nobody.
-    assert [each.version for each in await world.core.list_evaluations()] == [1]
-    assert (await world.ask(version=0, can_pull=True)).parts[0].version == 1
+    assert [each.version for each in await world.core.list_evaluations()] == [0, 1]
+    # A site that has not pulled the last version yet is told to ask again.
+    waiting = await world.ask(version=0)
+    assert (waiting.assignments, waiting.retry_after_s > 0) == ((), True)
+    await world.answer(await world.ask(6))
+    assert [(await world.of(version)).state for version in (0, 1)] == [EvaluationState.INCOMPLETE, EvaluationState.DONE]
+    for version in (0, 1):
+        assert await world.ask(version=version) == WorkGrant(
+            assignments=(), reason="nothing is to be evaluated", retry_after_s=0.0
+        )
 
 
 async def test_a_finished_run_drains_while_something_is_to_be_evaluated_then_stops(tmp_path):
     world = await World(tmp_path, max_versions=1).open(tmp_path)
     await world.run.publish()
-    beat = Heartbeat(
-        site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=1.0, outbox_groups=0
-    )
     try:
-        assert await world.core.heartbeat(beat) == (Command.DRAIN,)
-        for part in (await world.ask(max_parts=3)).parts:
-            await world.answer(part)
-        assert await world.core.heartbeat(beat) == (Command.STOP,)
+        assert await world.beat(version=1) == (Command.DRAIN,)
+        await world.answer(await world.ask(6))
+        assert await world.beat(version=1) == (Command.STOP,)
     finally:
         await world.core.close()
 
 
 async def test_a_task_with_fewer_prompts_is_evaluated_whole(world):
-    (part,) = (await world.ask(num_prompts=1)).parts
+    grant = await world.ask(num_prompts=1)
 
-    assert part.num_prompts == 1
-    await world.answer(part)
-    assert (await world.of(0)).num_wanted == 1
+    assert prompts(grant) == [0]
+    await world.answer(grant)
+    assert ((await world.of(0)).num_wanted, (await world.of(0)).state) == (1, EvaluationState.DONE)
 
 
 async def test_the_first_sites_task_is_the_sets_and_another_one_is_given_nothing(world):
     await world.ask()
-    assert "another one at this site" in (await world.ask(B, digest=OTHER)).reason
-    assert "no set" in (await world.ask(B, names=("code",))).reason
+    assert "another one at this site" in (await world.ask(site=B, digest=OTHER)).reason
+    assert "no set" in (await world.ask(site=B, names=("code",))).reason
 
 
 @pytest.mark.parametrize(
@@ -386,36 +398,38 @@ async def test_the_operator_says_which_task_and_which_sites(tmp_path, changes, w
     world = await World(tmp_path, **changes).open(tmp_path)
     try:
         assert words in (await world.ask()).reason
-        assert (await world.ask(B, digest=OTHER)).parts
+        assert (await world.ask(site=B, digest=OTHER)).assignments
     finally:
         await world.core.close()
 
 
-async def test_what_is_not_a_sites_or_not_the_parts_is_refused_and_counts_nothing(world):
-    (part,) = (await world.ask()).parts
+async def test_what_is_not_a_sites_or_was_drawn_otherwise_is_refused_and_counts_nothing(world):
+    grant = await world.ask()
+    first = results(grant)[0]
     wrong = [
-        (B, {}, "never given"),
+        (B, {}, "was not given to the site"),
         (SITE, {"state_root": OTHER}, "has another one"),
-        (SITE, {"results": results(dataclasses.replace(part, first_prompt=2))}, "prompt 2 is none"),
-        (SITE, {"results": (PromptResult(prompt_index=0, samples=()),)}, "0 completions, 32 are wanted"),
+        (SITE, {"results": (dataclasses.replace(first, prompt_index=1),)}, "was not given to the site for prompt 1"),
+        (SITE, {"results": (dataclasses.replace(first, samples=()),)}, "0 completions, 32 are wanted"),
     ]
     for site, changes, words in wrong:
         with pytest.raises(InvalidRequest, match=words):
-            await world.answer(part, site, **changes)
+            await world.answer(grant, site, **changes)
     with pytest.raises(NotRegistered):
-        await world.answer(part, "nobody")
+        await world.answer(grant, "nobody")
 
     assert (await world.of(0)).summary.num_prompts == 0
 
 
-async def test_a_site_that_cannot_do_an_evaluation_is_not_asked_again(world):
-    (part,) = (await world.ask()).parts
-    await world.core.abandon_evaluation(
-        site=SITE, incarnation=INCARNATION, parts=[part.id], reason="no room for a prompt"
-    )
+async def test_prompts_that_are_given_back_go_to_others_and_are_never_closed(world):
+    for _ in range(4):
+        grant = await world.ask(1)
+        assert prompts(grant) == [0]
+        await world.abandon(grant, reason=ReturnReason.ENGINE_FAILED)
+        with pytest.raises(InvalidRequest, match="was not given to the site"):
+            await world.answer(grant)
 
-    assert not (await world.ask()).parts
-    assert (await world.ask(B)).parts[0].id == part.id
+    assert prompts(await world.ask(site=B)) == [0, 1]
 
 
 async def test_a_list_goes_on_behind_whole_versions(tmp_path):
@@ -424,8 +438,7 @@ async def test_a_list_goes_on_behind_whole_versions(tmp_path):
     try:
         for version in range(3):
             for _ in sets:
-                (part,) = (await world.ask(names=("a", "b"))).parts
-                await world.answer(part)
+                await world.answer(await world.ask(names=("a", "b")))
             if version < 2:
                 await world.run.publish()
         first = await world.core.list_evaluations(limit=5)

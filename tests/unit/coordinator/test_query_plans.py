@@ -20,10 +20,10 @@ SETS = [{"name": "held", "num_prompts": 2, "samples_per_prompt": 64, "temperatur
 GROWING = frozenset(
     {"groups", "versions", "flavour_versions", "steps", "work", "out_work", "audit", "failures", "canaries",
      "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads",
-     "evaluation_jobs", "evaluation_parts", "evaluation_results", "prompts"}
+     "evaluation_jobs", "evaluation_results", "prompts"}
 )  # fmt: skip
 """Tables that grow with versions, groups, sites or what is out. Others are bounded by retention or by names."""
-OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed", "evaluation_parts_out"})
+OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed"})
 """Indexes of a few rows of such a table."""
 NEWEST = re.compile(r"ORDER BY [\w., ]+ DESC LIMIT 1$")
 
@@ -108,17 +108,22 @@ async def every_call(core, run, clock):
         assert listed.num_kept > 3
     await core.get_sample(sample_id=listed.samples[0].id)
     sets = [EvaluationSet(name="held", task_digest="d" * 64, num_prompts=9)]
-    grant = await core.lease_evaluation(
-        site=SITE, incarnation=INCARNATION, policy_version=run.head, sets=sets, can_pull=True, max_parts=2
-    )
-    await core.abandon_evaluation(site=SITE, incarnation=INCARNATION, parts=[grant.parts[1].id], reason="x")
-    for part in grant.parts:
-        tried = [
-            PromptResult(prompt_index=index, samples=(ScoredSample(reward=1.0, num_tokens=1, is_truncated=False),) * 64)
-            for index in range(part.first_prompt, part.first_prompt + part.num_prompts)
-        ]
+    for site, count in (("us", 1), (SITE, 2), (SITE, 2)):
+        if site != SITE:
+            await run.register(site)
+        grant = await core.lease_work(
+            site=site, incarnation=INCARNATION, max_groups=count, policy_version=run.head, sets=sets, request_id="e"
+        )
+        assert len(grant.assignments) == 1
+    await core.abandon_work(site="us", incarnation=INCARNATION, assignments=[grant.assignments[0].id])
+    sample = ScoredSample(reward=1.0, num_tokens=1, is_truncated=False)
+    for _ in range(2):
+        (work,) = (
+            await core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=1, policy_version=run.head, sets=sets)
+        ).assignments or grant.assignments
+        tried = PromptResult(assignment=work.id, prompt_index=work.prompt_index, samples=(sample,) * 64)
         await core.push_evaluation(
-            site=SITE, incarnation=INCARNATION, part=part.id, state_root=part.state_root, results=tried
+            site=SITE, incarnation=INCARNATION, state_root=grant.evaluation.state_root, results=[tried]
         )
     await core.list_evaluations()
     watch = core.watch_head(after_version=0)

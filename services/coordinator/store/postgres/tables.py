@@ -31,6 +31,7 @@ import psycopg
 from psycopg import sql
 
 from heterorl.common.errors import CorruptStore
+from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, AUDIT_TRIGGERS, INDEXES, SCHEMA, SCHEMA_VERSION
 from heterorl.coordinator.store.tallies import SOON
 
@@ -97,25 +98,28 @@ END $$;
 CREATE OR REPLACE TRIGGER work_counts AFTER INSERT OR DELETE OR UPDATE OF is_leased, site, incarnation ON work
     FOR EACH ROW EXECUTE FUNCTION tally_work();
 """
-_OUT = """
+_OUT = f"""
 CREATE OR REPLACE FUNCTION tally_out() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     IF TG_OP = 'INSERT' THEN
         INSERT INTO holder (site, incarnation, held) VALUES (NEW.site, NEW.incarnation, 1)
             ON CONFLICT (site, incarnation) DO UPDATE SET held = holder.held + 1;
         INSERT INTO sharer (site) VALUES (NEW.site) ON CONFLICT DO NOTHING;
-        UPDATE sharer SET held = held + 1, counted = counted + 1 WHERE site = NEW.site;
-        UPDATE tally SET count = count + 1 WHERE name = 'out';
+        UPDATE sharer SET held = held + 1, counted = counted + 1
+            WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
+        UPDATE tally SET count = count + 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT};
     ELSIF TG_OP = 'DELETE' THEN
         UPDATE holder SET held = held - 1, away = away - OLD.is_away
             WHERE site = OLD.site AND incarnation = OLD.incarnation;
         DELETE FROM holder WHERE site = OLD.site AND incarnation = OLD.incarnation AND held = 0;
-        UPDATE sharer SET held = held - 1, counted = counted - 1 + OLD.is_away WHERE site = OLD.site;
-        UPDATE tally SET count = count - 1 WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END;
+        UPDATE sharer SET held = held - 1, counted = counted - 1 + OLD.is_away
+            WHERE site = OLD.site AND OLD.assignment < {HELD_OUT};
+        UPDATE tally SET count = count - 1
+            WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END AND OLD.assignment < {HELD_OUT};
     ELSIF OLD.is_away = 0 AND NEW.is_away = 1 THEN
-        UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site;
+        UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site AND NEW.assignment < {HELD_OUT};
         UPDATE holder SET away = away + 1 WHERE site = NEW.site AND incarnation = NEW.incarnation;
-        UPDATE tally SET count = count - 1 WHERE name = 'out';
-        UPDATE tally SET count = count + 1 WHERE name = 'away';
+        UPDATE tally SET count = count - 1 WHERE name = 'out' AND NEW.assignment < {HELD_OUT};
+        UPDATE tally SET count = count + 1 WHERE name = 'away' AND NEW.assignment < {HELD_OUT};
     END IF;
     RETURN NULL;
 END $$;

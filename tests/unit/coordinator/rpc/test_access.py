@@ -48,7 +48,7 @@ ALLOWED = {
     Role.SAMPLER: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",
         "AbandonWork", "PushGroups", "Register", "Heartbeat", "ReportCanary", "Diagnose",
-        "LeaseEvaluation", "PushEvaluation", "AbandonEvaluation", "PushSamplerMetrics",
+        "PushEvaluation", "PushSamplerMetrics",
     },
     # For itself; what it carries is judged by the node whose it is.
     Role.RELAY: {

@@ -15,11 +15,11 @@ from heterorl.common.errors import (
     Unreachable,
 )
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.evaluation import EvaluationGrant, EvaluationState
+from heterorl.common.types.evaluation import EvaluationState
 from heterorl.common.types.rollout import RewardPart
 from heterorl.sampler.evaluation.sets import SiteSet
 from tests.support.games import Games
-from tests.support.run import INCARNATION, SITE
+from tests.support.run import SITE
 from tests.support.sampler_world import World
 
 SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 16, "temperature": 0.5, "every_versions": 2}]
@@ -46,7 +46,7 @@ class Held:
 
 @pytest.fixture
 async def world(tmp_path):
-    world = await World.open(tmp_path, evaluation=SETS, evaluation_wait_s=5.0, max_work_ahead_s=3600.0)
+    world = await World.open(tmp_path, evaluation=SETS, max_work_ahead_s=3600.0)
     world.settings = {"swap": "in_flight", "work_ahead_s": 10.0, "evaluation_share": 0.5}
     world.sets = (SiteSet(name="held", task=Held()),)
     yield world
@@ -121,36 +121,6 @@ async def test_newer_weights_do_not_wait_for_ever(world):
     assert (await found(world)).summary.num_prompts > 0
 
 
-async def test_the_version_of_an_evaluation_that_stands_still_is_fetched_and_then_the_own_one_again(world):
-    await world.run.publish()
-
-    async def nothing(**_):
-        return EvaluationGrant(parts=(), reason="not now", retry_after_s=1.0)
-
-    world.link.replaced["lease_evaluation"] = nothing
-    world.start()
-    await world.until(lambda: world.engine.loaded)
-    # Another site began it and died.
-    await world.run.register("us-1")
-    grant = await world.core.lease_evaluation(
-        site="us-1", incarnation=INCARNATION, policy_version=0, sets=[world.sets[0].stated], can_pull=False, max_parts=1
-    )
-    await world.core.abandon_evaluation(site="us-1", incarnation=INCARNATION, parts=[grant.parts[0].id])
-    await world.run.publish()
-    await world.until(lambda: world.engine.version == 1, step_s=0.5)
-    del world.link.replaced["lease_evaluation"]
-    done = await until_done(world)
-
-    assert done.sites == ((SITE, 12),)
-    await world.until(lambda: [version for version, _ in world.engine.loaded] == [0, 1, 0, 1], step_s=0.5)
-    roots = [root for _, root in world.engine.loaded]
-    assert roots[2] == world.run.roots[0]
-    # While the older version was there no rollout began.
-    begun = [world.engine._begun[request.key] for request in world.engine.submitted if request.sampling is None]
-    assert begun == sorted(begun)
-    assert set(begun) == {0, 1}
-
-
 async def test_an_engine_that_dies_costs_no_prompt(world):
     await world.run.publish()
     world.start()
@@ -183,7 +153,7 @@ async def test_a_stopped_sampler_hands_its_parts_back(world):
     await world.end()
 
     assert await world.core.database.run(
-        lambda connection: connection.execute("SELECT count(*) FROM evaluation_parts WHERE is_leased").fetchone()
+        lambda connection: connection.execute("SELECT count(*) FROM work WHERE is_leased = 1").fetchone()
     ) == (0,)
 
 
@@ -207,18 +177,18 @@ async def test_a_drain_waits_for_the_last_evaluation_though_the_coordinator_is_a
     failures = [Unreachable("the link is down")] * 3
 
     async def shaky(**values):
-        if failures:
+        if values["sets"] and failures:
             raise failures.pop()
-        return await world.core.lease_evaluation(**values)
+        return await world.core.lease_work(**values)
 
-    world.link.replaced["lease_evaluation"] = shaky
+    world.link.replaced["lease_work"] = shaky
     await world.core.drain(reason="the end")
     await world.end()
 
     assert (await found(world, 1)).state is EvaluationState.DONE
 
 
-async def test_a_part_beyond_the_limit_of_messages_is_delivered_as_numbers(world):
+async def test_results_beyond_the_limit_of_messages_are_delivered_as_numbers(world):
     sizes = []
 
     async def small(**values):
@@ -236,19 +206,19 @@ async def test_a_part_beyond_the_limit_of_messages_is_delivered_as_numbers(world
     assert sizes.count(0) == len(sizes) / 2
 
 
-async def test_a_part_that_is_refused_for_good_is_not_drawn_for_ever(world):
+async def test_results_that_are_refused_for_good_are_not_drawn_for_ever(world):
     async def never(**_):
         raise MessageTooLarge("17 MB, 16 MB are taken")
 
     world.link.replaced["push_evaluation"] = never
     await world.run.publish()
     world.start()
-    await world.until(lambda: world.link.calls["abandon_evaluation"] >= 1)
+    await world.until(lambda: not world.sampler.evaluation._sets)
+    await world.passed(1.0)
     drawn = len(of_evaluation(world.engine))
     await world.passed(60.0, step_s=1.0)
 
-    # What was leased with it may still be refused part by part.
-    assert len(of_evaluation(world.engine)) <= drawn + 8
+    assert len(of_evaluation(world.engine)) == drawn
 
 
 async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_go_on(world):
@@ -267,7 +237,6 @@ async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_g
 
     assert (await found(world)).summary.num_prompts == 0
     assert "held" not in world.sampler.evaluation._sets
-    assert world.link.calls["abandon_evaluation"] == 1
 
 
 async def test_prompts_that_are_refused_cost_the_set_nothing_but_themselves(world, caplog):
@@ -316,15 +285,15 @@ async def test_evaluation_takes_no_more_than_its_share_of_the_rows(world):
     most = 0
     await world.run.publish()
     world.start()
-    guests = world.sampler.generation.guests
-    begin = guests.begin
+    held_out = world.sampler.generation.held_out
+    begin = held_out.begin
 
     def counted(key, count, on_end):
         nonlocal most
         begin(key, count, on_end)
-        most = max(most, guests.num_running)
+        most = max(most, held_out.num_running)
 
-    guests.begin = counted
+    held_out.begin = counted
     await until_done(world)
 
     # Half of four rows is less than a block of eight, which goes alone.

@@ -1,0 +1,214 @@
+"""Evaluations of versions on sets, and the held-out prompts of them that are work (groups/work.py); store operations.
+
+    open     planned; one that no site has begun gives way to a newer one of its set
+    running  a site that has the version and the set's data began it: each prompt is an assignment until it is answered
+    over     every prompt is answered (done), or a newer one of its set was begun and no site has the version any more
+             (incomplete): whoever passed it on does not come back
+
+Guarantees: a version has at most one evaluation of each set; the last version of a run is evaluated whatever its
+number, and at the end of a run no other one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from heterorl.common.evaluation.config import PlannedSetConfig
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.evaluation import (
+    HELD_OUT,
+    MAX_HELD_OUT,
+    EvaluationDraws,
+    EvaluationSet,
+    EvaluationSpec,
+    EvaluationState,
+)
+from heterorl.coordinator.groups import work
+from heterorl.coordinator.groups.work import Handed
+from heterorl.coordinator.sites.sites import Holder
+from heterorl.coordinator.store.engine import Connection
+
+_ROW = "job, task_set, version, state_root, draws, state FROM evaluation_jobs JOIN versions USING (version)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """An evaluation that is not over."""
+
+    id: int
+    spec: EvaluationSpec
+    is_begun: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asker:
+    """A site that asks for held-out prompts; `only` is the version that is evaluated at the end of a run."""
+
+    holder: Holder
+    policy_version: int
+    sets: Mapping[str, EvaluationSet]
+    request_id: str = ""
+    only: int | None = None
+
+
+def plan(
+    connection: Connection,
+    sets: Sequence[PlannedSetConfig],
+    *,
+    version: int,
+    now: float,
+    is_last: bool = False,
+) -> None:
+    """Plan the evaluations of a version that was published; said again, it changes nothing.
+
+    Args:
+        connection: the store.
+        sets: as configured.
+        version: in the lineage.
+        now: wall time.
+        is_last: no further version is expected.
+    """
+    for each in sets:
+        if version % each.every_versions and not is_last:
+            continue
+        connection.execute(
+            "DELETE FROM evaluation_jobs WHERE task_set = ? AND state = 'open' AND version < ?", (each.name, version)
+        )
+        connection.execute(
+            "INSERT INTO evaluation_jobs (version, task_set, draws, state, planned)"
+            " VALUES (?, ?, ?, 'open', ?) ON CONFLICT DO NOTHING",
+            (version, each.name, json.dumps(asdict(each.draws)), now),
+        )
+
+
+def drop(connection: Connection, versions: Sequence[int]) -> None:
+    """Forget the evaluations of versions that the lineage lost."""
+    for version in versions:
+        for (job,) in connection.execute("SELECT job FROM evaluation_jobs WHERE version = ?", (version,)).fetchall():
+            forget_prompts(connection, job)
+        connection.execute("DELETE FROM evaluation_jobs WHERE version = ?", (version,))
+
+
+def forget_prompts(connection: Connection, job: int) -> None:
+    """Forget the prompts of an evaluation, answered or not."""
+    connection.execute("DELETE FROM evaluation_results WHERE job = ?", (job,))
+    work.forget(connection, numbers_of(job))
+
+
+def is_pending(connection: Connection) -> bool:
+    """Whether an evaluation is not over."""
+    row = connection.execute("SELECT 1 FROM evaluation_jobs WHERE state IN ('open', 'running') LIMIT 1").fetchone()
+    return row is not None
+
+
+def numbers_of(job: int) -> range:
+    """The assignments of an evaluation, one for each held-out prompt in order."""
+    first = HELD_OUT + job * MAX_HELD_OUT
+    return range(first, first + MAX_HELD_OUT)
+
+
+def job_of(assignment: int) -> int:
+    """The evaluation that an assignment is of."""
+    return (assignment - HELD_OUT) // MAX_HELD_OUT
+
+
+def find(connection: Connection, job: int) -> Job | None:
+    """An evaluation that goes on; None where it is over."""
+    row = connection.execute(f"SELECT {_ROW} WHERE job = ? AND state = 'running'", (job,)).fetchone()
+    return None if row is None else _job(row)
+
+
+def hand_out(
+    connection: Connection, asker: Asker, *, count: int, digests: Mapping[str, str]
+) -> tuple[Job | None, list[Handed], str]:
+    """Lease held-out prompts of the version that a site has: the evaluation, its prompts, and why these or none.
+
+    Without prompts, the evaluation is one that the end of the run waits for until the site has its version.
+
+    Args:
+        connection: the store.
+        asker: the site.
+        count: largest number of prompts.
+        digests: of the sets' tasks as configured; of another set the first site's is the set's.
+    """
+    site, incarnation = asker.holder
+    again = work.handed_before(connection, site=SiteId(site), incarnation=incarnation, request_id=asker.request_id)
+    if again:
+        return find(connection, job_of(again[0].assignment)), again, "given to this request before"
+    rows = connection.execute(
+        f"SELECT {_ROW} WHERE state IN ('open', 'running') AND is_abandoned = 0 ORDER BY state DESC, job"
+    ).fetchall()
+    jobs = [_job(row) for row in rows]
+    if not jobs:
+        return None, [], "nothing is to be evaluated"
+    has_set = [job for job in jobs if job.spec.task_set in asker.sets]
+    if not has_set:
+        return None, [], f"the site has no set that is to be evaluated, such as {jobs[0].spec.task_set}"
+    known = {**dict(connection.execute("SELECT task_set, task_digest FROM evaluation_sets").fetchall()), **digests}
+    stated = {name: each.task_digest for name, each in asker.sets.items()}
+    right = [job for job in has_set if known.get(job.spec.task_set) in (None, stated[job.spec.task_set])]
+    if not right:
+        name = has_set[0].spec.task_set
+        return None, [], f"the task of set {name} is another one at this site than the run evaluates"
+    for job in right:
+        if job.spec.version == asker.policy_version and asker.only in (None, job.spec.version):
+            if not job.is_begun:
+                _begin(connection, job, asker.sets[job.spec.task_set])
+            handed = work.hand_out_held_out(
+                connection, numbers_of(job.id), holder=asker.holder, count=count, request_id=asker.request_id
+            )
+            if handed:
+                return job, handed, "of the version that the site has"
+    newer = [job for job in right if asker.policy_version < job.spec.version == asker.only]
+    return newer[0] if newer else None, [], "no prompt is left of the version that the site has"
+
+
+def over(
+    connection: Connection, *, in_use: Collection[int] | None, is_ending: bool
+) -> list[tuple[int, EvaluationState]]:
+    """Evaluations that are over and not summed up, and how they ended.
+
+    Args:
+        connection: the store.
+        in_use: versions that sites have; None where that is not known yet.
+        is_ending: the run waits for no other than the last version's.
+    """
+    rows = connection.execute(
+        "SELECT job, version, EXISTS (SELECT 1 FROM evaluation_jobs n WHERE n.task_set = j.task_set"
+        " AND n.version > j.version AND n.state IN ('running', 'done')) FROM evaluation_jobs j WHERE state = 'running'"
+    ).fetchall()
+    ended = []
+    for job, version, is_followed in rows:
+        if not work.has_any(connection, numbers_of(job)):
+            ended.append((job, EvaluationState.DONE))
+        elif is_followed and (is_ending or (in_use is not None and version not in in_use)):
+            ended.append((job, EvaluationState.INCOMPLETE))
+    return ended
+
+
+def draws_of(text: str) -> EvaluationDraws:
+    """Read draws as the store has them."""
+    return EvaluationDraws(**json.loads(text))
+
+
+def _begin(connection: Connection, job: Job, stated: EvaluationSet) -> None:
+    """Make work of as many prompts as the task has; the first site's task becomes the set's."""
+    draws = job.spec.draws
+    wanted = min(draws.num_prompts, stated.num_prompts)
+    connection.execute(
+        "INSERT INTO evaluation_sets VALUES (?, ?) ON CONFLICT DO NOTHING", (job.spec.task_set, stated.task_digest)
+    )
+    connection.execute(
+        "UPDATE evaluation_jobs SET state = 'running', wanted = ?, task_digest = ? WHERE job = ?",
+        (wanted, stated.task_digest, job.id),
+    )
+    work.open_held_out(connection, numbers_of(job.id)[:wanted], seed=draws.seed)
+
+
+def _job(row: tuple[Any, ...]) -> Job:
+    job, task_set, version, root, draws, state = row
+    spec = EvaluationSpec(task_set=task_set, version=version, state_root=Digest(root), draws=draws_of(draws))
+    return Job(id=job, spec=spec, is_begun=state == "running")

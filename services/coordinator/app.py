@@ -16,7 +16,6 @@ the store closes last. Nothing acknowledged depends on this order: SIGKILL loses
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
@@ -41,7 +40,6 @@ from heterorl.coordinator.servicers.run import (
 )
 from heterorl.coordinator.sites.reported import MetricsPage, Reported
 from heterorl.coordinator.store.choice import claimed, standby_at
-from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.engine import Engine
 from heterorl.coordinator.store.steady import Steady
 from heterorl.v1 import (
@@ -168,10 +166,7 @@ async def _serve(
 
 def _take_descriptors(wanted: int) -> int:
     """Take the descriptors that the system gives; returns the calls at once that they are enough for.
-
-    Raises:
-        ConfigError: not even for a few.
-    """
+    Raises ConfigError: not even for a few."""
     limit = descriptors.raise_limit(calls=wanted)
     calls = descriptors.calls_within(limit, wanted=wanted)
     if calls < wanted:
@@ -208,9 +203,5 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
             await core.run.note_revoked(now)
             revoked = now
 
-    steady = Steady("gauges", clock)
     # The store's end is main's to notice.
-    with contextlib.suppress(*ENDED):
-        while True:
-            await steady.attempt(look)
-            await clock.sleep(GAUGE_INTERVAL_S)
+    await Steady("gauges", clock).repeat(look, every_s=GAUGE_INTERVAL_S)

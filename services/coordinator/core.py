@@ -110,10 +110,7 @@ class Coordinator:
         """Open the data directory; every lease found there gets a fresh term.
 
         `store` is how operations run on the database: on a thread of their own, or inline under a virtual clock.
-        `engine` is a store that was taken before, as a standby does.
-
-        Raises:
-            CorruptStore: the store fails its check or belongs to another run.
+        `engine` is a store that was taken before, as a standby does. Raises as `open_parts`.
         """
         return cls(await open_parts(config, clock, store=store, engine=engine))
 

@@ -58,7 +58,6 @@ class PolicyColumn:
     # the learner's side
 
     async def query_upload(self, *, digest: Digest) -> int:
-        """Bytes of a payload that are durable."""
         return self._parts.blobs.query(digest)
 
     async def upload_payload(
@@ -168,7 +167,6 @@ class PolicyColumn:
         return version
 
     async def get_step(self, *, step_id: str) -> int | None:
-        """The version that a step id became."""
         return await self._parts.database.run(lambda connection: lineage.version_of_step(connection, step_id))
 
     # everybody's side
@@ -186,11 +184,9 @@ class PolicyColumn:
         raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
     async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
-        """Exact bytes of a manifest and its signature."""
         return await self._parts.database.run(lambda connection: Chain(connection, flavour).signed_manifest(version))
 
     async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
-        """Exact bytes of the newest manifests of a range, as many as fit one answer."""
 
         def operation(connection: Connection) -> tuple[bytes, ...]:
             return Chain(connection, flavour).manifests(first=first_version, last=last_version)

@@ -104,13 +104,7 @@ class Ring:
         )
 
     def note(self, connection: Connection, note: SampleNote, data: bytes) -> bool:
-        """Give a kept group its texts, in place of earlier ones; returns whether it is kept and has room for them.
-
-        Args:
-            connection: of the operation.
-            note: what the learner says.
-            data: the bytes of its message.
-        """
+        """Give a kept group its texts, in place of earlier ones; returns whether it is kept and has room for them."""
         row = connection.execute(
             "SELECT s.id, kind, num_bytes, num_rollouts, length(content) FROM samples s JOIN sample_payloads p"
             " ON p.id = s.id WHERE site = ? AND incarnation = ? AND sequence = ? AND kind != 'evaluation'",
@@ -297,11 +291,7 @@ def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
 
 
 def read_sample(connection: Connection, number: int) -> StoredSample:
-    """One sample.
-
-    Raises:
-        UnknownSample: it is kept no more, or never was.
-    """
+    """One sample. Raises UnknownSample: it is kept no more, or never was."""
     row = connection.execute(f"SELECT {_COLUMNS} FROM samples WHERE id = ?", (number,)).fetchone()
     if row is None:
         raise UnknownSample(f"sample {number} is not kept")

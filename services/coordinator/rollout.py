@@ -156,11 +156,9 @@ class RolloutColumn:
         work.say_closed(await self._parts.database.run(operation))
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
-        """Take groups in; every terminal outcome is durable when it is returned."""
         return await self.take_groups(groups)
 
     async def stated_contract(self) -> Contract | None:
-        """What the first learner stated; None before."""
         return await self._parts.database.run(lineage.read_contract)
 
     async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]:

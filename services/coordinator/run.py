@@ -60,7 +60,6 @@ class RunColumn:
         """Newest version with which a quarantine by the canary of a site began or ended; see `report_canary`."""
 
     async def register(self, registration: Registration) -> RegisterAnswer:
-        """Admit a sampler that agrees with the run."""
         bound = self._parts.config.max_staleness_versions
         if registration.max_delay_versions > bound:
             raise ContractMismatch(
@@ -110,7 +109,6 @@ class RunColumn:
         )
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
-        """Note a sampler's state and answer with commands."""
         commands = await self._beats.commands((beat.site, beat.incarnation))
         if commands is None:
             return (Command.REGISTER,)
@@ -153,7 +151,6 @@ class RunColumn:
         return verdict
 
     async def get_status(self) -> RunStatus:
-        """The state of the run."""
         now, wall = self._parts.clock.monotonic(), self._parts.clock.wall()
         return await self._parts.database.run(
             lambda connection: status.run_status(
@@ -193,7 +190,6 @@ class RunColumn:
         return stated_version(head)
 
     async def list_restorable(self) -> tuple[int, ...]:
-        """Versions that an order to go back may name now."""
         return await self._parts.database.run(rollback.restorable)
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
@@ -253,7 +249,6 @@ class RunColumn:
             _LOG.warning("the learner began with another configuration: %s", words)
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
-        """Step reports after a cursor."""
         if not 1 <= limit <= 1000:
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
         return await self._parts.database.run(lambda connection: status.list_steps(connection, after_step, limit))
@@ -297,10 +292,7 @@ class Beats:
 
     async def commands(self, holder: Holder) -> tuple[Command, ...] | None:
         """What a holder is told; None where it is not registered.
-
-        Raises:
-            StoreFull, CorruptStore, Draining: as `Database.run`.
-        """
+        Raises StoreFull, CorruptStore, Draining: as `Database.run`."""
         with self._lock:
             mine = self._open = self._open or _Round()
             mine.holders.add(holder)

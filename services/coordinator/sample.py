@@ -43,7 +43,6 @@ class SampleColumn:
     async def note_samples(
         self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
     ) -> None:
-        """Give kept groups their texts, and keep evaluations."""
         kept = self._parts.queue.ring
         # Beside the store's thread, which others wait for.
         packed = await in_thread(lambda: [(note, note_to_bytes(note)) for note in notes])
@@ -96,7 +95,6 @@ class SampleColumn:
         return None if looked_up_to is None else next_page(page, looked_up_to)
 
     async def get_sample(self, *, sample_id: int) -> Sample:
-        """One sample with its texts."""
         return sample_of(await self.get_stored(sample_id=sample_id))
 
     async def get_stored(self, *, sample_id: int) -> StoredSample:

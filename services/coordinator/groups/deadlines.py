@@ -36,14 +36,8 @@ class Term:
 
 
 def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: bool) -> Term:
-    """The term of what a holder holds.
-
-    Args:
-        said: what it declared.
-        lease_s: term of a site without delay that holds nothing ahead.
-        is_silent: nothing was heard of it for longer than that.
-        is_replaced: another incarnation of its site registered after it.
-    """
+    """The term of what a holder holds. `is_silent`: nothing was heard of it for longer than `lease_s`; `is_replaced`:
+    another incarnation of its site registered after it."""
     if is_silent and (is_replaced or said.ahead_s <= 0):
         # One that died delivers nothing, and what its delay adds is of no use.
         return Term(seconds=lease_s)

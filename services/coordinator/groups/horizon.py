@@ -23,14 +23,8 @@ from heterorl.coordinator.store.engine import NUMBERS, Connection
 
 
 def superseded_s(connection: Connection, version: int, *, reach: int, now: float) -> float:
-    """Seconds for which a newer version could be had; 0 for the newest.
-
-    Args:
-        connection: the store's.
-        version: the one whose age is asked for.
-        reach: how many versions after it are looked at.
-        now: wall time.
-    """
+    """Seconds for which one of the `reach` versions after this one could be had; 0 for the newest. `now` is wall
+    time."""
     (published,) = connection.execute(
         "SELECT min(published) FROM versions WHERE version > ? AND version <= ? AND is_abandoned = 0",
         (version, min(version + reach, MAX_INT64)),
@@ -64,17 +58,8 @@ _MANY = 1e6
 
 
 def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
-    """How many of `count` groups go into the same version when they are leased now, and how old they may be.
-
-    Args:
-        connection: of the store.
-        head: newest version.
-        bound: largest staleness that a version may consume.
-        count: groups that are wanted.
-
-    Returns:
-        The number, at least 1 where `count` is, and the oldest version.
-    """
+    """How many of `count` groups go into the same version when they are leased now, at least 1 where `count` is, and
+    the oldest version that they may be of; `bound` is the largest staleness that a version may consume."""
     size = int(get_meta(connection, "lease_groups_per_version") or 0)
     if size < 1:
         return count, head - bound
@@ -83,16 +68,10 @@ def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> 
 
 
 def coming(connection: Connection, generation_s: float, *, head: int, now: float) -> int:
-    """How many versions come while a group is made; 0 while that is not known.
+    """How many versions come while a group is made, which takes `generation_s`; 0 while that is not known.
 
     A version takes as long as the last VERSIONS_TIMED did, or as the run has been without a new one: a run that stands
     still makes none stale.
-
-    Args:
-        connection: of the store.
-        generation_s: how long a group takes.
-        head: newest version.
-        now: wall time.
     """
     rows = connection.execute(
         "SELECT published FROM versions WHERE version >= ? AND is_abandoned = 0 ORDER BY version DESC",

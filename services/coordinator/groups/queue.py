@@ -95,12 +95,8 @@ class Turns:
         return max(1, math.floor(self.share * self.window))
 
     def next(self, ranks: Mapping[str, tuple[int, ...]]) -> str:
-        """The site that is served now.
-
-        Args:
-            ranks: for each site with groups, the rank of its first one, smallest first: (policy version, arrival), or
-                that of `newest_first` of groups in its window.
-        """
+        """The site that is served now, by the rank of the first group of each site, smallest first: (policy version,
+        arrival), or that of `newest_first` of groups in its window."""
         assert ranks, "asked only while there are groups"
         served = Counter(self._recent)
         counts = {site: served[site] for site in ranks}
@@ -287,17 +283,8 @@ class Queue:
         return [], ""
 
     def drop(self, connection: Connection, ids: Sequence[GroupId], reason: DropReason, *, detail: str = "") -> int:
-        """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows.
-
-        Args:
-            connection: of the operation.
-            ids: groups.
-            reason: why, for the ledger.
-            detail: what the check said, for those who read the samples.
-
-        Returns:
-            How many of them were pending or leased.
-        """
+        """Give pending or leased groups up; returns how many were. Prompts are handed out again where the reason
+        allows; `detail` is what the check said, for those who read the samples."""
         arrivals: list[int] = []
         for group_id in ids:
             row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()

@@ -347,15 +347,8 @@ def take_back(
     *,
     config: CoordinatorConfig,
 ) -> list[Closed]:
-    """Take assignments back from who holds them, and what that closes.
-
-    Args:
-        connection: of the store.
-        holder: site and incarnation.
-        assignments: those of them that it does not hold stay as they are.
-        reason: why their rows give no group; None counts nothing.
-        config: of the coordinator.
-    """
+    """Take assignments back from who holds them; returns what that closes. Those that it does not hold stay as they
+    are; `reason` says why their rows give no group, None counts nothing."""
     site, incarnation = SiteId(holder[0]), holder[1]
     # A held-out prompt that cannot be drawn is answered without a score.
     uncounted = [each for each in assignments if reason is None or each >= HELD_OUT]

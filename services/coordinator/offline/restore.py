@@ -66,7 +66,7 @@ def restore(
     """Make the data directory, and the tables where `url` is a database's.
 
     Args:
-        source: a backup, or a data directory with a store in SQLite that no coordinator runs on; it is not changed.
+        source: a backup, or the data directory of a coordinator that was stopped, with a store in SQLite; not changed.
         run_id: of the coordinator that will serve it.
         data_dir: must not exist, or be empty.
         url: of a database or schema without tables of a store; empty for SQLite.
@@ -76,7 +76,7 @@ def restore(
     Raises:
         ConfigError: it is another run's, or the new place is taken.
         OperatorError: there is no store, it is in use, or PostgreSQL refuses.
-        CorruptStore: the store fails its check, or was written by a newer program.
+        CorruptStore: the store fails its check, or was written by another schema.
     """
     partial = data_dir / _PARTIAL
     try:

@@ -248,11 +248,7 @@ def replay(
 ) -> None:
     """Rebuild every state from its payloads, chunk by chunk, and compare chunk digests and state roots.
 
-    Args:
-        manifests: by version.
-        files: payloads that passed `check_payloads`, by digest; others are skipped.
-        report: takes the findings.
-        advance: is told the chunks decoded.
+    `files` are the payloads that passed `check_payloads`, by digest; others are skipped. `advance` is told the chunks.
     """
     for layout_id in dict.fromkeys(manifest.layout_id for manifest in manifests.values()):
         family = {version: manifest for version, manifest in manifests.items() if manifest.layout_id == layout_id}

@@ -11,15 +11,9 @@ then the blocks that everybody's way is made of.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import logging
-import os
-import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +27,10 @@ from heterorl.common.weights.manifest import chunks_of
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads.merges import Merges, Span, due_blocks
-from heterorl.coordinator.store.database import ENDED, Database
+from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.home import Copies
-from heterorl.coordinator.store.steady import Steady
+from heterorl.coordinator.store.steady import Worker
 from heterorl.coordinator.versions import flavours, lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto
 from heterorl.coordinator.versions.plans import plan_pull
@@ -44,11 +38,6 @@ from heterorl.coordinator.versions.plans import plan_pull
 _LOG = logging.getLogger(__name__)
 MAX_REQUESTS = 16
 MAX_CHUNK_ELEMENTS = 4 * CHUNK_ELEMENTS
-LOWEST_PRIORITY = 19
-
-
-class _Stopped(Exception):
-    """The process ends; what is under way is thrown away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +58,7 @@ class _Choice:
     skipped: frozenset[Span]
 
 
-class Composer:
+class Composer(Worker):
     """The one who makes merged deltas. Belongs to the event loop."""
 
     def __init__(
@@ -84,9 +73,9 @@ class Composer:
         may_write: Callable[[], bool],
         clock: Clock,
     ) -> None:
+        super().__init__("composer", clock)
         self._leased = leased
         self._may_write = may_write
-        self._clock = clock
         self._merges = merges
         self._database = database
         self._path_of = path_of
@@ -97,9 +86,6 @@ class Composer:
         self._skipped: frozenset[Span] = frozenset()
         """Not to be tried (again): impossible, failed, or evicted to keep the budget."""
         self._current: Span | None = None
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._stopping = threading.Event()
 
     def request(self, span: Span) -> None:
         """Ask for one object over a span; nothing when it is there, under way, impossible, or too many are asked."""
@@ -108,39 +94,21 @@ class Composer:
             self._requests[span] = None
             self.poke()
 
-    def poke(self) -> None:
-        """Look again for something to do."""
-        self._idle.clear()
-        self._wake.set()
-
-    async def settle(self) -> None:
-        """Wait until nothing is left to do; `run` must be running."""
-        await self._idle.wait()
-
     async def run(self) -> None:
         """Compose what is due until cancelled; returns when the store ends, or when merging is off."""
         if not self._budget_bytes:
             return
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer", initializer=lower_priority)
-        steady = Steady("composer", self._clock)
 
         async def work() -> None:
-            while self._may_write() and await self._work(executor):
+            while self._may_write() and await self._work():
                 self._wake.clear()
 
         try:
-            while True:
-                self._wake.clear()
-                if await steady.attempt(work) and not self._wake.is_set():
-                    self._idle.set()
-                await steady.pause(self._wake)
-        except ENDED:
-            return
+            await self._loop(work)
         finally:
-            self._stopping.set()
-            await asyncio.to_thread(executor.shutdown)
+            await self.close()
 
-    async def _work(self, executor: ThreadPoolExecutor) -> bool:
+    async def _work(self) -> bool:
         """Make one object; returns whether there may be another to make."""
         requests, skipped, have = tuple(self._requests), self._skipped, self._merges.spans
         choice = await self._database.run(
@@ -161,7 +129,7 @@ class Composer:
         try:
             stored = [part.digest for part in choice.job.payloads if part.kind is not PayloadKind.MERGED]
             async with self._copies.at_hand(stored):
-                payload = await asyncio.get_running_loop().run_in_executor(executor, self._compose, choice.job)
+                payload = await self._in_thread(functools.partial(self._compose, choice.job))
         except CorruptData as error:
             _LOG.warning("versions %d to %d cannot be merged: %s", self._current.start, self._current.stop, error)
             self._skipped |= {self._current}
@@ -223,11 +191,6 @@ class Composer:
 
     def _compose(self, job: _Job) -> PayloadRef:
         """Runs on the thread of the compositions."""
-
-        def check() -> None:
-            if self._stopping.is_set():
-                raise _Stopped
-
         manifest = manifest_from_bytes(job.manifest)
         if manifest.chunk_elements > MAX_CHUNK_ELEMENTS:
             raise LimitExceeded(f"chunks of {manifest.chunk_elements} elements, {MAX_CHUNK_ELEMENTS} are the most")
@@ -236,7 +199,9 @@ class Composer:
             for payload in job.payloads
         ]
         scratch = self._merges.scratch()
-        composed = compose(paths, scratch, layout_id=manifest.layout_id, chunks=chunks_of(manifest), on_chunk=check)
+        composed = compose(
+            paths, scratch, layout_id=manifest.layout_id, chunks=chunks_of(manifest), on_chunk=self._check_stop
+        )
         payload = PayloadRef(
             kind=PayloadKind.MERGED,
             from_version=job.span.start,
@@ -261,11 +226,3 @@ def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[Paylo
         return plan_pull(into, have_version=span.start, want_version=span.stop)[1]
     except UnknownVersion:
         return ()
-
-
-def lower_priority() -> None:
-    """Put the calling thread behind everything else."""
-    # Linux gives each thread a priority of its own; elsewhere this would slow the whole process.
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

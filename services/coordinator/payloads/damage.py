@@ -95,11 +95,7 @@ class Damage:
         await self._merges.drop(digest)
 
     async def put_aside_missing(self, files: Iterable[tuple[Digest, Path]]) -> None:
-        """Put those aside that are not there.
-
-        Raises:
-            Busy: nobody can tell now.
-        """
+        """Put those aside that are not there. Raises Busy: nobody can tell now."""
         for digest, path in files:
             if await asyncio.to_thread(file_size, path) is None:
                 self._check_is_there()

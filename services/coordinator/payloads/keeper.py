@@ -14,14 +14,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from heterorl.common.errors import Busy, Draining, StoreFull
+from heterorl.common.errors import Busy, StoreFull
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import RECLAIMED_BYTES
 from heterorl.common.types.common import Digest
@@ -29,15 +27,14 @@ from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads import index
-from heterorl.coordinator.payloads.composer import lower_priority
 from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.merges import Merges
 from heterorl.coordinator.payloads.retention import Needs, PullLeases
 from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.database import ENDED, Database
+from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.home import Copies
-from heterorl.coordinator.store.steady import Steady
+from heterorl.coordinator.store.steady import Worker
 from heterorl.coordinator.versions import flavours
 from heterorl.coordinator.versions.chain import Chain
 
@@ -49,11 +46,7 @@ UNPUBLISHED_VERSIONS = 2
 """An upload that no version named while the head moved on so far is given up."""
 
 
-class _Stopped(Exception):
-    """The process ends; what is under way is thrown away."""
-
-
-class Keeper:
+class Keeper(Worker):
     """The one who deletes payloads and writes snapshots. Belongs to the event loop."""
 
     def __init__(
@@ -70,6 +63,7 @@ class Keeper:
         in_use: Callable[[float], frozenset[int]],
         may_write: Callable[[], bool],
     ) -> None:
+        super().__init__("keeper", clock)
         self._config = config
         self._clock = clock
         self._database = database
@@ -83,19 +77,6 @@ class Keeper:
         self._rebuilt = config.data_dir / "rebuilt"
         self._collecting = asyncio.Lock()
         self._unpublished: dict[Digest, int] = {}
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._stopping = threading.Event()
-        self._executor: ThreadPoolExecutor | None = None
-
-    def poke(self) -> None:
-        """Look again for something to do."""
-        self._idle.clear()
-        self._wake.set()
-
-    async def settle(self) -> None:
-        """Wait until nothing is left to do; `run` must be running."""
-        await self._idle.wait()
 
     async def recover(self) -> None:
         """End what an earlier process began, as far as the disk lets; nothing is served yet."""
@@ -105,23 +86,9 @@ class Keeper:
         except (StoreFull, Busy) as error:
             _LOG.warning("deletion goes on later: %s", error)
 
-    async def close(self) -> None:
-        """End the thread between two chunks."""
-        self._stopping.set()
-        if self._executor is not None:
-            await asyncio.to_thread(self._executor.shutdown)
-
     async def run(self) -> None:
         """Verify, write and delete what is due until cancelled; returns when the store ends."""
-        steady = Steady("keeper", self._clock)
-        try:
-            while True:
-                self._wake.clear()
-                if await steady.attempt(self.work) and not self._wake.is_set():
-                    self._idle.set()
-                await steady.pause(self._wake)
-        except ENDED:
-            return
+        await self._loop(self.work)
 
     async def work(self) -> None:
         """Verify, write and delete what is due now; on a full disk delete all that may go, and write nothing."""
@@ -275,20 +242,6 @@ class Keeper:
 
     async def _ask(self, flavour: str, operation: Callable[[Chain], ResultT]) -> ResultT:
         return await self._database.run(lambda connection: operation(Chain(connection, flavour)))
-
-    # the thread
-
-    async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keeper", initializer=lower_priority)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
-        except _Stopped as error:
-            raise Draining("the coordinator is stopping", retry_after_s=1.0) from error
-
-    def _check_stop(self) -> None:
-        if self._stopping.is_set():
-            raise _Stopped
 
 
 def _stored(work: Work) -> list[Digest]:

@@ -45,17 +45,12 @@ class Due:
 
 
 def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int) -> Due:
-    """Decide by the way that a new sampler would take.
+    """Decide by the way that a new sampler would take: the snapshot first, then deltas to the head.
 
-    Its deltas cost D = sum(bytes), its snapshot S bytes. With the snapshot renewed at D = r S, deltas
-    add at most a share r to what a new sampler pulls, and a run whose merged deltas grow to r S in k versions writes
-    S / k bytes a version to disk. Beyond `window` versions a snapshot is due whatever the bytes, since the deltas that
-    the way needs could not be deleted.
-
-    Args:
-        way: the snapshot first, then deltas to the head.
-        snapshot_ratio: r.
-        window: newest versions whose deltas are kept anyhow.
+    Its deltas cost D = sum(bytes), its snapshot S bytes. With the snapshot renewed at D = r S, r = `snapshot_ratio`,
+    deltas add at most a share r to what a new sampler pulls, and a run whose merged deltas grow to r S in k versions
+    writes S / k bytes a version to disk. Beyond `window` versions a snapshot is due whatever the bytes,
+    since the deltas that the way needs could not be deleted.
     """
     if not way or way[0].kind is not PayloadKind.SNAPSHOT:
         return Due(is_due=False, reason="there is no snapshot to start from")
@@ -76,12 +71,7 @@ def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk
     """Rebuild the states along a way that begins with a snapshot, and compare them with their manifests.
 
     The first and the last are compared; when the last is wrong, all of them, to find the payload. Files are open only
-    while they are read: a way may have more payloads than a process may have files.
-
-    Args:
-        paths: the payloads, each starting from the state that the one before leads to.
-        manifests: of the version that each payload leads to.
-        on_chunk: called before each chunk; what it raises ends the work.
+    while they are read: a way may have more payloads than a process may have files. `on_chunk` may end it by raising.
 
     Raises:
         DamagedPayload: names the first payload that breaks the format or leads to another state.

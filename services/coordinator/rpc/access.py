@@ -33,9 +33,6 @@ class Rule:
 
     `of_learner` is the field that a learner has to state. `at_once` is how many calls of it one certificate may have
     under way; 0 is no bound but that on all its calls.
-
-    Example:
-        Rule(frozenset({Role.SAMPLER}), site=("id", "site"), at_once=4)
     """
 
     roles: frozenset[Role]
@@ -152,10 +149,10 @@ class Gate:
     """Decides about calls of one run.
 
     Args:
-        run_id: the run that certificates must name.
-        is_plaintext: whether the server listens on loopback without certificates; then every caller is local.
+        run_id: that certificates must name.
+        is_plaintext: on loopback without certificates, where every caller is local.
         revoked: serials that are refused.
-        wall_time: seconds since the epoch; only for lifetimes of certificates.
+        wall_time: seconds since the epoch, for lifetimes of certificates.
         authorities: PEM of those whose certificates a relay may show for the nodes behind it.
     """
 
@@ -181,12 +178,8 @@ class Gate:
     def admit(
         self, method: str, auth: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, str | bytes]] = ()
     ) -> Peer:
-        """Check a call by what gRPC knows about its connection, and by the node whose call it says it is.
-
-        Raises:
-            Unauthenticated: no identity.
-            PermissionDenied: not for this identity.
-        """
+        """Check a call by what gRPC knows about its connection, and by the node whose call it says it is. Raises
+        Unauthenticated, PermissionDenied."""
         peer = LocalPeer() if self._is_plaintext else identify(auth)
         if isinstance(peer, Identity):
             shown = [value for key, value in metadata if key == NODE_KEY and isinstance(value, bytes)]
@@ -201,11 +194,7 @@ class Gate:
         return peer
 
     def recheck(self, peer: Peer) -> None:
-        """Check what changes with time.
-
-        Raises:
-            Unauthenticated: the certificate was revoked or has expired.
-        """
+        """Check what changes with time. Raises Unauthenticated: the certificate was revoked or has expired."""
         if isinstance(peer, LocalPeer):
             return
         for each in (peer, peer.through):
@@ -226,11 +215,7 @@ class Gate:
             self._serials[peer.site] = peer.serial
 
     def check_request(self, method: str, peer: Peer, request: object) -> None:
-        """Check one message of a caller.
-
-        Raises:
-            PermissionDenied: it speaks for another site.
-        """
+        """Check one message of a caller. Raises PermissionDenied: it speaks for another site."""
         _raise(refuse_request(method, peer, request))
 
 

@@ -223,10 +223,7 @@ def text_problem(text: str, bound: Bound) -> str:
 
 def parse(data: bytes, descriptor: Descriptor) -> Message:
     """Make a message of its bytes, and hold it against the bounds.
-
-    Raises:
-        InvalidRequest: the bytes are no such message, or a field is over its bound; it names the field.
-    """
+    Raises InvalidRequest: the bytes are no such message, or a field is over its bound; it names the field."""
     name = descriptor.name
     if len(data) > SMALL_BYTES and name not in LONG:
         raise InvalidRequest(f"{name}: {len(data)} bytes, at most {SMALL_BYTES} are taken")
@@ -239,11 +236,7 @@ def parse(data: bytes, descriptor: Descriptor) -> Message:
 
 
 def check(message: Message) -> None:
-    """Hold a message against the bounds.
-
-    Raises:
-        InvalidRequest: a field is over its bound; it names the field.
-    """
+    """Hold a message against the bounds. Raises InvalidRequest: a field is over its bound; it names the field."""
     left = FIELDS.get(message.DESCRIPTOR.name, MAX_FIELDS)
     if _count(message, left, "") > left:
         raise InvalidRequest(f"{message.DESCRIPTOR.name}: more than {left} fields in one message")

@@ -63,11 +63,7 @@ class Shares:
 
     @contextlib.contextmanager
     def place(self, holder: Holder, method: str) -> Iterator[None]:
-        """Hold a place for one call.
-
-        Raises:
-            QuotaExceeded: there is none now; worth repeating.
-        """
+        """Hold a place for one call. Raises QuotaExceeded: there is none now; worth repeating."""
         problem = self._problem(holder, method)
         if problem:
             raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
@@ -125,15 +121,8 @@ _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 
 
 def holder_of(peer: Peer, method: str, address: str) -> Holder:
-    """The holder of a call that was admitted: one for each certificate, whatever connections it opens.
-
-    Without certificates every caller is on this machine, and only its connection tells it apart.
-
-    Args:
-        peer: what the gate knows of the caller.
-        method: full name of the rpc.
-        address: of the other end, as gRPC states it.
-    """
+    """The holder of a call that was admitted: one for each certificate, whatever connections it opens. Without
+    certificates every caller is on this machine, and only its connection's `address` tells it apart."""
     if isinstance(peer, Identity):
         name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
         return Holder(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)

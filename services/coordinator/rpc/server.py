@@ -90,10 +90,7 @@ class Server:
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         """Prepare a server; the configuration of the coordinator says what the bounds mean.
-
-        Raises:
-            ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run.
-        """
+        Raises ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run."""
         self._tls = tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
         if self._files is not None:

@@ -66,10 +66,7 @@ class PushStreams:
 
     async def outcomes(self, requests: AsyncIterator[Pushed]) -> AsyncIterator[Sequence[PushOutcome]]:
         """The outcomes of each message's groups, in order.
-
-        Raises:
-            RemoteError: a message was refused; those before it are answered.
-        """
+        Raises RemoteError: a message was refused; those before it are answered."""
         if isinstance(requests, Requests):
             # Messages wait in the queues, and are counted until their groups are in the store.
             requests.settle_by_hand()

@@ -132,21 +132,18 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServiceServicer):
     async def PushSamplerMetrics(
         self, request: metrics_pb2.PushSamplerMetricsRequest, context: Context
     ) -> metrics_pb2.PushSamplerMetricsResponse:
-        """Keep a sampler's metrics."""
         is_kept = await self._reported.put("sampler", request.site, series_from_pb(request.series))
         return metrics_pb2.PushSamplerMetricsResponse(is_kept=is_kept)
 
     async def PushLearnerMetrics(
         self, request: metrics_pb2.PushLearnerMetricsRequest, context: Context
     ) -> metrics_pb2.PushLearnerMetricsResponse:
-        """Keep a learner's metrics."""
         is_kept = await self._reported.put("learner", request.site, series_from_pb(request.series))
         return metrics_pb2.PushLearnerMetricsResponse(is_kept=is_kept)
 
     async def PushRelayMetrics(
         self, request: metrics_pb2.PushRelayMetricsRequest, context: Context
     ) -> metrics_pb2.PushRelayMetricsResponse:
-        """Keep a relay's metrics."""
         is_kept = await self._reported.put("relay", request.site, series_from_pb(request.series))
         return metrics_pb2.PushRelayMetricsResponse(is_kept=is_kept)
 
@@ -162,7 +159,6 @@ class BackupServicer(backup_pb2_grpc.BackupServiceServicer):
         request: backup_pb2.BackupRequest,
         context: Context,
     ) -> backup_pb2.BackupResponse:
-        """Make a backup."""
         return backup_to_pb(await self._backups.make(request.name))
 
 
@@ -177,7 +173,6 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         request: diagnosis_pb2.DiagnoseRequest,
         context: Context,
     ) -> diagnosis_pb2.DiagnoseResponse:
-        """Answer one question about the link."""
         if request.answer_bytes > MAX_ANSWER_BYTES:
             raise InvalidRequest(f"answer_bytes: {request.answer_bytes}, at most {MAX_ANSWER_BYTES} are sent back")
 

@@ -42,11 +42,7 @@ class AuditKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRow:
-    """One row as it is stored; nothing of it is checked.
-
-    Example: AuditRow(sequence=1, at_us=1_700_000_000_000_000, kind="release", subject="eu-1", detail="engine
-    replaced", previous="", digest="9f...")
-    """
+    """One row as it is stored; nothing of it is checked."""
 
     sequence: int
     at_us: int
@@ -68,15 +64,8 @@ def row_digest(row: AuditRow) -> str:
 
 
 def append(connection: Connection, kind: AuditKind, *, subject: str, detail: str, now: float) -> str:
-    """Set: add one row; returns its digest.
-
-    Args:
-        connection: the store, in the transaction of what the row tells.
-        kind: what happened.
-        subject: site, serial number or holder.
-        detail: why, with numbers.
-        now: seconds since the epoch.
-    """
+    """Set: add one row in the transaction of what it tells; returns its digest. `subject` is a site, serial number or
+    holder, `detail` the reason with numbers, `now` seconds since the epoch."""
     last = connection.execute("SELECT sequence, digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
     sequence, previous = (last[0] + 1, last[1]) if last else (1, "")
     row = AuditRow(
@@ -120,12 +109,8 @@ def read(connection: Connection) -> list[AuditRow]:
 
 
 def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
-    """What is wrong with a log; empty when every link holds.
-
-    Args:
-        rows: in order.
-        expected: a digest noted earlier (of the newest row then), which must be in the log; empty: none.
-    """
+    """What is wrong with a log; empty when every link holds. `expected` is a digest noted earlier, which must be in the
+    log; empty: none."""
     faults: list[str] = []
     previous, following, is_found = "", 1, not expected
     for row in rows:

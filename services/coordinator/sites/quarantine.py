@@ -60,10 +60,7 @@ def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: 
 
 def write_canary(connection: Connection, version: int, request: PublishRequest) -> None:
     """Set: record the learner's canary of a version, and of each of its flavours.
-
-    Raises:
-        InvalidRequest: too many log-probs, or one that is not finite.
-    """
+    Raises InvalidRequest: too many log-probs, or one that is not finite."""
     canaries = {"": request.canary, **{entry.flavour: entry.canary for entry in request.flavours}}
     for flavour, stated in canaries.items():
         if len(stated) > MAX_LOGPROBS or not np.isfinite(stated).all():
@@ -113,11 +110,7 @@ def read_canary_reasons(connection: Connection) -> dict[str, str]:
 
 
 def check_canary(connection: Connection, site: str) -> None:
-    """Refuse a site in quarantine.
-
-    Raises:
-        Quarantined: with the reason.
-    """
+    """Refuse a site in quarantine. Raises Quarantined: with the reason."""
     row = connection.execute("SELECT reason FROM quarantines WHERE site = ?", (site,)).fetchone()
     if row is not None:
         raise Quarantined(
@@ -200,14 +193,8 @@ def rule_of(config: CoordinatorConfig) -> Rule:
 
 
 def decide(failed_at: list[int], *, code_failed_at: Sequence[int] = (), accepted: int, rule: Rule) -> tuple[bool, str]:
-    """Whether a site's failures are too many.
-
-    Args:
-        failed_at: how many groups the site had delivered at each failure.
-        code_failed_at: the same of failures by CODE_MISMATCH, which are not among those.
-        accepted: how many it has delivered now.
-        rule: the bound.
-    """
+    """Whether a site's failures are too many, by how many groups it had delivered at each and has `accepted` now; those
+    by CODE_MISMATCH are counted apart."""
     recent, by_code = (
         sum(count > accepted - rule.window_groups for count in counts) for counts in (failed_at, code_failed_at)
     )
@@ -241,10 +228,7 @@ def note_failure(
 
 def release(connection: Connection, site: SiteId, *, reason: str, now: float) -> str:
     """Set: end a site's quarantine of either kind, forget its failures and lost members; returns why it was there.
-
-    Raises:
-        InvalidRequest: there is no reason, or no such site.
-    """
+    Raises InvalidRequest: there is no reason, or no such site."""
     if not reason.strip():
         raise InvalidRequest("reason: must not be empty; it is kept in the log of audit")
     if connection.execute("SELECT 1 FROM sites WHERE site = ?", (site,)).fetchone() is None:
@@ -279,11 +263,7 @@ def count_failures(connection: Connection, rule: Rule) -> dict[str, int]:
 
 
 def check_site(connection: Connection, site: SiteId) -> None:
-    """Refuse a site in quarantine of either kind.
-
-    Raises:
-        Quarantined: with the reason.
-    """
+    """Refuse a site in quarantine of either kind. Raises Quarantined: with the reason."""
     reason = conviction_of(connection, site)
     if reason:
         raise Quarantined(

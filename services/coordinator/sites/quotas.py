@@ -165,15 +165,7 @@ class Quotas:
     def take(
         self, site: str, *, num_bytes: int, pending_bytes: int, pending_limit: int, now: float
     ) -> tuple[float, str]:
-        """Take one group of a site; (0, "") or how long it is to wait, and why. Nothing is taken then.
-
-        Args:
-            site: whose group it is.
-            num_bytes: its size.
-            pending_bytes: what the site has in the queue already.
-            pending_limit: what it may have there.
-            now: instant of the monotonic clock.
-        """
+        """Take one group of a site; (0, "") or how long it is to wait, and why: nothing is taken then."""
         self._used[site, "pending_bytes"] = pending_bytes / pending_limit
         if pending_bytes + num_bytes > pending_limit:
             self._refuse(site, "pending_bytes")

@@ -128,10 +128,7 @@ class MetricsPage:
 
     def stand_by(self) -> int:
         """Serve what a standby shows; returns the port.
-
-        Raises:
-            PortInUse, ConfigError: as `metrics.serve`, or a certificate cannot be used.
-        """
+        Raises PortInUse, ConfigError: as `metrics.serve`, or a certificate cannot be used."""
         if self._config.tls.cert:
             self._files = MaterialFiles(self._config.tls)
         metrics.STANDING_BY.set(1)
@@ -139,10 +136,7 @@ class MetricsPage:
 
     def serve(self) -> int:
         """Show all, on the same port; returns it. Whatever is shown must be known by now.
-
-        Raises:
-            PortInUse, ConfigError: as `metrics.serve`.
-        """
+        Raises PortInUse, ConfigError: as `metrics.serve`."""
         metrics.STANDING_BY.set(0)
         self._is_whole = True
         return self._open()

@@ -162,11 +162,7 @@ class Sites:
         return row.fetchone() is not None
 
     def require(self, connection: Connection, site: str, incarnation: str) -> None:
-        """Refuse an incarnation that is not registered.
-
-        Raises:
-            NotRegistered: it is to register first.
-        """
+        """Refuse an incarnation that is not registered. Raises NotRegistered: it is to register first."""
         if not self.is_known(connection, site, incarnation):
             raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
 

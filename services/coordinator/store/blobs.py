@@ -89,10 +89,10 @@ class BlobStore:
 
         Args:
             root: where `blobs`, `partial` and `damaged` lie.
-            store_bytes: bytes that payloads and uploads may occupy.
-            max_payload_bytes: the largest payload.
+            store_bytes: that payloads and uploads may occupy.
+            max_payload_bytes: of one payload.
             bound: the key that `store_bytes` comes from.
-            make_room: called with the bytes that are missing before an upload is refused.
+            make_room: called with the missing bytes before an upload is refused.
             on_full: called when the disk refused a payload.
             home: where payloads are kept; without one, here.
         """
@@ -177,10 +177,7 @@ class BlobStore:
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
         """Whether the payload is complete; names an upload that was cut between its last byte and its name.
-
-        Raises:
-            DigestMismatch: the bytes were all there and wrong; the upload starts again.
-        """
+        Raises DigestMismatch: the bytes were all there and wrong; the upload starts again."""
         # Under the lock although there may be nothing to do: a deletion under way ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:

@@ -50,10 +50,7 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Engi
 
 def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patient: bool = True) -> Standby:
     """A wait for the store at a url; where it is not patient, for its server alone and for no other coordinator.
-
-    Raises:
-        ConfigError: there is no url, or data_dir has a store of its own.
-    """
+    Raises ConfigError: there is no url, or data_dir has a store of its own."""
     if not url:
         raise ConfigError("store.url", "--standby needs a store that two coordinators reach: one in PostgreSQL")
     _require_psycopg()
@@ -66,21 +63,14 @@ def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patie
 
 
 def refuse_file(data_dir: Path) -> None:
-    """Refuse a data directory that has a store in SQLite.
-
-    Raises:
-        ConfigError: it has.
-    """
+    """Refuse a data directory that has a store in SQLite. Raises ConfigError: it has."""
     if (data_dir / "coordinator.sqlite").exists():
         raise ConfigError("store.url", f"{data_dir} has the payloads of its own coordinator.sqlite", action=_ANOTHER)
 
 
 def claimed(data_dir: Path, engine: Engine, *, is_elsewhere: bool = False) -> Engine:
     """The engine, once its payloads are known to be those of the data directory, or all in a bucket.
-
-    Raises:
-        ConfigError: they are another store's.
-    """
+    Raises ConfigError: they are another store's."""
     store_id = getattr(engine, "store_id", "")
     try:
         if is_elsewhere and get_meta(engine.connection, OWNER) is not None:

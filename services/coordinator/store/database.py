@@ -116,10 +116,7 @@ class Database:
 
     async def run_alone(self, operation: Callable[[Connection], ResultT]) -> ResultT:
         """Run one operation between two transactions, for what the engine does in none; it must change nothing.
-
-        Raises:
-            CorruptStore, StoreLost, Draining: as `run`.
-        """
+        Raises CorruptStore, StoreLost, Draining: as `run`."""
         return await self.submit(_Alone(operation))
 
     def fail(self, problem: str, end: type[CorruptStore | StoreLost] = CorruptStore) -> None:
@@ -272,11 +269,7 @@ def answer_to_order(connection: Connection, kind: str, request_id: str) -> str |
 
 
 def remember_order(connection: Connection, kind: str, request_id: str, answer: str) -> None:
-    """Set: note an order that has had its effect.
-
-    Raises:
-        InvalidRequest: the id is too long to be kept.
-    """
+    """Set: note an order that has had its effect. Raises InvalidRequest: the id is too long to be kept."""
     if len(request_id) > MAX_REQUEST_ID:
         raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
     if request_id:

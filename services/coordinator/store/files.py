@@ -130,20 +130,12 @@ def open_file(path: Path, mode: str) -> BinaryIO:
 
 
 def file_size(path: Path) -> int | None:
-    """Size of a file, None when there is none.
-
-    Raises:
-        Busy: nobody can tell now.
-    """
+    """Size of a file, None when there is none. Raises Busy: nobody can tell now."""
     return looked_at(lambda: path.stat().st_size)
 
 
 def looked_at(look: Callable[[], ResultT]) -> ResultT | None:
-    """What a look at a file shows, None when there is none.
-
-    Raises:
-        Busy: nobody can tell now.
-    """
+    """What a look at a file shows, None when there is none. Raises Busy: nobody can tell now."""
     try:
         return look()
     except (FileNotFoundError, NotADirectoryError):

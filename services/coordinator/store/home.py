@@ -34,33 +34,18 @@ class Home:
         return frozenset()
 
     async def reserve(self, num_bytes: int) -> None:
-        """Make room for a payload.
-
-        Raises:
-            StoreFull: there is none.
-        """
+        """Make room for a payload. Raises StoreFull: there is none."""
 
     async def keep(self, digest: Digest, path: Path) -> None:
         """Take a complete, verified file; durable when this returns.
-
-        Raises:
-            Busy: it cannot be taken now; the file stays.
-        """
+        Raises Busy: it cannot be taken now; the file stays."""
 
     async def erase(self, digest: Digest) -> int:  # noqa: ARG002 - none is there
-        """Delete a payload; returns its bytes, 0 where it is not there.
-
-        Raises:
-            Busy: it cannot be deleted now.
-        """
+        """Delete a payload; returns its bytes, 0 where it is not there. Raises Busy: it cannot be deleted now."""
         return 0
 
     async def set_aside(self, digest: Digest) -> None:
-        """Move a damaged payload out of the way.
-
-        Raises:
-            Busy: it cannot be moved now.
-        """
+        """Move a damaged payload out of the way. Raises Busy: it cannot be moved now."""
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
         """An address for each payload from which a node may read it for a while, empty where there is none."""
@@ -83,19 +68,11 @@ class Copies:
 
     @asynccontextmanager
     async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:  # noqa: ARG002 - all are
-        """While files of these payloads are there, as far as they can be had.
-
-        Raises:
-            Busy: nobody can tell now.
-        """
+        """While files of these payloads are there, as far as they can be had. Raises Busy: nobody can tell now."""
         yield
 
     async def heal(self, digest: Digest) -> Cure:  # noqa: ARG002 - there is no other
-        """Replace a file that is gone or has other bytes than its name says.
-
-        Raises:
-            Busy: nobody can tell now.
-        """
+        """Replace a file that is gone or has other bytes than its name says. Raises Busy: nobody can tell now."""
         return Cure.LOST
 
 
@@ -104,10 +81,7 @@ class Incoming:
 
     async def place(self, digest: Digest, num_bytes: int) -> PutPlace:  # noqa: ARG002 - for no payload
         """Where the first piece of a payload that is missing may be put for a while.
-
-        Raises:
-            Busy: nobody can tell now.
-        """
+        Raises Busy: nobody can tell now."""
         return NO_PLACE
 
     async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:  # noqa: ARG002 - of no payload

@@ -56,21 +56,13 @@ class Room:
         )
 
     def check(self) -> None:
-        """Refuse a group.
-
-        Raises:
-            StoreFull: the disk keeps what is left for versions and deletion.
-        """
+        """Refuse a group. Raises StoreFull: the disk keeps what is left for versions and deletion."""
         if self._is_low:
             problem = "the coordinator's disk has less room than min_free_bytes"
             raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
 
     def check_payload(self, num_bytes: int) -> None:
-        """Refuse a payload that brings so many bytes.
-
-        Raises:
-            StoreFull: the disk keeps what is left for deletion.
-        """
+        """Refuse a payload that brings so many bytes. Raises StoreFull: the disk keeps what is left for deletion."""
         mark, free = self._usage()
         if mark and free - num_bytes < mark // 2:
             self.note_refusal()

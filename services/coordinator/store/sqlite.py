@@ -42,40 +42,32 @@ class SqliteEngine:
         return cls(connect(path))
 
     def begin(self) -> None:
-        """Take the file's lock for writing."""
         self.connection.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        """Make the transaction durable."""
         self.connection.execute("COMMIT")
 
     def rollback(self) -> None:
-        """Undo the transaction, if there is one."""
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")
 
     def save(self) -> None:
-        """Begin an operation inside the transaction."""
         self.connection.execute("SAVEPOINT one")
 
     def keep(self) -> None:
-        """End the operation."""
         self.connection.execute("RELEASE one")
 
     def undo(self) -> None:
-        """Undo the operation alone."""
         self.connection.execute("ROLLBACK TO one")
         self.connection.execute("RELEASE one")
 
     def fault(self, error: Exception) -> Fault:
-        """What one of SQLite's errors says."""
         if isinstance(error, _OPERATION_ERRORS):
             return Fault.OPERATION
         is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
         return Fault.FULL if is_full else Fault.FATAL
 
     def close(self) -> None:
-        """Fold the log into the file, close."""
         self.connection.close()
 
 
@@ -144,10 +136,7 @@ HISTORY = frozenset({"groups", "versions", "flavour_versions", "steps", "signatu
 
 def check_file(connection: sqlite3.Connection, path: Path) -> None:
     """Let SQLite check the store: all of a small one; of a large one what is read and written all the time.
-
-    Raises:
-        CorruptStore: it fails the check.
-    """
+    Raises CorruptStore: it fails the check."""
     pages, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size"))
     names = ["1"]
     if pages * size > CHECKED_BYTES:

@@ -63,11 +63,7 @@ class Chain:
     # manifests
 
     def manifest(self, version: int) -> bytes:
-        """Exact bytes of a manifest.
-
-        Raises:
-            UnknownVersion: no such version.
-        """
+        """Exact bytes of a manifest. Raises UnknownVersion: no such version."""
         row = self._one("SELECT manifest FROM stated WHERE flavour = ? AND version = ?", version)
         if row is None:
             where = f" in flavour {self.flavour}" if self.flavour else ""
@@ -100,11 +96,7 @@ class Chain:
         return tuple(found)
 
     def signed_manifest(self, version: int) -> SignedManifest:
-        """Exact bytes of a manifest and the signature stored with it.
-
-        Raises:
-            UnknownVersion: no such version.
-        """
+        """Exact bytes of a manifest and the signature stored with it. Raises UnknownVersion: no such version."""
         return SignedManifest(data=self.manifest(version), signature=self.signature(version))
 
     def signature(self, version: int) -> bytes:

@@ -29,10 +29,7 @@ _OFFERED = "flavours"
 
 def check_names(names: Sequence[str]) -> None:
     """Refuse names that no label or path may have.
-
-    Raises:
-        InvalidRequest: one is malformed, one repeats, or there are too many.
-    """
+    Raises InvalidRequest: one is malformed, one repeats, or there are too many."""
     if len(names) > MAX_FLAVOURS or len(set(names)) != len(names):
         raise InvalidRequest(f"flavours: {len(names)} names, at most {MAX_FLAVOURS} different ones are allowed")
     for name in names:
@@ -51,11 +48,7 @@ def offered(connection: Connection) -> tuple[str, ...]:
 
 
 def check_offered(connection: Connection, flavour: str) -> None:
-    """Refuse a sampler whose flavour nobody publishes.
-
-    Raises:
-        ContractMismatch: names what there is.
-    """
+    """Refuse a sampler whose flavour nobody publishes. Raises ContractMismatch: names what there is."""
     names = offered(connection)
     if flavour != TRAINED and flavour not in names:
         there = ", ".join(f'"{name}"' for name in (TRAINED, *names))
@@ -91,10 +84,7 @@ def check_publication(
     connection: Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
 ) -> None:
     """Compare before set: each flavour's manifest against the version's own, which is checked already.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
+    Raises InvalidRequest: names the field."""
     check_names([entry.flavour for entry in request.flavours])
     for entry in request.flavours:
         mine, chain = parsed[entry.flavour], Chain(connection, entry.flavour)

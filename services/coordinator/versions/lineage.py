@@ -134,11 +134,7 @@ class Head:
 
 
 def check_epoch(connection: Connection, epoch: int) -> None:
-    """Fence: only the newest epoch, not released, has effects.
-
-    Raises:
-        StaleEpoch: otherwise.
-    """
+    """Fence: only the newest epoch, not released, has effects. Raises StaleEpoch: otherwise."""
     current = int(get_meta(connection, "epoch") or 0)
     if epoch != current:
         raise StaleEpoch(f"epoch {epoch} was superseded by epoch {current}")
@@ -148,10 +144,7 @@ def check_epoch(connection: Connection, epoch: int) -> None:
 
 def agree(connection: Connection, contract: Contract, *, may_state: bool) -> bool:
     """Compare with the run's contract; the first learner states it. Returns False when none is stated yet.
-
-    Raises:
-        ContractMismatch: names the first setting that differs.
-    """
+    Raises ContractMismatch: names the first setting that differs."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'contract'").fetchone()
     if row is None:
         if may_state:
@@ -195,10 +188,7 @@ def num_versions(connection: Connection) -> int:
 
 def check_publication(connection: Connection, request: PublishRequest, manifest: Manifest, run_id: str) -> int | None:
     """Compare before set; returns the version when this step id is committed already.
-
-    Raises:
-        StaleEpoch, StepConflict, ParentNotHead, InvalidRequest, ContractMismatch: see their docstrings.
-    """
+    Raises StaleEpoch, StepConflict, ParentNotHead, InvalidRequest, ContractMismatch: see their docstrings."""
     check_epoch(connection, request.epoch)
     if not request.step_id:
         raise InvalidRequest("step_id must not be empty")
@@ -231,26 +221,14 @@ def check_publication(connection: Connection, request: PublishRequest, manifest:
 
 def check_signature(signature: bytes) -> None:
     """Refuse what cannot be a signature; whose it is, is for others to say.
-
-    Raises:
-        InvalidRequest: it has another length.
-    """
+    Raises InvalidRequest: it has another length."""
     if len(signature) not in (0, SIGNATURE_BYTES):
         raise InvalidRequest(f"signature: {len(signature)} bytes, expected none or {SIGNATURE_BYTES}")
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_snapshot: bool, name: str) -> None:
-    """Check what a manifest states against what it must, and that its payloads lead to it.
-
-    Args:
-        manifest: the one to check; its `parent_version` is among what is expected.
-        expected: fields by name.
-        needs_snapshot: whether a delta alone would not do.
-        name: what the manifest is called in a refusal.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
+    """Check the fields of a manifest against what is expected, and that its payloads lead to it. Raises InvalidRequest:
+    names the field, of a manifest that is called `name`."""
     for key, right in expected.items():
         if getattr(manifest, key) != right:
             raise InvalidRequest(f"{name}.{key}: {getattr(manifest, key)!r}, expected {right!r}")

@@ -34,10 +34,10 @@ def plan_pull(
 
     Args:
         into: payloads that lead to a version, sizes not negative; called at most once a version.
-        have_version: what the caller holds; None for nothing.
-        want_version: what the caller wants.
-        base_version: what the caller can rebuild without a transfer, its base model; None for nothing.
-        object_bytes: what each payload costs beside its bytes, not negative.
+        have_version: that the caller holds; None for nothing.
+        want_version: of the state that it wants.
+        base_version: that it can rebuild without a transfer, from its base model; None for nothing.
+        object_bytes: the price of each payload beside its bytes, not negative.
 
     Raises:
         UnknownVersion: no path leads to the version.

@@ -18,6 +18,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import composer as composer_module
 from heterorl.coordinator.payloads.merges import Span
+from heterorl.coordinator.store import steady
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, RandomRun, count_composed, merging, published, puller
 
@@ -437,7 +438,7 @@ async def test_compositions_have_the_lowest_priority_and_the_rest_keeps_its_own(
         return real(*positional, **named)
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    monkeypatch.setattr(composer_module, "LOWEST_PRIORITY", min(19, before + 1))
+    monkeypatch.setattr(steady, "LOWEST_PRIORITY", min(19, before + 1))
     monkeypatch.setattr(composer_module, "compose", noting)
     async with merging(tmp_path) as core:
         await published(core, tmp_path, 4)

@@ -72,10 +72,7 @@ class CopyFiles(BlobStore):
 
     async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
         """Make a file a copy where it has the bytes of this name; returns whether it has. They were counted before.
-
-        Raises:
-            StoreFull, Busy, CorruptStore: the disk refuses.
-        """
+        Raises StoreFull, Busy, CorruptStore: the disk refuses."""
         async with self._locks[digest]:
             if file_size(self.path(digest)) is not None:
                 # Counted when it came.
@@ -203,11 +200,7 @@ class BucketCopies(Copies):
     # room
 
     async def _take_room(self, names: Iterable[Digest]) -> None:
-        """Count the bytes of copies that are not there yet.
-
-        Raises:
-            Busy: others read so much that there is no room.
-        """
+        """Count the bytes of copies that are not there yet. Raises Busy: others read so much that there is no room."""
         try:
             async with asyncio.timeout(WAIT_S):
                 while not self._count(wanted := self._wanted(names), may_exceed=False):

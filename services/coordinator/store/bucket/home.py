@@ -23,7 +23,6 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_PLACE, PutPlace
 from heterorl.coordinator.store.bucket.objects import Objects, Piece
-from heterorl.coordinator.store.database import ENDED
 from heterorl.coordinator.store.home import Home, Incoming
 from heterorl.coordinator.store.steady import Steady
 
@@ -63,28 +62,22 @@ class BucketHome(Home):
 
         Args:
             objects: of the prefix.
-            store_bytes: bytes that payloads may occupy there.
-            make_room: called with the bytes that are missing before one is refused.
+            store_bytes: that payloads may occupy there.
+            make_room: called with the missing bytes before a payload is refused.
             on_kept: told of each payload whose file is a copy from then on.
             on_gone: told of each payload that is there no longer.
-
-        Raises:
-            Busy: the bucket does not answer, or refuses.
         """
         sizes = await objects.sizes()
         return cls(objects, sizes, store_bytes=store_bytes, make_room=make_room, on_kept=on_kept, on_gone=on_gone)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all payloads there."""
         return sum(self._sizes.values())
 
     def size(self, digest: Digest) -> int | None:
-        """Size of a payload that is there, or None."""
         return self._sizes.get(digest)
 
     def digests(self) -> frozenset[Digest]:
-        """Every payload that is there."""
         return frozenset(self._sizes)
 
     async def reserve(self, num_bytes: int) -> None:
@@ -109,14 +102,12 @@ class BucketHome(Home):
         self._on_kept(digest)
 
     async def erase(self, digest: Digest) -> int:
-        """Delete a payload; returns its bytes."""
         if digest not in self._sizes:
             return 0
         await self._objects.delete(digest)
         return self._forget(digest)
 
     async def set_aside(self, digest: Digest) -> None:
-        """Move a damaged payload out of the way."""
         if digest in self._sizes:
             await self._objects.set_aside(digest)
             self._forget(digest)
@@ -130,7 +121,6 @@ class BucketHome(Home):
         await self._objects.fetch(digest, path)
 
     async def urls(self, digests: Sequence[Digest]) -> list[str]:
-        """An address for each payload, empty for what is not there."""
         there = [digest for digest in digests if digest in self._sizes]
         signed = dict(zip(there, await self._objects.urls(there), strict=True))
         return [signed.get(digest, "") for digest in digests]
@@ -149,14 +139,7 @@ class BucketIncoming(Incoming):
     """Objects below `incoming` in one bucket. Belongs to the event loop."""
 
     def __init__(self, objects: Objects, *, clock: Clock, put_bytes: int, lifetime_s: float) -> None:
-        """Put it together; `sweep` comes first.
-
-        Args:
-            objects: of the prefix.
-            clock: for the ends of addresses.
-            put_bytes: the largest payload that has an address.
-            lifetime_s: how long an address lasts.
-        """
+        """`put_bytes`: the largest payload that has an address; `lifetime_s`: of an address. `sweep` comes first."""
         self._objects = objects
         self._clock = clock
         self._put_bytes = put_bytes
@@ -240,14 +223,9 @@ class BucketIncoming(Incoming):
                 await self._objects.delete_pieces(pieces)
 
     async def run(self) -> None:
-        """Sweep now and then until cancelled; returns when the store ends."""
-        steady = Steady("incoming", self._clock)
-        try:
-            while True:
-                await self._clock.sleep(SWEEP_S)
-                await steady.attempt(self.sweep)
-        except ENDED:
-            return
+        """Sweep now and then until cancelled; returns when the store ends. Opening the bucket swept once."""
+        await self._clock.sleep(SWEEP_S)
+        await Steady("incoming", self._clock).repeat(self.sweep, every_s=SWEEP_S)
 
 
 def piece_bytes(offset: int, num_bytes: int) -> int:

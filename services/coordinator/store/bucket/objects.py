@@ -106,29 +106,17 @@ class BucketClient:
             await self._library.put_async(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
     async def small(self, key: str) -> bytes:
-        """A short object.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """A short object. Raises FileNotFoundError: it is not there."""
         async with self._asked("be read"):
             return bytes(await (await self._library.get_async(self._store, key)).bytes_async())
 
     async def size(self, key: str) -> int:
-        """Bytes of an object.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """Bytes of an object. Raises FileNotFoundError: it is not there."""
         async with self._asked("be read"):
             return int((await self._library.head_async(self._store, key))["size"])
 
     async def read(self, key: str, *, offset: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield [offset, stop) of an object that has as many bytes.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """Yield [offset, stop) of an object that has as many bytes. Raises FileNotFoundError: it is not there."""
         while offset < stop:
             before, bounds = offset, (offset, min(stop, offset + RANGE_BYTES))
             try:
@@ -160,11 +148,7 @@ class BucketClient:
                 await self._library.delete_async(self._store, key)
 
     async def rename(self, key: str, target: str) -> None:
-        """Give an object another key.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """Give an object another key. Raises FileNotFoundError: it is not there."""
         async with self._asked("move a payload"):
             await self._library.rename_async(self._store, key, target)
 
@@ -207,10 +191,7 @@ MAX_CREDENTIALS_BYTES = 1 << 16
 
 def read_credentials(path: Path) -> dict[str, str]:
     """Keys of a file in the form of ~/.aws/credentials.
-
-    Raises:
-        ConfigError: it cannot be read, others may read it, or it has no keys.
-    """
+    Raises ConfigError: it cannot be read, others may read it, or it has no keys."""
     key = "payloads.credentials_file"
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -251,12 +232,7 @@ class Objects:
     """Payloads by digest, below one prefix."""
 
     def __init__(self, client: BucketClient, *, on_lost: Callable[[str], None]) -> None:
-        """Prepare; `claim` comes first.
-
-        Args:
-            client: of the prefix.
-            on_lost: told why, when the prefix is this store's no longer.
-        """
+        """`on_lost` is told why, when the prefix is this store's no longer. `claim` comes first."""
         self._client = client
         self._on_lost = on_lost
         self._owner = ""
@@ -294,11 +270,7 @@ class Objects:
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
     async def _check(self) -> None:
-        """Look whether the prefix is still this store's.
-
-        Raises:
-            CorruptStore: it is not; the process must end.
-        """
+        """Look whether the prefix is still this store's. Raises CorruptStore: it is not; the process must end."""
         if await self.owner() != self._owner:
             problem = "another store has taken the prefix of the payloads in the bucket, or its mark is gone"
             self._on_lost(problem)
@@ -373,11 +345,7 @@ class Objects:
         return sorted(found, key=lambda piece: (piece.digest, piece.offset))
 
     async def read_piece(self, piece: Piece, *, skip: int = 0) -> AsyncIterator[bytes]:
-        """Yield what was put, but its first bytes.
-
-        Raises:
-            FileNotFoundError: it is no longer there.
-        """
+        """Yield what was put, but its first bytes. Raises FileNotFoundError: it is no longer there."""
         key = _piece(piece.digest, piece.offset)
         async for block in self._client.read(key, offset=skip, stop=piece.num_bytes):
             yield block

@@ -180,7 +180,6 @@ class PostgresConnection:
         raw.adapters.register_loader("numeric", _SumLoader)
 
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Cursor:
-        """Run one statement."""
         cursor = psycopg.RawCursor(self._raw)
         text = translated(statement)
         # Nothing of ours changes a row by a function; a WITH, which may, counts as a change.
@@ -262,11 +261,9 @@ class PostgresEngine:
             raise _Fenced("another coordinator has taken the store")
 
     def commit(self) -> None:
-        """Make the transaction durable."""
         self._raw.execute("COMMIT")
 
     def rollback(self) -> None:
-        """Undo the transaction, if there is one."""
         if self._raw.info.transaction_status is not psycopg.pq.TransactionStatus.IDLE:
             self._raw.execute("ROLLBACK")
 
@@ -284,16 +281,13 @@ class PostgresEngine:
         """End the operation; the server hears of it with the next one or with COMMIT, which spares a round trip."""
 
     def undo(self) -> None:
-        """Undo the operation alone."""
         self._raw.execute("ROLLBACK TO one")
         self.connection.has_written = False
 
     def fault(self, error: Exception) -> Fault:
-        """What one of PostgreSQL's errors says."""
         return fault_of_statement(error, is_broken=self._raw.broken)
 
     def close(self) -> None:
-        """End the session, and with it the lock."""
         self._raw.close()
 
 
@@ -354,11 +348,7 @@ def open_store(url: str) -> PostgresEngine:
 
 
 def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
-    """Take the store by a session that has just begun; it is closed where that fails.
-
-    Raises:
-        StoreLost, OperatorError, StoreHeld, CorruptStore: as `open_store`.
-    """
+    """Take the store by a session that has just begun, which is closed where that fails; raises as `open_store`."""
     try:
         is_ours = lock_soon(raw)
         holder = "" if is_ours else _holder(raw)

@@ -25,10 +25,8 @@ ASK_EVERY_S = 0.5
 class Standby:
     """A wait for the store at a url. `wait` belongs to a thread of its own.
 
-    Args:
-        url: of the store.
-        check: is asked about a store with payloads before the wait: a standby that could not serve it ends at once.
-        is_patient: whether another coordinator that has the store is waited for; else it is refused.
+    `check` is asked about a store with payloads before the wait: a standby that could not serve it ends at once. One
+    that is not patient is refused while another coordinator has the store.
     """
 
     def __init__(self, url: str, check: Callable[[str], None], *, is_patient: bool = True) -> None:

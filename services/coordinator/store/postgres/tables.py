@@ -247,11 +247,8 @@ def read_into(raw: psycopg.Connection[Any], path: Path) -> None:
 
 
 def write_from(file: sqlite3.Connection, raw: psycopg.Connection[Any]) -> None:
-    """Write the rows of a file of this schema into tables that are empty; the caller ends the transaction.
-
-    Raises:
-        psycopg.Error: PostgreSQL refuses a row.
-    """
+    """Write the rows of a file of this schema into tables that are empty; the caller ends the transaction. Raises
+    psycopg.Error: PostgreSQL refuses a row."""
     raw.execute(PAUSE_COUNTS)
     for table in tables_of(file):
         with raw.cursor() as cursor, cursor.copy(table.copy("FROM STDIN")) as copy:

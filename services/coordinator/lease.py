@@ -69,22 +69,22 @@ class LearnerLease:
             lineage.agree(connection, contract, may_state=True)
             other = keep_statement(connection, statement)
             if decision.is_new:
-                write_lease(
-                    connection,
-                    epoch=decision.epoch,
-                    holder=holder,
-                    request_id=request_id,
-                    is_released=False,
-                    incarnation=incarnation,
-                )
-                set_meta(connection, "lease_groups_per_version", str(groups_per_version))
+                for key, value in {
+                    "epoch": str(decision.epoch),
+                    "holder": holder,
+                    "lease_request_id": request_id,
+                    "lease_incarnation": incarnation,
+                    "lease_released": "0",
+                    "lease_groups_per_version": str(groups_per_version),
+                    "num_prompts": str(contract.num_prompts),
+                    "draining": "",
+                }.items():
+                    set_meta(connection, key, value)
                 self._parts.queue.return_leased(connection)
                 detail = f"epoch {decision.epoch}"
                 audit.append(
                     connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._parts.clock.wall()
                 )
-                set_meta(connection, "num_prompts", str(contract.num_prompts))
-                set_meta(connection, "draining", "")
                 offer(connection, flavours)
             # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
             self._expires = now + self._parts.config.learner_lease_s
@@ -151,20 +151,3 @@ def read_lease(connection: Connection, *, expires: float) -> Lease:
         expires=expires,
         is_released=get_meta(connection, "lease_released") != "0",
     )
-
-
-def write_lease(
-    connection: Connection,
-    *,
-    epoch: int,
-    holder: str,
-    request_id: str,
-    is_released: bool,
-    incarnation: str = "",
-) -> None:
-    """Make a lease durable."""
-    set_meta(connection, "epoch", str(epoch))
-    set_meta(connection, "holder", holder)
-    set_meta(connection, "lease_request_id", request_id)
-    set_meta(connection, "lease_incarnation", incarnation)
-    set_meta(connection, "lease_released", "1" if is_released else "0")

@@ -152,19 +152,10 @@ class RunColumn:
 
     async def get_status(self) -> RunStatus:
         now, wall = self._parts.clock.monotonic(), self._parts.clock.wall()
+        used, problem = self._parts.blobs.used_bytes, self._parts.room.problem
         return await self._parts.database.run(
             lambda connection: status.run_status(
-                connection,
-                config=self._parts.config,
-                sites=self._parts.sites,
-                deadlines=self._parts.deadlines,
-                quotas=self._parts.queue.quotas,
-                now=now,
-                wall=wall,
-                uptime_s=now - self._parts.started,
-                store_bytes=self._parts.blobs.used_bytes,
-                store_problem=self._parts.room.problem,
-                standing=self._parts.standing,
+                connection, self._parts, now=now, wall=wall, store_bytes=used, store_problem=problem
             )
         )
 

@@ -8,18 +8,14 @@ import json
 from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
 from heterorl.common.types.run import RunStatus
-from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, schedule
-from heterorl.coordinator.groups.deadlines import Deadlines
+from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.sites import quarantine
-from heterorl.coordinator.sites.quotas import Quotas
-from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import flavours, lineage, rollback
 from heterorl.coordinator.versions.chain import Chain
-from heterorl.coordinator.versions.lineage import Standing
 
 FACTS = "facts"
 """Where the store keeps what the learner said of the run."""
@@ -41,20 +37,10 @@ def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[Ste
 
 
 def run_status(
-    connection: Connection,
-    *,
-    config: CoordinatorConfig,
-    sites: Sites,
-    deadlines: Deadlines,
-    quotas: Quotas,
-    now: float,
-    wall: float,
-    uptime_s: float,
-    store_bytes: int,
-    store_problem: str = "",
-    standing: Standing | None = None,
+    connection: Connection, parts: Parts, *, now: float, wall: float, store_bytes: int, store_problem: str
 ) -> RunStatus:
-    """The state of the run."""
+    """The state of the run; `now` is of the monotonic clock. What belongs to the event loop was read there."""
+    config = parts.config
     head = lineage.read_head(connection)
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
     snapshot = index.newest_snapshot(connection)
@@ -62,24 +48,24 @@ def run_status(
     sizes = {payload.kind: payload.num_bytes for payload in chain.into(head.version)} if head else {}
     is_held = get_meta(connection, "lease_released") == "0"
     epoch = int(get_meta(connection, "epoch") or 0)
-    progress, age_s = standing.of(epoch, now) if standing and is_held else (None, 0.0)
+    progress, age_s = parts.standing.of(epoch, now) if is_held else (None, 0.0)
     return RunStatus(
         run_id=config.run_id,
         head_version=head.version if head else NO_VERSION,
         epoch=epoch,
         learner=(get_meta(connection, "holder") or "") if is_held else "",
         is_draining=bool(get_meta(connection, "draining")),
-        uptime_s=uptime_s,
+        uptime_s=now - parts.started,
         ledger=ledger.counts(connection),
         bytes_full=head.full_bytes if head else 0,
         bytes_last=head.last_bytes if head else 0,
         changed_fraction=head.changed_fraction if head else 0.0,
-        sites=sites.statuses(
+        sites=parts.sites.statuses(
             connection,
             now,
-            quotas=quotas,
+            quotas=parts.queue.quotas,
             rule=quarantine.rule_of(config),
-            holdings=deadlines.holdings(connection, now),
+            holdings=parts.deadlines.holdings(connection, now),
             problems=quarantine.lost_problems(connection, config.max_lost_share),
         ),
         last_report=report_from_row(json.loads(last[0])) if last else None,

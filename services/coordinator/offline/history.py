@@ -21,6 +21,7 @@ from urllib.parse import quote
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef
+from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION
 from heterorl.coordinator.versions.chain import PAYLOAD_ROW, payload_of
 
 ResultT = TypeVar("ResultT")
@@ -75,7 +76,8 @@ def read_histories(directory: Path) -> tuple[History, ...]:
         # All of it: a start of the coordinator leaves the history of a large store out.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise CorruptStore(f"{directory / STORE_FILE} fails SQLite's check")
-        return tuple(_read(connection, directory, flavour) for flavour in _flavours(connection))
+        rows = connection.execute("SELECT DISTINCT flavour FROM flavour_versions ORDER BY flavour").fetchall()
+        return tuple(_read(connection, directory, flavour) for flavour in ("", *(str(row[0]) for row in rows)))
 
 
 @contextmanager
@@ -84,7 +86,7 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
 
     Raises:
         OperatorError: there is no store, or a coordinator is running on it.
-        CorruptStore: SQLite cannot read it.
+        CorruptStore: SQLite cannot read it, or it was written by another schema.
     """
     path = directory / STORE_FILE
     if not path.is_file() and (directory / "postgres").is_file():
@@ -97,6 +99,10 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
         raise OperatorError(f"{path} is in use", action="stop the coordinator, or read a copy of its data_dir")
     try:
         with _opened(path) as connection:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version != SCHEMA_VERSION:
+                problem = f"{path} has schema {version}, this program needs {SCHEMA_VERSION}"
+                raise CorruptStore(problem, action=ANOTHER_PROGRAM)
             yield connection
     except sqlite3.Error as error:
         raise CorruptStore(f"{path}: {error}") from error
@@ -135,22 +141,11 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             connection.close()
 
 
-def _flavours(connection: sqlite3.Connection) -> tuple[str, ...]:
-    # A store of an earlier program has none, and no columns for them.
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flavour_versions'").fetchone():
-        return ("",)
-    rows = connection.execute("SELECT DISTINCT flavour FROM flavour_versions ORDER BY flavour")
-    return ("", *(str(row[0]) for row in rows))
-
-
 def _read(connection: sqlite3.Connection, directory: Path, flavour: str) -> History:
     row = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    # A store that an earlier program made, and no later one opened, has no signatures.
-    names, of_flavour = ((flavour,), " WHERE flavour = ?") if "flavour_versions" in tables else ((), "")
-    signatures: dict[int, bytes] = {}
-    if "signatures" in tables:
-        signatures = dict(connection.execute(f"SELECT version, signature FROM signatures{of_flavour}", names))
+    signatures: dict[int, bytes] = dict(
+        connection.execute("SELECT version, signature FROM signatures WHERE flavour = ?", (flavour,))
+    )
     stated = "versions"
     if flavour:
         stated = "(SELECT * FROM stated JOIN (SELECT version, epoch FROM versions) USING (version) WHERE flavour = ?)"
@@ -170,7 +165,7 @@ def _read(connection: sqlite3.Connection, directory: Path, flavour: str) -> Hist
         )
         for version, epoch, manifest, digest, root, is_abandoned in rows
     )
-    payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads{of_flavour}", names)
+    payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ?", (flavour,))
     offered = tuple(payload_of(row) for row in payloads)
     run_id = "" if row is None else str(row[0])
     return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs", flavour=flavour)

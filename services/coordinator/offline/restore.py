@@ -31,7 +31,6 @@ from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.choice import OWNER
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.room import operators_error
 from heterorl.coordinator.store.sqlite import connect as connect_file
 from heterorl.coordinator.versions import lineage
@@ -101,7 +100,7 @@ def _restore(
 ) -> Restored:
     store = partial / STORE_FILE
     with open_store(source) as connection:
-        own = _text(connection, "run_id")
+        own = get_meta(connection, "run_id")
         if own != run_id:
             raise ConfigError("run_id", f"{source} is of run {own}, this coordinator serves {run_id}")
         with contextlib.closing(sqlite3.connect(store)) as copy:
@@ -201,14 +200,6 @@ def _write(file: sqlite3.Connection, raw: psycopg.Connection[Any], partial: Path
     write_from(file, raw)
     with replacing(partial / "postgres", is_durable=True) as mark:
         mark.write(f"{name_store(raw)}\n".encode("ascii"))
-
-
-def _text(connection: Connection, key: str) -> str:
-    try:
-        return get_meta(connection, key) or ""
-    except sqlite3.OperationalError:
-        # A file without tables.
-        return ""
 
 
 def _one(cursor: Cursor | Any) -> Any:

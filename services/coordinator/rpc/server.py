@@ -173,19 +173,14 @@ class ErrorsAndTimes(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = str(handler_call_details.method).rpartition("/")[2]
+        # The door, which stands inside, makes each handler one that reads a stream.
         if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else (grpc.unary_stream_rpc_method_handler)
+            return grpc.stream_stream_rpc_method_handler(
+                _stream(handler.stream_stream, method), None, handler.response_serializer
             )
-            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            return make(_stream(inner, method), handler.request_deserializer, handler.response_serializer)
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else (grpc.unary_unary_rpc_method_handler)
+        return grpc.stream_unary_rpc_method_handler(
+            _unary(handler.stream_unary, method), None, handler.response_serializer
         )
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        return make(_unary(inner, method), handler.request_deserializer, handler.response_serializer)
 
 
 def _unary(inner: Any, method: str) -> Callable[[Any, _Context], Awaitable[Any]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import blake3
 
-from heterorl.coordinator.store.engine import HAS_AUDIT, Connection
+from heterorl.coordinator.store.engine import Connection
 
 _LOG = logging.getLogger(__name__)
 _HEADER = b"heterorl-audit-1\n"
@@ -88,24 +88,10 @@ def append(connection: Connection, kind: AuditKind, *, subject: str, detail: str
 
 
 def read(connection: Connection) -> list[AuditRow]:
-    """All rows in order; none of a store that no program with this log has opened."""
-    if connection.execute(HAS_AUDIT).fetchone() is None:
-        return []
-    rows = connection.execute(
-        "SELECT sequence, at_us, kind, subject, detail, previous, digest FROM audit ORDER BY sequence"
-    )
-    return [
-        AuditRow(
-            sequence=int(sequence),
-            at_us=int(at_us),
-            kind=str(kind),
-            subject=str(subject),
-            detail=str(detail),
-            previous=str(previous),
-            digest=str(digest),
-        )
-        for sequence, at_us, kind, subject, detail, previous, digest in rows
-    ]
+    """All rows in order."""
+    names = AuditRow.__slots__
+    rows = connection.execute(f"SELECT {', '.join(names)} FROM audit ORDER BY sequence")
+    return [AuditRow(**dict(zip(names, row, strict=True))) for row in rows]
 
 
 def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:

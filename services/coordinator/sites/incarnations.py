@@ -133,13 +133,7 @@ class Row:
 def note(connection: Connection, site: str, incarnation: str) -> list[str]:
     """Make a registered incarnation its site's newest; returns those that are forgotten for it."""
     key = f"incarnations/{site}"
-    stored = get_meta(connection, key)
-    if stored is None:
-        # Of a program that kept no order.
-        rows = connection.execute("SELECT incarnation FROM sites WHERE site = ?", (site,))
-        known = [str(row[0]) for row in rows]
-    else:
-        known = json.loads(stored)
+    known = json.loads(get_meta(connection, key) or "[]")
     newest = [incarnation, *(each for each in known if each != incarnation)]
     working = {row[0] for row in connection.execute("SELECT incarnation FROM temp.holder WHERE site = ?", (site,))}
     kept, forgotten = newest[:KEPT], []

@@ -20,23 +20,18 @@ class Cursor(Protocol):
     @property
     def rowcount(self) -> int:
         """Rows that an INSERT, UPDATE or DELETE changed."""
-        ...
 
     def fetchone(self) -> Any:
         """The next row as a tuple; None after the last one."""
-        ...
 
     def fetchall(self) -> list[Any]:
         """All rows that are left."""
-        ...
 
     def close(self) -> None:
         """Ask for no more rows."""
-        ...
 
     def __iter__(self) -> Iterator[Any]:
         """The rows that are left."""
-        ...
 
 
 class Connection(Protocol):
@@ -44,11 +39,9 @@ class Connection(Protocol):
 
     def execute(self, statement: str, parameters: Sequence[Any] = ..., /) -> Cursor:
         """Run one statement."""
-        ...
 
     def executemany(self, statement: str, rows: Iterable[Sequence[Any]], /) -> Cursor:
         """Run one statement for each row of values."""
-        ...
 
 
 class Fault(Enum):
@@ -73,46 +66,36 @@ class Engine(Protocol):
     @property
     def connection(self) -> Connection:
         """What operations write to."""
-        ...
 
     def begin(self) -> None:
         """Begin a transaction in which this process, and no other, may write."""
-        ...
 
     def commit(self) -> None:
         """Make the transaction durable."""
-        ...
 
     def rollback(self) -> None:
         """Undo the transaction, if there is one."""
-        ...
 
     def save(self) -> None:
         """Begin an operation inside the transaction."""
-        ...
 
     def keep(self) -> None:
         """End the operation."""
-        ...
 
     def undo(self) -> None:
         """Undo the operation alone."""
-        ...
 
     def fault(self, error: Exception) -> Fault:
         """What one of `errors` says."""
-        ...
 
     def close(self) -> None:
         """Fold what is open, give the connection up."""
-        ...
 
 
 NUMBERS = "(SELECT CAST(value AS BIGINT) FROM json_each(?))"
 """The numbers of a list in JSON."""
 NAMES = "(SELECT CAST(value AS TEXT) FROM json_each(?))"
 """The texts of a list in JSON."""
-HAS_AUDIT = "SELECT 1 FROM sqlite_master WHERE name = 'audit'"
 SET_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 OLDEST_OF_EACH_SITE = (
     # SQLite takes the bare column from the row that has the minimum.
@@ -121,7 +104,6 @@ OLDEST_OF_EACH_SITE = (
 )
 """Of each site with pending groups: the oldest version that one is of, and the first arrival of that version."""
 IN_POSTGRES = {
-    HAS_AUDIT: "SELECT 1 WHERE to_regclass('audit') IS NOT NULL",
     SET_META: (
         # Settings are texts beside one that is bytes, in a column that SQLite does not type.
         "INSERT INTO meta VALUES (?, convert_to(CAST(? AS TEXT), 'UTF8'))"

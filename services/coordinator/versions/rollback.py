@@ -29,8 +29,6 @@ from heterorl.coordinator.versions import lineage, plans
 from heterorl.coordinator.versions.chain import Chain
 
 _ORDER, _KIND = "rollback_to", "rollback"
-_EARLIER = "rollback_request_id"
-"""Where an earlier program kept the newest id alone."""
 
 
 def ordered(connection: Connection) -> int | None:
@@ -40,8 +38,6 @@ def ordered(connection: Connection) -> int | None:
 
 def is_known(connection: Connection, request_id: str) -> bool:
     """Whether an order was given under this id: it is said again because an answer was lost."""
-    if request_id and get_meta(connection, _EARLIER) == request_id:
-        return True
     return answer_to_order(connection, _KIND, request_id) is not None
 
 

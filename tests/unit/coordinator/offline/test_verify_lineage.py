@@ -385,11 +385,18 @@ async def test_store_of_a_killed_coordinator_is_read_with_its_log(tmp_path):
     assert files(tmp_path / "killed") == before
 
 
-def test_store_of_an_older_program_has_no_signatures(recorded):
-    recorded.change("DROP TABLE signatures")
+def test_version_without_a_signature_is_found_where_keys_are_given(recorded):
+    recorded.change("DELETE FROM signatures")
 
     assert recorded.verify(keys=[], replay=False)[0] == 0
     assert recorded.verify(replay=False)[1].count("is not signed") == 7
+
+
+def test_store_of_another_schema_is_refused_with_what_to_do(recorded):
+    recorded.change("PRAGMA user_version = 7")
+
+    with pytest.raises(CorruptStore, match="has schema 7.*heterorl export"):
+        recorded.verify(replay=False)
 
 
 def test_ruined_store_is_one_typed_error(recorded):

@@ -7,7 +7,6 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit, quarantine
 from heterorl.coordinator.store import database
-from heterorl.coordinator.store.database import set_meta
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run
 
@@ -44,12 +43,6 @@ async def test_late_repetition_of_an_order_does_not_undo_the_one_after_it(core, 
 
     await core.rollback(to_version=-1, request_id="third")
     await core.rollback(to_version=2, request_id="second")
-    assert await ordered(core) == -1
-
-
-async def test_order_of_an_earlier_program_is_known(core, run):
-    await core.database.run(lambda c: set_meta(c, "rollback_request_id", "before"))
-    await core.rollback(to_version=1, request_id="before")
     assert await ordered(core) == -1
 
 

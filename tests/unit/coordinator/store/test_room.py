@@ -15,7 +15,6 @@ from heterorl.cli.live.tables import status_tables
 from heterorl.common.errors import CorruptStore, DiskFull, StoreFull
 from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator import observe
-from heterorl.coordinator import status as reports
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
@@ -286,4 +285,3 @@ async def test_background_loop_outlives_a_damaged_row(disk, tmp_path, loop):
 def test_status_says_nothing_of_a_disk_with_room(disk):
     assert shutil.disk_usage(disk).free > 0
     assert Room(disk, min_free_bytes=0, clock=ManualClock()).problem == ""
-    assert "store_problem" in reports.run_status.__kwdefaults__

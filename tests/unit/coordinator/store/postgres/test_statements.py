@@ -22,7 +22,11 @@ from heterorl.coordinator.store.postgres.tables import WHOLE, in_postgres
             "SELECT 1 FROM work WHERE site = $1 AND assignment IN (SELECT CAST(value AS BIGINT)"
             " FROM jsonb_array_elements_text(CAST($2 AS jsonb)) AS each (value))",
         ),
-        (engine.HAS_AUDIT, "SELECT 1 WHERE to_regclass('audit') IS NOT NULL"),
+        (
+            engine.SET_META,
+            "INSERT INTO meta VALUES ($1, convert_to(CAST($2 AS TEXT), 'UTF8'))"
+            " ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        ),
     ],
     ids=["values", "tallies", "lists", "own text"],
 )

@@ -120,13 +120,11 @@ class Coordinator:
         return self.database.on_fatal
 
     async def end_streams(self) -> None:
-        """Wake every waiter with the news of the end."""
         self.parts.closing.set()
         self.parts.bell.ring()
         self.parts.head_bell.ring()
 
     async def close(self) -> None:
-        """End the streams and close the store."""
         await self.end_streams()
         await self.keeper.close()
         await self.parts.reader.close()

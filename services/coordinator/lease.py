@@ -47,7 +47,6 @@ class LearnerLease:
         groups_per_version: int = 0,
         statement: bytes = b"",
     ) -> LeaseGrant:
-        """Begin a new epoch; its predecessor's groups return to the queue."""
         if not holder or not request_id:
             raise InvalidRequest("holder and request_id must not be empty")
         if len(incarnation) > MAX_INCARNATION:

@@ -63,7 +63,6 @@ class PolicyColumn:
     async def upload_payload(
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
-        """Append to a payload under the epoch's fence."""
         await self._parts.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         if num_bytes <= self._parts.config.max_payload_bytes:
             self._parts.room.check_payload(num_bytes - self._parts.blobs.query(digest))
@@ -103,7 +102,6 @@ class PolicyColumn:
         return taken
 
     async def publish_version(self, request: PublishRequest) -> int:
-        """Commit one version and consume its groups, in one transaction."""
         try:
             manifest = manifest_from_bytes(request.manifest)
             parsed = {entry.flavour: manifest_from_bytes(entry.manifest) for entry in request.flavours}
@@ -172,7 +170,6 @@ class PolicyColumn:
     # everybody's side
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
-        """Yield every head that passes the cursor, until the coordinator stops."""
         while not self._parts.closing.is_set():
             ticket = self._parts.head_bell.ticket()
             head = await self._parts.database.run(lineage.read_head)

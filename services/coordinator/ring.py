@@ -79,11 +79,9 @@ class Ring:
         return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
 
     def keep_consumed(self, connection: Connection, group: SealedGroup, *, version: int) -> None:
-        """Keep a group that became part of a version."""
         self._keep_group(connection, group, CONSUMED, SampleKind.CONSUMED, detail="", version=version)
 
     def keep_dropped(self, connection: Connection, group: SealedGroup, reason: DropReason, *, detail: str = "") -> None:
-        """Keep a group that is not trained on."""
         (head,) = connection.execute("SELECT coalesce(max(version), -1) FROM versions").fetchone()
         self._keep_group(connection, group, reason.value, kind_of(reason), detail=detail, version=head)
 

@@ -189,7 +189,6 @@ class RolloutColumn:
     async def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
-        """Lease whole groups to the learner, one per credit, until the epoch ends."""
         async with contextlib.aclosing(self.stream_sealed(epoch=epoch, held=held, credits=credits)) as stream:
             async for leased in stream:
                 yield opened(leased)
@@ -282,7 +281,6 @@ class RolloutColumn:
     async def abandon_groups(
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
     ) -> None:
-        """Drop groups that the learner cannot or will not train on; those that became too stale count as such."""
         if counted_as not in ABANDONED_AS:
             raise InvalidRequest(f"counted_as: {counted_as.value} is no account of what a learner gives up")
         groups = self._parts.queue

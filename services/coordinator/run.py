@@ -184,7 +184,6 @@ class RunColumn:
         return await self._parts.database.run(rollback.restorable)
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
-        """End a site's quarantine by an operator's order."""
         now = self._parts.clock.wall()
 
         def operation(connection: Connection) -> str:
@@ -216,7 +215,6 @@ class RunColumn:
             )
 
     async def note_revoked(self, serials: frozenset[int]) -> None:
-        """Keep in the log of audit which certificates are refused."""
         now = self._parts.clock.wall()
         await self._parts.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
 

@@ -302,7 +302,6 @@ class _Rows:
         self._asked = wanted
 
     def take(self, arrived: Arrival) -> PushOutcome:
-        """Take one group in."""
         group, key = arrived.sealed, (arrived.id.site, arrived.id.incarnation)
         if key not in self._marks:
             self._marks[key] = incarnations.dense_watermark(self._connection, *key)

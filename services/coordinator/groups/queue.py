@@ -203,7 +203,6 @@ class Queue:
         return leased
 
     def has_stale(self, connection: Connection, *, head: int, now: float) -> bool:
-        """Whether a lease left groups that are too stale."""
         oldest = self._oldest_usable(connection, head=head, now=now)
         return connection.execute(f"{_STALE} LIMIT 1", (oldest,)).fetchone() is not None
 
@@ -313,7 +312,6 @@ class Queue:
         return num_dropped
 
     def drop_of_site(self, connection: Connection, site: SiteId, *, detail: str = "") -> int:
-        """Give up what waits of a site that went into quarantine."""
         rows = connection.execute("SELECT arrival FROM groups WHERE state = 'pending' AND site = ?", (site,)).fetchall()
         return self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.QUARANTINED, detail=detail)
 

@@ -61,7 +61,6 @@ class History:
     flavour: str = ""
 
     def payload(self, digest: Digest) -> Path:
-        """Where a payload is stored when it is complete."""
         return self.blobs / digest[:2] / digest
 
 

@@ -65,15 +65,12 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found."""
         return not self.findings
 
     def count(self, check: Check) -> None:
-        """One more thing of this kind was looked at."""
         self.checked[check] = self.checked.get(check, 0) + 1
 
     def find(self, check: Check, version: int, problem: str) -> None:
-        """Note what does not hold."""
         self.findings.append(Finding(check=check, version=version, problem=problem))
 
 

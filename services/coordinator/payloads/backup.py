@@ -157,7 +157,6 @@ class Backups:
         raise AssertionError("the last try returns or raises")
 
     def _take(self, digest: Digest, target: Path) -> int:
-        """Link or copy a payload; returns its bytes."""
         place = target / "blobs" / digest[:2] / digest
         make_directory(place.parent)
         _link(self._blobs.path(digest), place)

@@ -190,7 +190,6 @@ class Composer(Worker):
         return _Choice(job=None, head=head, skipped=frozenset(impossible))
 
     def _compose(self, job: _Job) -> PayloadRef:
-        """Runs on the thread of the compositions."""
         manifest = manifest_from_bytes(job.manifest)
         if manifest.chunk_elements > MAX_CHUNK_ELEMENTS:
             raise LimitExceeded(f"chunks of {manifest.chunk_elements} elements, {MAX_CHUNK_ELEMENTS} are the most")

@@ -46,7 +46,6 @@ class Span:
 
     @property
     def length(self) -> int:
-        """Number of versions."""
         return self.stop - self.start
 
     @property
@@ -136,19 +135,15 @@ class Merges:
 
     @property
     def spans(self) -> frozenset[Span]:
-        """The spans that are there."""
         return frozenset(self._index)
 
     def into(self, version: int, flavour: str = "") -> tuple[PayloadRef, ...]:
-        """Merged deltas of a flavour that lead to a version."""
         return self._into.get((flavour, version), ())
 
     def path(self, payload: PayloadRef) -> Path:
-        """Where a merged delta lies."""
         return self._directory / f"{payload.from_version}-{payload.to_version}-{payload.digest}"
 
     def find(self, digest: Digest) -> Path | None:
-        """The file of a merged delta of this digest, or None."""
         return next((self.path(payload) for payload in self._index.values() if payload.digest == digest), None)
 
     def scratch(self) -> Path:

@@ -52,7 +52,6 @@ class PullLeases:
 
     @contextmanager
     def reading(self, digest: Digest) -> Iterator[None]:
-        """While a payload is read."""
         self._reading[digest] += 1
         try:
             yield
@@ -169,7 +168,6 @@ class _Ways:
                 self._into[payload.to_version].append(payload)
 
     def cheapest(self, start: int | None, goal: int) -> tuple[PayloadRef, ...] | None:
-        """The cheapest way, or None."""
         try:
             return plan_pull(lambda version: self._into[version], have_version=start, want_version=goal)[1]
         except UnknownVersion:
@@ -188,12 +186,10 @@ class _Ways:
             return ()
 
     def deltas_after(self, version: int) -> Iterable[PayloadRef]:
-        """Deltas into later versions."""
         for newer in [newer for newer in self._into if newer > version]:
             yield from self._deltas_into(newer)
 
     def gaps_after(self, version: int) -> Iterable[PayloadRef]:
-        """Snapshots of later versions that no delta leads to."""
         for newer, payload in self._snapshots.items():
             if newer > version and not self._deltas_into(newer):
                 yield payload

@@ -58,7 +58,6 @@ class Shares:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have a place now."""
         return self._num_all
 
     @contextlib.contextmanager
@@ -164,11 +163,9 @@ class Requests:
         self.settle(len(self._rooms))
 
     def __aiter__(self) -> Requests:
-        """Iterate over the messages."""
         return self
 
     async def __anext__(self) -> Any:
-        """The next message."""
         if not self._is_by_hand:
             self.close()
         # Parsed, a number takes four or eight bytes where its varint may have one.
@@ -180,7 +177,6 @@ class Requests:
         return await self._door.message(self._method, self._peer, data)
 
     async def single(self) -> Any:
-        """The message of a unary call."""
         message = await anext(self, None)
         if message is None:
             raise InvalidRequest("the call has no request")
@@ -220,7 +216,6 @@ class Door(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the method's handler, guarded."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler

@@ -37,7 +37,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
         self._changed = asyncio.Condition()
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Say whether calls are welcome."""
         async with self._changed:
             self._is_serving = is_serving
             self._changed.notify_all()
@@ -45,7 +44,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: _HealthContext
     ) -> health_pb2.HealthCheckResponse:
-        """Answer the state now; NOT_FOUND for the name of a service."""
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND, "only the server as a whole has a health")
         return _Status(status=self._status(request.service))
@@ -55,7 +53,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # th
         request: health_pb2.HealthCheckRequest,
         context: _HealthContext,
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the state, and again whenever it changes."""
         last = _Status.UNKNOWN
         while True:
             async with self._changed:
@@ -120,7 +117,6 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     def revoked_serials(self) -> frozenset[int]:
-        """Serial numbers of certificates that are refused now."""
         return frozenset() if self._revoked is None else self._revoked.current()
 
     def revoked_sites(self) -> dict[str, int]:
@@ -168,7 +164,6 @@ class ErrorsAndTimes(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the method's handler, wrapped."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler

@@ -195,7 +195,6 @@ class Quotas:
         return {name: min(1.0, max(0.0, share)) for name, share in shares.items()}
 
     def refusals_of(self, site: str) -> int:
-        """Refusals of a site since the start."""
         return self._refusals[site]
 
     def new_refusals(self) -> Counter[tuple[str, str]]:

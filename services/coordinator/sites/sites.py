@@ -72,7 +72,6 @@ class Sites:
         return self._generation_s.get(site, 0.0)
 
     def time_group(self, site: str, seconds: float) -> None:
-        """Note how long a group of a site took."""
         mean = self._generation_s.get(site, seconds)
         self._generation_s[site] = mean + (seconds - mean) / GROUPS_TIMED
 
@@ -81,14 +80,12 @@ class Sites:
         return min(registration.work_ahead_s, self._max_work_ahead_s)
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
-        """Note a sign of life."""
         seen = self._noted(site, incarnation, now)
         seen.at = now
         if policy_version is not None:
             seen.policy_version = policy_version
 
     def beat(self, beat: Heartbeat, now: float) -> None:
-        """Note what a heartbeat says."""
         seen = self._noted(beat.site, beat.incarnation, now)
         seen.at = now
         seen.policy_version = beat.policy_version
@@ -98,7 +95,6 @@ class Sites:
         seen.problem = beat.problem
 
     def note_canary(self, report: CanaryReport, difference: float | None, now: float) -> None:
-        """Note how far a site's canary is off."""
         self._noted(report.site, report.incarnation, now).canary_difference = difference
 
     def _noted(self, site: str, incarnation: str, now: float) -> _Seen:
@@ -157,7 +153,6 @@ class Sites:
         return max(int(dense), int(beyond or 0))
 
     def is_known(self, connection: Connection, site: str, incarnation: str) -> bool:
-        """Whether the incarnation is registered."""
         row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return row.fetchone() is not None
 

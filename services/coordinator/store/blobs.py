@@ -46,15 +46,12 @@ class Locks:
         self._num_users: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Locks in memory."""
         return len(self._locks)
 
     def __getitem__(self, name: str) -> AbstractAsyncContextManager[None]:
-        """A context that holds the lock of a name."""
         return self._held(name)
 
     def is_held(self, name: str) -> bool:
-        """Whether somebody holds the lock of a name."""
         lock = self._locks.get(name)
         return lock is not None and lock.locked()
 
@@ -130,7 +127,6 @@ class BlobStore:
         return self._used if at_home is None else at_home
 
     def size(self, digest: Digest) -> int | None:
-        """Size of a complete payload, or None."""
         at_home = self._home.size(digest)
         return file_size(self.path(digest)) if at_home is None else at_home
 
@@ -239,7 +235,6 @@ class BlobStore:
         return freed
 
     async def set_aside(self, digest: Digest) -> None:
-        """Move a damaged payload out of the way."""
         async with self._locks[digest]:
             await self._home.set_aside(digest)
             if (size := file_size(self.path(digest))) is not None:

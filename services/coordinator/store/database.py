@@ -131,7 +131,6 @@ class Database:
         return 0.0 if since is None else time.perf_counter() - since
 
     async def close(self) -> None:
-        """Finish what is queued, close the engine."""
         if not self._is_closed:
             self._is_closed = True
             self._operations.put(None)

@@ -26,11 +26,9 @@ class Home:
         return None
 
     def size(self, digest: Digest) -> int | None:  # noqa: ARG002 - of no payload
-        """Size of a payload that is there, or None."""
         return None
 
     def digests(self) -> frozenset[Digest]:
-        """Every payload that is there."""
         return frozenset()
 
     async def reserve(self, num_bytes: int) -> None:

@@ -70,7 +70,6 @@ class Room:
             raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
 
     def note_refusal(self) -> None:
-        """Something found no room."""
         self._refused = self._clock.monotonic()
         self._say(is_full=True)
 

@@ -100,31 +100,26 @@ class Chain:
         return SignedManifest(data=self.manifest(version), signature=self.signature(version))
 
     def signature(self, version: int) -> bytes:
-        """The signature that the publisher sent; empty when there is none."""
         row = self._one("SELECT signature FROM signatures WHERE flavour = ? AND version = ?", version)
         return b"" if row is None else bytes(row[0])
 
     def write_signature(self, version: int, signature: bytes) -> None:
-        """Set: record what the publisher sent."""
         if signature:
             self.connection.execute("INSERT INTO signatures VALUES (?, ?, ?)", (version, signature, self.flavour))
 
     # payloads
 
     def into(self, version: int) -> list[PayloadRef]:
-        """Published payloads that lead to a version."""
         rows = self.connection.execute(
             f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ? AND to_version = ?", (self.flavour, version)
         )
         return [payload_of(row) for row in rows]
 
     def payloads(self) -> list[PayloadRef]:
-        """All published payloads that are offered."""
         rows = self.connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ?", (self.flavour,))
         return [payload_of(row) for row in rows]
 
     def offer(self, payloads: Iterable[PayloadRef]) -> None:
-        """Set: offer payloads."""
         self.connection.executemany(
             "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
             [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes, self.flavour) for p in payloads],

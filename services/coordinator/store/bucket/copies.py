@@ -63,7 +63,6 @@ class CopyFiles(BlobStore):
         return self._blobs.parent / SCRATCH / digest
 
     def scratch_bytes(self, digest: Digest) -> int:
-        """Bytes that were written there."""
         return file_size(self.scratch(digest)) or 0
 
     def missing_bytes(self, num_bytes: int) -> int:

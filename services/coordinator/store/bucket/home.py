@@ -93,7 +93,6 @@ class BucketHome(Home):
             )
 
     async def keep(self, digest: Digest, path: Path) -> None:
-        """Take a complete, verified file; durable when this returns."""
         if digest in self._sizes:
             return
         size = (await asyncio.to_thread(path.stat)).st_size
@@ -149,7 +148,6 @@ class BucketIncoming(Incoming):
         self._read: Counter[Digest] = Counter()
 
     async def place(self, digest: Digest, num_bytes: int) -> PutPlace:
-        """Where the first piece of a payload that is missing may be put for a while."""
         now = self._clock.monotonic()
         self._open = {name: until for name, until in self._open.items() if until > now}
         if not 0 < num_bytes <= self._put_bytes:
@@ -170,7 +168,6 @@ class BucketIncoming(Incoming):
         return PutPlace(url=url, offset=offset, num_bytes=piece_bytes(offset, num_bytes))
 
     async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:
-        """Yield what was put as a payload, from a byte on, as far as its pieces are there."""
         self._read[digest] += 1
         try:
             pieces = await self._objects.pieces(digest)

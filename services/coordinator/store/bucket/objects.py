@@ -133,7 +133,6 @@ class BucketClient:
                     raise Busy("the bucket of the payloads sends nothing", retry_after_s=BUSY_S)
 
     async def entries(self, prefix: str) -> list[Entry]:
-        """Every object below a prefix."""
         async with self._asked("be listed"):
             found = await self._library.list(self._store, prefix=prefix).collect_async()
         return [
@@ -265,7 +264,6 @@ class Objects:
         )
 
     async def sizes(self) -> dict[Digest, int]:
-        """Every payload that is there, and its bytes."""
         names = ((entry.key.rpartition("/")[2], entry.num_bytes) for entry in await self._client.entries("blobs"))
         return {Digest(name): num_bytes for name, num_bytes in names if is_digest(name)}
 
@@ -309,7 +307,6 @@ class Objects:
                     await asyncio.wait([writing])
 
     async def delete(self, digest: Digest) -> None:
-        """Delete a payload, there or not."""
         await self._check()
         await self._client.delete(_key(digest))
 

@@ -47,7 +47,9 @@ class Waiting:
 
 def read_waiting(connection: Connection) -> Waiting:
     """One look at the store, as a store operation."""
-    rows = connection.execute("SELECT site, num_bytes FROM temp.waiting")
+    rows = connection.execute(
+        "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
+    )
     (oldest,) = connection.execute("SELECT min(arrived) FROM groups WHERE state = 'pending'").fetchone()
     head = lineage.read_head(connection)
     return Waiting(

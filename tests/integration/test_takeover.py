@@ -41,7 +41,7 @@ def rows(url, *tables):
         return {table: raw.execute(f"SELECT * FROM {table} ORDER BY 1").fetchall() for table in tables}
 
 
-COUNTED = ("tally", "waiting", "out_work", "holder")
+COUNTED = ("tally", "out_work", "holder")
 
 
 async def test_reader_of_all_tables_does_not_keep_the_next_coordinator_waiting(url, tmp_path):

@@ -17,7 +17,6 @@ from typing import Any
 
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.wire.common import MAX_INT64
-from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.engine import NUMBERS, Connection
 
@@ -63,7 +62,7 @@ def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> 
     size = int(get_meta(connection, "lease_groups_per_version") or 0)
     if size < 1:
         return count, head - bound
-    leased = tallies.read(connection, "leased")
+    (leased,) = connection.execute("SELECT count(*) FROM groups WHERE state = 'leased'").fetchone()
     return min(count, size - leased % size), head + leased // size - bound
 
 

@@ -134,6 +134,7 @@ CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_LOST_SHARES}
 """
 INDEXES = """
+CREATE INDEX IF NOT EXISTS groups_waiting ON groups (site, num_bytes) WHERE state IN ('pending', 'leased');
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
 CREATE INDEX IF NOT EXISTS work_open ON work (assignment) WHERE is_leased = 0;
 CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);

@@ -1,12 +1,12 @@
-"""What is counted beside the store: tables in memory, kept by triggers, so that no operation counts for itself.
+"""What is counted of work beside the store: tables in memory, kept by triggers, so that no operation counts for itself.
 
 Guarantees: part of every transaction, so an operation that is undone is undone here too; each count costs the rows that
-change, never those that are there; nothing of it reaches the disk. Made anew at a start from what waits and what is
-out, never from history. Instants are of the monotonic clock, so they belong to this process.
+change, never those that are there; nothing of it reaches the disk. Made anew at a start from what is out, never from
+history. Instants are of the monotonic clock, so they belong to this process. Groups that wait are few and counted by
+queries over indexes: with 4,000 of 1,000 sites in 0.2 ms, where one look at 8,000 assignments by holder takes 6 ms.
 
-tally     groups by state, assignments that count as outstanding (`out`) or that left with a silent site (`away`), and
-          sites that share the work (`wanting`)
-waiting   groups and bytes of each site that are pending or with the learner
+tally     assignments that count as outstanding (`out`) or that left with a silent site (`away`), and sites that share
+          the work (`wanting`)
 out_work  assignments that are out: since when, and whether they are away
 holder    who holds some, and when to look at them again (groups/deadlines.py)
 sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/quotas.py)
@@ -25,9 +25,7 @@ SOON = -1e300
 """An instant before all others: look at the next chance."""
 _TABLES = f"""
 CREATE TEMP TABLE tally (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO temp.tally VALUES ('pending', 0), ('leased', 0), ('out', 0), ('away', 0), ('wanting', 0);
-CREATE TEMP TABLE waiting (
-    site TEXT PRIMARY KEY, num_groups INTEGER NOT NULL, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO temp.tally VALUES ('out', 0), ('away', 0), ('wanting', 0);
 CREATE TEMP TABLE out_work (
     assignment INTEGER PRIMARY KEY, site TEXT NOT NULL, incarnation TEXT NOT NULL, request_id TEXT NOT NULL,
     since REAL, is_away INTEGER NOT NULL DEFAULT 0);
@@ -44,35 +42,14 @@ CREATE TEMP TABLE sharer (
 CREATE INDEX temp.sharer_asked ON sharer (asked) WHERE asked IS NOT NULL;
 CREATE INDEX temp.sharer_owed ON sharer (owed) WHERE owed > 0;
 """
-_ENTERS = """
-    INSERT INTO waiting VALUES (NEW.site, 1, NEW.num_bytes) ON CONFLICT (site) DO UPDATE
-        SET num_groups = num_groups + 1, num_bytes = num_bytes + excluded.num_bytes;
-    UPDATE tally SET count = count + 1 WHERE name = NEW.state;
-"""
-_LEAVES = """
-    UPDATE waiting SET num_groups = num_groups - 1, num_bytes = num_bytes - OLD.num_bytes WHERE site = OLD.site;
-    DELETE FROM waiting WHERE site = OLD.site AND num_groups = 0;
-    UPDATE tally SET count = count - 1 WHERE name = OLD.state;
-"""
 _OUT = """INSERT INTO out_work (assignment, site, incarnation, request_id)
     VALUES (NEW.assignment, NEW.site, NEW.incarnation, NEW.request_id);"""
 _BACK = "DELETE FROM out_work WHERE assignment = OLD.assignment;"
 _WANTS = "(({0}.counted > 0) OR ({0}.asked IS NOT NULL))"
 _TRIGGERS = f"""
-CREATE TEMP TRIGGER group_enters AFTER INSERT ON main.groups WHEN NEW.state IN ('pending', 'leased')
-    BEGIN {_ENTERS}
+CREATE TEMP TRIGGER group_enters AFTER INSERT ON main.groups WHEN NEW.state = 'pending' BEGIN
     -- A group that was taken wins back one of the assignments that its site left unanswered.
     UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0; END;
-CREATE TEMP TRIGGER group_returns AFTER UPDATE OF state ON main.groups
-    WHEN OLD.state NOT IN ('pending', 'leased') AND NEW.state IN ('pending', 'leased') BEGIN {_ENTERS} END;
-CREATE TEMP TRIGGER group_leaves AFTER UPDATE OF state ON main.groups
-    WHEN OLD.state IN ('pending', 'leased') AND NEW.state NOT IN ('pending', 'leased') BEGIN {_LEAVES} END;
-CREATE TEMP TRIGGER group_moves AFTER UPDATE OF state ON main.groups
-    WHEN OLD.state IN ('pending', 'leased') AND NEW.state IN ('pending', 'leased')
-    BEGIN UPDATE tally SET count = count - 1 WHERE name = OLD.state;
-    UPDATE tally SET count = count + 1 WHERE name = NEW.state; END;
-CREATE TEMP TRIGGER group_goes AFTER DELETE ON main.groups WHEN OLD.state IN ('pending', 'leased')
-    BEGIN {_LEAVES} END;
 CREATE TEMP TRIGGER work_begins AFTER INSERT ON main.work WHEN NEW.is_leased = 1 BEGIN {_OUT} END;
 CREATE TEMP TRIGGER work_moves AFTER UPDATE OF is_leased, site, incarnation ON main.work
     WHEN OLD.is_leased = 1 AND NEW.is_leased = 1 BEGIN {_BACK} {_OUT} END;
@@ -106,17 +83,13 @@ CREATE TEMP TRIGGER sharer_wants AFTER UPDATE OF counted, asked ON temp.sharer
     WHERE name = 'wanting'; END;
 """
 _FILL = """
-INSERT INTO temp.tally SELECT state, count(*) FROM main.groups WHERE state IN ('pending', 'leased') GROUP BY state
-    ON CONFLICT (name) DO UPDATE SET count = excluded.count;
-INSERT INTO temp.waiting SELECT site, count(*), sum(num_bytes) FROM main.groups
-    WHERE state IN ('pending', 'leased') GROUP BY site;
 INSERT INTO temp.out_work (assignment, site, incarnation, request_id)
     SELECT assignment, site, incarnation, request_id FROM main.work WHERE is_leased = 1;
 """
 
 
 def begin(connection: sqlite3.Connection) -> None:
-    """Count what waits and what is out, and go on counting; once for each connection."""
+    """Count what is out, and go on counting; once for each connection."""
     connection.executescript(f"{_TABLES} {_TRIGGERS} {_FILL}")
 
 
@@ -127,16 +100,14 @@ def read(connection: Connection, name: str) -> int:
 
 def outstanding(connection: Connection) -> int:
     """Groups that are queued or with the learner, and assignments that are out and count."""
-    (count,) = connection.execute(
-        "SELECT sum(count) FROM temp.tally WHERE name IN ('pending', 'leased', 'out')"
-    ).fetchone()
-    return int(count)
+    (waiting,) = connection.execute("SELECT count(*) FROM groups WHERE state IN ('pending', 'leased')").fetchone()
+    return int(waiting) + read(connection, "out")
 
 
 def waiting_bytes(connection: Connection, site: str) -> int:
     """Bytes of a site's groups that are queued or with the learner."""
-    row = connection.execute("SELECT num_bytes FROM temp.waiting WHERE site = ?", (site,)).fetchone()
-    return 0 if row is None else int(row[0])
+    query = "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE site = ? AND state IN ('pending', 'leased')"
+    return int(connection.execute(query, (site,)).fetchone()[0])
 
 
 def held(connection: Connection, site: str) -> int:

@@ -38,8 +38,6 @@ from heterorl.coordinator.store.tallies import SOON
 _COUNTS = f"""
 CREATE UNLOGGED TABLE IF NOT EXISTS tally (name TEXT COLLATE "C" PRIMARY KEY, count BIGINT NOT NULL)
     WITH (fillfactor = 10);
-CREATE UNLOGGED TABLE IF NOT EXISTS waiting (site TEXT COLLATE "C" PRIMARY KEY, num_groups BIGINT NOT NULL,
-    num_bytes BIGINT NOT NULL) WITH (fillfactor = 50);
 CREATE UNLOGGED TABLE IF NOT EXISTS out_work (
     assignment BIGINT PRIMARY KEY, site TEXT COLLATE "C" NOT NULL, incarnation TEXT COLLATE "C" NOT NULL,
     request_id TEXT COLLATE "C" NOT NULL, since DOUBLE PRECISION, is_away BIGINT NOT NULL DEFAULT 0);
@@ -57,32 +55,13 @@ CREATE INDEX IF NOT EXISTS sharer_asked ON sharer (asked) WHERE asked IS NOT NUL
 CREATE INDEX IF NOT EXISTS sharer_owed ON sharer (owed) WHERE owed > 0;
 """
 _GROUPS = """
-CREATE OR REPLACE FUNCTION tally_group() RETURNS trigger LANGUAGE plpgsql AS $$
-DECLARE
-    was boolean := TG_OP <> 'INSERT' AND OLD.state IN ('pending', 'leased');
-    remains boolean := TG_OP <> 'DELETE' AND NEW.state IN ('pending', 'leased');
-BEGIN
-    IF was THEN
-        UPDATE tally SET count = count - 1 WHERE name = OLD.state;
-    END IF;
-    IF remains THEN
-        UPDATE tally SET count = count + 1 WHERE name = NEW.state;
-    END IF;
-    IF was AND NOT remains THEN
-        UPDATE waiting SET num_groups = num_groups - 1, num_bytes = num_bytes - OLD.num_bytes WHERE site = OLD.site;
-        DELETE FROM waiting WHERE site = OLD.site AND num_groups = 0;
-    ELSIF remains AND NOT was THEN
-        INSERT INTO waiting VALUES (NEW.site, 1, NEW.num_bytes) ON CONFLICT (site) DO UPDATE
-            SET num_groups = waiting.num_groups + 1, num_bytes = waiting.num_bytes + excluded.num_bytes;
-    END IF;
-    IF TG_OP = 'INSERT' AND remains THEN
-        -- A group that was taken wins back one of the assignments that its site left unanswered.
-        UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0;
-    END IF;
+CREATE OR REPLACE FUNCTION tally_group() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    -- A group that was taken wins back one of the assignments that its site left unanswered.
+    UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0;
     RETURN NULL;
 END $$;
-CREATE OR REPLACE TRIGGER group_counts AFTER INSERT OR DELETE OR UPDATE OF state ON groups
-    FOR EACH ROW EXECUTE FUNCTION tally_group();
+CREATE OR REPLACE TRIGGER group_counts AFTER INSERT ON groups FOR EACH ROW WHEN (NEW.state = 'pending')
+    EXECUTE FUNCTION tally_group();
 """
 _WORK = """
 CREATE OR REPLACE FUNCTION tally_work() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -135,23 +114,19 @@ CREATE OR REPLACE TRIGGER sharer_counts AFTER UPDATE OF counted, asked ON sharer
     EXECUTE FUNCTION tally_wanting();
 """
 _FILL = """
-INSERT INTO tally SELECT state, count(*) FROM groups WHERE state IN ('pending', 'leased') GROUP BY state
-    ON CONFLICT (name) DO UPDATE SET count = excluded.count;
-INSERT INTO waiting SELECT site, count(*), sum(num_bytes) FROM groups
-    WHERE state IN ('pending', 'leased') GROUP BY site;
 INSERT INTO out_work (assignment, site, incarnation, request_id)
     SELECT assignment, site, incarnation, request_id FROM work WHERE is_leased = 1;
 """
 _NONE = """
 ALTER TABLE out_work DISABLE TRIGGER out_counts;
-DELETE FROM tally; DELETE FROM waiting; DELETE FROM out_work; DELETE FROM holder; DELETE FROM sharer;
+DELETE FROM tally; DELETE FROM out_work; DELETE FROM holder; DELETE FROM sharer;
 ALTER TABLE out_work ENABLE TRIGGER out_counts;
-INSERT INTO tally VALUES ('pending', 0), ('leased', 0), ('out', 0), ('away', 0), ('wanting', 0);
+INSERT INTO tally VALUES ('out', 0), ('away', 0), ('wanting', 0);
 """
 _TALLIES = _COUNTS + _GROUPS + _WORK + _OUT
 """Of a store's schema; programs of schema 5 made them at each start."""
 COUNT_ANEW = _NONE + _FILL
-"""Counts what waits and what is out; once for each coordinator that takes the store."""
+"""Counts what is out; once for each coordinator that takes the store."""
 PAUSE_COUNTS = "ALTER TABLE groups DISABLE TRIGGER group_counts; ALTER TABLE work DISABLE TRIGGER work_counts;"
 """Stops counting, while rows are copied in by the thousand."""
 RESUME_COUNTS = "ALTER TABLE groups ENABLE TRIGGER group_counts; ALTER TABLE work ENABLE TRIGGER work_counts;"

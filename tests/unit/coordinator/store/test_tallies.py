@@ -19,7 +19,7 @@ def connection(tmp_path):
 def counted(connection):
     return {
         table: connection.execute(f"SELECT * FROM temp.{table} ORDER BY 1, 2").fetchall()
-        for table in ("tally", "waiting", "holder", "out_work")
+        for table in ("tally", "holder", "out_work")
     }
 
 
@@ -28,7 +28,7 @@ def anew(connection):
     known = dict(connection.execute("SELECT assignment, since FROM temp.out_work"))
     away = [row[0] for row in connection.execute("SELECT assignment FROM temp.out_work WHERE is_away = 1")]
     asked = connection.execute("SELECT site, asked FROM temp.sharer").fetchall()
-    for name in ("tally", "waiting", "holder", "out_work", "sharer"):
+    for name in ("tally", "holder", "out_work", "sharer"):
         connection.execute(f"DROP TABLE temp.{name}")
     for (name,) in connection.execute("SELECT name FROM temp.sqlite_master WHERE type = 'trigger'").fetchall():
         connection.execute(f"DROP TRIGGER temp.{name}")
@@ -104,6 +104,6 @@ def test_counting_writes_nothing_to_the_disk(connection):
     connection.execute("INSERT INTO work VALUES (1, 0, 0, 'a', 'i', 1, '[]', 'r', '{}', 0)")
     names = {row[0] for row in connection.execute("SELECT name FROM main.sqlite_master")}
 
-    assert not names & {"tally", "waiting", "holder", "out_work", "sharer"}
+    assert not names & {"tally", "holder", "out_work", "sharer"}
     with pytest.raises(sqlite3.OperationalError):
         connection.execute("SELECT 1 FROM main.tally")

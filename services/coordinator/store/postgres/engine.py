@@ -20,7 +20,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -241,15 +241,8 @@ class PostgresEngine:
         """
         self._raw = raw
         self.connection = PostgresConnection(raw)
-        try:
+        with _opening(raw):
             self.store_id, self.epoch = _begin_epoch(raw)
-        except psycopg.Error as error:
-            is_broken = raw.broken
-            raw.close()
-            raise error_of_opening(error, is_broken=is_broken) from error
-        except HeterorlError:
-            raw.close()
-            raise
 
     def begin(self) -> None:
         """Begin a transaction, and keep others from beginning an epoch while it runs."""
@@ -303,12 +296,20 @@ def connect(url: str) -> psycopg.Connection[Any]:
     except psycopg.Error as error:
         # Without its cause: libpq's words may repeat the url.
         raise error_of_connecting(error) from None
-    try:
+    with _opening(raw):
         raw.execute(_SESSION)
         _check_server(raw)
         # Servers on some systems cannot look, and refuse any number but 0.
         with contextlib.suppress(psycopg.DataError):
             raw.execute(_CHECK)
+    return raw
+
+
+@contextlib.contextmanager
+def _opening(raw: psycopg.Connection[Any]) -> Iterator[None]:
+    """Close a session by which the store cannot be taken, and say why."""
+    try:
+        yield
     except psycopg.Error as error:
         is_broken = raw.broken
         raw.close()
@@ -316,7 +317,6 @@ def connect(url: str) -> psycopg.Connection[Any]:
     except HeterorlError:
         raw.close()
         raise
-    return raw
 
 
 def try_lock(raw: psycopg.Connection[Any]) -> bool:
@@ -349,16 +349,9 @@ def open_store(url: str) -> PostgresEngine:
 
 def take(raw: psycopg.Connection[Any]) -> PostgresEngine:
     """Take the store by a session that has just begun, which is closed where that fails; raises as `open_store`."""
-    try:
-        is_ours = lock_soon(raw)
-        holder = "" if is_ours else _holder(raw)
-    except psycopg.Error as error:
-        is_broken = raw.broken
-        raw.close()
-        raise error_of_opening(error, is_broken=is_broken) from error
-    if not is_ours:
-        raw.close()
-        raise StoreHeld(f"another coordinator has the store: {holder}")
+    with _opening(raw):
+        if not lock_soon(raw):
+            raise StoreHeld(f"another coordinator has the store: {_holder(raw)}")
     return PostgresEngine(raw)
 
 

@@ -92,20 +92,6 @@ async def test_many_that_pushed_are_shown_as_one_with_all_their_groups(run):
     assert [entry.incarnation for entry in sites if entry.site == "us-1"] == [INCARNATION]
 
 
-async def test_site_registered_by_an_earlier_program_is_pruned_too(run):
-    def fill(connection):
-        connection.executemany(
-            "INSERT INTO sites (site, incarnation, engine, dtype) VALUES (?, ?, '', '')",
-            [(SITE, f"before-{number}") for number in range(1000)],
-        )
-
-    await run.api.database.run(fill)
-
-    await run.register()
-
-    assert await _rows(run) == KEPT
-
-
 @pytest.mark.sqlite
 async def test_many_that_pushed_and_push_again_are_neither_remembered_nor_shown(run):
     """Of each a sign of life would be kept, and named in one statement: SQLite takes so many values and no more."""

@@ -120,7 +120,7 @@ def count(
             raise InvalidRequest(f"state_root: the prompt is of version {spec.version}, which has another one")
         if len(result.samples) != spec.draws.num_samples:
             raise InvalidRequest(f"results: {len(result.samples)} completions, {spec.draws.num_samples} are wanted")
-        work.answer(connection, result.assignment)
+        work.answer(connection, [result.assignment])
         connection.execute(
             "INSERT INTO evaluation_results VALUES (?, ?, ?, ?)", (job.id, prompt, holder[0], _scores(result))
         )

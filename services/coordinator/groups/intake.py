@@ -128,7 +128,7 @@ def take(connection: Connection, arrived: Arrival, around: Surroundings) -> Push
     if group is not None:
         message = size_problem(arrived.num_bytes, around.config.max_group_bytes) or message
         if not message:
-            reason, message = judge(group, _facts(connection, group, around))
+            reason, message = judge(group, _facts(connection, group, around, _looked_up(connection, group)))
             if reason is None:
                 reason, message = _judge_losses(connection, arrived, around.config.max_lost_share)
     return record(connection, arrived, reason, message, around)
@@ -151,7 +151,7 @@ def record(
     column = "dropped" if reason else "accepted"
     connection.execute(f"UPDATE sites SET {column} = {column} + 1 WHERE site = ? AND incarnation = ?", key)
     if reason is None:
-        work.answer(connection, arrived.assignment)
+        work.answer(connection, [arrived.assignment])
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
     ledger.add(connection, ledger.account_of(reason), 1)
     if arrived.sealed is not None and around.ring.wants(kind_of(reason), arrival):
@@ -220,15 +220,14 @@ def quota(arrived: Arrival, around: Surroundings, *, pending_bytes: int) -> tupl
     )
 
 
-def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> Facts:
-    prompt, is_answered = work.lookup(connection, group.assignment, group.id)
-    return facts_of(connection, group, around, prompt=prompt, is_answered=is_answered)
+def _looked_up(connection: Connection, group: SealedGroup) -> tuple[int | None, bool]:
+    return work.lookup(connection, [(group.assignment, group.id)])[group.assignment]
 
 
-def facts_of(
-    connection: Connection, group: SealedGroup, around: Surroundings, *, prompt: int | None, is_answered: bool
+def _facts(
+    connection: Connection, group: SealedGroup, around: Surroundings, assignment: tuple[int | None, bool]
 ) -> Facts:
-    """What surrounds a group, whose assignment is known."""
+    """What surrounds a group, whose assignment was looked up."""
     config = around.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
@@ -243,8 +242,8 @@ def facts_of(
         max_policy_age_s=config.max_policy_age_s,
         policy_age_s=age_s,
         state_root=version[0] if version else None,
-        assignment_prompt=prompt,
-        is_answered=is_answered,
+        assignment_prompt=assignment[0],
+        is_answered=assignment[1],
         quarantine=quarantine.conviction_of(connection, group.id.site),
         abandoned_version=horizon.abandoned_span(connection, group.versions),
         mask_stale=config.mask_stale,
@@ -298,7 +297,7 @@ class _Rows:
     def look_up(self, groups: Sequence[Arrival]) -> None:
         """Read the assignments of groups that may be usual; each once."""
         wanted = {arrived.assignment: arrived.id for arrived in groups if arrived.sealed is not None}
-        self._work = work.lookup_all(self._connection, list(wanted.items()))
+        self._work = work.lookup(self._connection, list(wanted.items()))
         self._asked = wanted
 
     def take(self, arrived: Arrival) -> PushOutcome:
@@ -341,7 +340,7 @@ class _Rows:
                 part = self._accepted[first : first + ROWS_AT_ONCE]
                 some = [row_of(arrived, None, self._around) for arrived in part]
                 connection.execute(insert(len(some)), list(itertools.chain.from_iterable(some)))
-            work.answer_all(connection, [arrived.assignment for arrived in self._accepted])
+            work.answer(connection, [arrived.assignment for arrived in self._accepted])
             counts = Counter((arrived.id.site, arrived.id.incarnation) for arrived in self._accepted)
             connection.executemany(
                 "UPDATE sites SET accepted = accepted + ?, watermark = ? WHERE site = ? AND incarnation = ?",
@@ -359,14 +358,11 @@ class _Rows:
         if self._asked.get(group.assignment) == group.id:
             prompt, is_answered = self._work[group.assignment]
         else:
-            prompt, is_answered = work.lookup(self._connection, group.assignment, group.id)
+            prompt, is_answered = _looked_up(self._connection, group)
         is_answered = is_answered or group.assignment in self._answered
         key = (group.id.site, group.oldest_version, group.state_root, group.versions)
         facts = self._facts.get(key)
         if facts is None:
-            facts = facts_of(
-                self._connection, group, self._around, prompt=prompt, is_answered=is_answered
-            )  # fmt: skip
-            self._facts[key] = facts
+            facts = self._facts[key] = _facts(self._connection, group, self._around, (prompt, is_answered))
             return facts
         return dataclasses.replace(facts, assignment_prompt=prompt, is_answered=is_answered)

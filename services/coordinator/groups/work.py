@@ -176,26 +176,8 @@ def handed_before(connection: Connection, *, site: SiteId, incarnation: str, req
     return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed in rows]
 
 
-def lookup(connection: Connection, assignment: int, group_id: GroupId) -> tuple[int | None, bool]:
-    """(prompt of the assignment if this site ever held it, whether it has its group already)."""
-    if assignment >= int(get_meta(connection, "next_assignment") or 0):
-        return None, False
-    row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
-    if row is None:
-        return None, True
-    return (int(row[0]) if _holder(group_id.site, group_id.incarnation) in json.loads(row[1]) else None), False
-
-
-def answer(connection: Connection, assignment: int) -> None:
-    """The assignment has its group."""
-    row = connection.execute(
-        "DELETE FROM work WHERE assignment = ? RETURNING prompt_index, seed", (assignment,)
-    ).fetchone()
-    assert row is not None, "admission checked that the assignment is open"
-
-
-def lookup_all(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dict[int, tuple[int | None, bool]]:
-    """What `lookup` says of many assignments, of which each is named with one group."""
+def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dict[int, tuple[int | None, bool]]:
+    """For each assignment, named with one group: its prompt if this site ever held it, and whether it has its group."""
     following = int(get_meta(connection, "next_assignment") or 0)
     numbers = json.dumps([assignment for assignment, _ in wanted])
     rows = {
@@ -216,7 +198,7 @@ def lookup_all(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) ->
     return found
 
 
-def answer_all(connection: Connection, assignments: Sequence[int]) -> None:
+def answer(connection: Connection, assignments: Sequence[int]) -> None:
     """The assignments have their groups; each is named once."""
     cursor = connection.execute(f"DELETE FROM work WHERE assignment IN {NUMBERS}", (json.dumps(assignments),))
     assert cursor.rowcount == len(assignments), "admission checked that the assignments are open"
@@ -370,7 +352,7 @@ def take_back(
             in_row += 1
             returned[site] = returned.get(site, 0) + 1
             if is_hopeless(returned, is_shared=is_shared):
-                answer(connection, assignment)
+                answer(connection, [assignment])
                 ledger.add(connection, ledger.closed_account_of(reason), 1)
                 closed.append(Closed(assignment=assignment, prompt_index=prompt, site=site, reason=reason))
                 continue

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.errors import CorruptData, LimitExceeded, UnknownVersion
+from heterorl.common.errors import CorruptData, LimitExceeded
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
@@ -33,7 +33,7 @@ from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Worker
 from heterorl.coordinator.versions import flavours, lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto
-from heterorl.coordinator.versions.plans import plan_pull
+from heterorl.coordinator.versions.plans import cheapest_way
 
 _LOG = logging.getLogger(__name__)
 MAX_REQUESTS = 16
@@ -221,7 +221,4 @@ def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[Paylo
 
     if not chain.is_in_lineage(span.stop):
         return ()
-    try:
-        return plan_pull(into, have_version=span.start, want_version=span.stop)[1]
-    except UnknownVersion:
-        return ()
+    return cheapest_way(into, have_version=span.start, want_version=span.stop)

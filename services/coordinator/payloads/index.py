@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from heterorl.common.errors import UnknownVersion
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
@@ -19,7 +18,7 @@ from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import TRAINED, Chain, MergedInto, payload_of
-from heterorl.coordinator.versions.plans import plan_pull
+from heterorl.coordinator.versions.plans import cheapest_way
 
 
 def empty(directory: Path) -> None:
@@ -112,12 +111,7 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
         return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT or version in verified]
 
     head = lineage.head_version(chain.connection)
-    if head is None:
-        return ()
-    try:
-        return plan_pull(into, have_version=None, want_version=head)[1]
-    except UnknownVersion:
-        return ()
+    return () if head is None else cheapest_way(into, have_version=None, want_version=head)
 
 
 def decide(chain: Chain, needs: Needs) -> Retirement:

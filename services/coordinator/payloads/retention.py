@@ -23,10 +23,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.coordinator.versions.plans import plan_pull
+from heterorl.coordinator.versions.plans import cheapest_way
 
 MAX_LEASES = 4096
 """Plans remembered; beyond, the one that was silent the longest is forgotten (its caller plans again)."""
@@ -138,7 +137,7 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     lowest = next(version for version in graph.lineage if version >= head - needs.staleness)
     ways = _Ways(graph)
     way = ways.cheapest(None, head)
-    if way is None:
+    if not way:
         return Retirement(payloads=(), way=(), reason="no verified snapshot leads to the head")
     oldest_way = ways.cheapest(None, lowest) or ways.unverified(lowest)
     kept = {*way, *oldest_way, *ways.deltas_after(head - needs.window), *ways.gaps_after(lowest)}
@@ -146,7 +145,7 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     kept.update(ways.of_snapshots(head))
     for start in needs.in_use:
         for goal in (lowest, head):
-            kept.update(ways.cheapest(start, goal) or () if start < goal else ())
+            kept.update(ways.cheapest(start, goal) if start < goal else ())
     retired = tuple(payload for payload in graph.payloads if payload not in kept)
     return Retirement(payloads=retired, way=way, reason=f"{len(retired)} of {len(graph.payloads)} are not needed")
 
@@ -167,11 +166,8 @@ class _Ways:
             if payload.kind is not PayloadKind.SNAPSHOT or payload.to_version in graph.verified:
                 self._into[payload.to_version].append(payload)
 
-    def cheapest(self, start: int | None, goal: int) -> tuple[PayloadRef, ...] | None:
-        try:
-            return plan_pull(lambda version: self._into[version], have_version=start, want_version=goal)[1]
-        except UnknownVersion:
-            return None
+    def cheapest(self, start: int | None, goal: int) -> tuple[PayloadRef, ...]:
+        return cheapest_way(lambda version: self._into[version], have_version=start, want_version=goal)
 
     def unverified(self, goal: int) -> tuple[PayloadRef, ...]:
         """The cheapest way from any snapshot; none when there is none."""
@@ -180,10 +176,7 @@ class _Ways:
             snapshot = self._snapshots.get(version)
             return [*self._deltas_into(version), *([snapshot] if snapshot else [])]
 
-        try:
-            return plan_pull(into, have_version=None, want_version=goal)[1]
-        except UnknownVersion:
-            return ()
+        return cheapest_way(into, have_version=None, want_version=goal)
 
     def deltas_after(self, version: int) -> Iterable[PayloadRef]:
         for newer in [newer for newer in self._into if newer > version]:
@@ -199,18 +192,11 @@ class _Ways:
         newest = [version for version in self._verified if version in self._snapshots][-KEPT_SNAPSHOTS:]
         for version in newest:
             yield self._snapshots[version]
-            yield from self._after(version, head)
+            # None where only another snapshot leads to the head.
+            yield from cheapest_way(self._deltas_into, have_version=version, want_version=head)
         for version, payload in self._snapshots.items():
             if not newest or version > newest[-1]:
                 yield payload
-
-    def _after(self, start: int, goal: int) -> tuple[PayloadRef, ...]:
-        """The cheapest deltas from a version on; none when only another snapshot leads there."""
-
-        try:
-            return plan_pull(self._deltas_into, have_version=start, want_version=goal)[1]
-        except UnknownVersion:
-            return ()
 
     def _deltas_into(self, version: int) -> list[PayloadRef]:
         return [payload for payload in self._into[version] if payload.kind is not PayloadKind.SNAPSHOT]

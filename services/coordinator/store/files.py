@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -43,14 +44,19 @@ def identity(directory: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def remove_file(path: Path) -> None:
-    """Delete a file; its name is gone for good when this returns."""
+@contextmanager
+def _typed() -> Iterator[None]:
     try:
-        with opened_directory(path.parent) as parent:
-            path.unlink()
-            os.fsync(parent)
+        yield
     except OSError as error:
         raise typed_error(error) from error
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file; its name is gone for good when this returns."""
+    with _typed(), opened_directory(path.parent) as parent:
+        path.unlink()
+        os.fsync(parent)
 
 
 def rename_file(source: Path, target: Path) -> None:
@@ -60,42 +66,33 @@ def rename_file(source: Path, target: Path) -> None:
         StoreFull, Busy: it has its old name.
         CorruptStore: which name survives a power cut is unknown.
     """
-    try:
-        with opened_directory(target.parent) as to, opened_directory(source.parent) as left:
-            source.replace(target)
-            try:
-                os.fsync(to)
-                os.fsync(left)
-            except OSError as error:
-                raise CorruptStore(f"the disk of the payloads failed: {error}") from error
-    except OSError as error:
-        raise typed_error(error) from error
+    with _typed(), opened_directory(target.parent) as to, opened_directory(source.parent) as left:
+        source.replace(target)
+        try:
+            os.fsync(to)
+            os.fsync(left)
+        except OSError as error:
+            raise CorruptStore(f"the disk of the payloads failed: {error}") from error
 
 
 def name_file(source: Path, target: Path) -> None:
     """Give a durable file its place, in a directory that may not be there yet; raises as `rename_file`."""
-    try:
+    with _typed():
         make_directory(target.parent)
-    except OSError as error:
-        raise typed_error(error) from error
     rename_file(source, target)
 
 
 def cut(file: BinaryIO, offset: int) -> None:
     """Forget what is behind a position, and write there next."""
-    try:
+    with _typed():
         file.truncate(offset)
         file.seek(offset)
-    except OSError as error:
-        raise typed_error(error) from error
 
 
 def write_all(file: BinaryIO, frame: bytes) -> None:
     """Write every byte of a frame."""
-    try:
+    with _typed():
         files.write_all(file, frame)
-    except OSError as error:
-        raise typed_error(error) from error
 
 
 def sync_and_close(file: BinaryIO, path: Path, *, is_new: bool = False) -> None:

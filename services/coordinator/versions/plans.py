@@ -71,6 +71,16 @@ def plan_pull(
     raise UnknownVersion(f"no payloads lead to version {want_version}")
 
 
+def cheapest_way(
+    into: Callable[[int], Sequence[PayloadRef]], *, have_version: int | None, want_version: int
+) -> tuple[PayloadRef, ...]:
+    """The payloads of `plan_pull`; empty when no path leads to the version."""
+    try:
+        return plan_pull(into, have_version=have_version, want_version=want_version)[1]
+    except UnknownVersion:
+        return ()
+
+
 def _rank(version: int | None) -> tuple[bool, int]:
     """Nothing before any version: of ways that cost the same, the one from nothing is taken."""
     return version is not None, version or 0

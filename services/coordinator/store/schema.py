@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"

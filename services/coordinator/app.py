@@ -1,14 +1,6 @@
 """Wires the coordinator: core, gRPC server, metrics, signals.
 
-    loop        waits for                                     unblocked by
-    rpcs        messages of learners and samplers             the peers; the end of the grace period
-    gauges      one second                                    the stop event
-    composer    versions to merge, its thread                 a publication; a plan; the stop event
-    watchdog    half the service manager's interval           the clock; not fed while the store's thread hangs
-    keeper      payloads to verify, a snapshot to write       a publication; the stop event
-    incoming    five minutes                                  the clock; the stop event
-    main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
-
+It ends by SIGTERM, SIGINT or a fatal error of the store. The watchdog is not fed while the store's thread hangs.
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
 the store closes last. Nothing acknowledged depends on this order: SIGKILL loses as little.
 """

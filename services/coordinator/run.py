@@ -10,11 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from heterorl.common.errors import (
-    ContractMismatch,
-    Draining,
-    InvalidRequest,
-)
+from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
 from heterorl.common.types.policy import NO_VERSION, PullPlan, stated_version, version_or_none

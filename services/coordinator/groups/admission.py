@@ -13,14 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import (
-    GIVEN,
-    MAX_PART_NAME,
-    MAX_REWARD_PARTS,
-    DropReason,
-    FinishReason,
-    SealedGroup,
-)
+from heterorl.common.types.rollout import GIVEN, MAX_PART_NAME, MAX_REWARD_PARTS, DropReason, FinishReason, SealedGroup
 from heterorl.common.wire.columns import FINISH, FINISH_OF, FIRST_LOST, Columns, num_drawn
 from heterorl.coordinator.config import CoordinatorConfig
 

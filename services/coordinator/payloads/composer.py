@@ -2,11 +2,7 @@
 
 Guarantees: no object is made twice at once; memory is that of one composition; the event loop and the store only ever
 see small steps of it; whatever goes wrong fails nobody: callers go by what is there. What is asked for comes first,
-then the blocks that everybody's way is made of.
-
-    loop    waits for                          unblocked by
-    run     something to make                  poke: a new version, or a request that a plan gave rise to
-    run     the composition on its thread      the thread; the end of the process, between two chunks
+then the blocks that everybody's way is made of. A new version or a request of a plan pokes it.
 """
 
 from __future__ import annotations

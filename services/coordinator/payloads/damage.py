@@ -44,9 +44,7 @@ class Damage:
     async def of_read(self, digest: Digest, error: OSError | DamagedFile) -> RemoteError:
         """What a read that ended so means for its caller; what is not what its name says is never offered again.
 
-        Returns:
-            UnknownPayload: not there, or not what it was; the caller plans again.
-            Busy: it cannot be read now.
+        UnknownPayload: not there, or not what it was; the caller plans again. Busy: it cannot be read now.
         """
         if isinstance(error, FileNotFoundError | DamagedFile) and await self._copies.heal(digest) is not Cure.LOST:
             # Also where it is right by now: who reads on in the file that was replaced still finds the old bytes.
@@ -67,11 +65,8 @@ class Damage:
         self._told.discard(digest)
 
     async def put_aside_unproved(self, digest: Digest, problem: str) -> bool:
-        """Put one aside that a proof refused, unless another copy of it has other bytes.
-
-        Returns:
-            Whether it is to be proved again at once: a right copy may have been replaced during the proof.
-        """
+        """Put one aside that a proof refused, unless another copy of it has other bytes; returns whether it is to be
+        proved again at once: a right copy may have been replaced during the proof."""
         cure = await self._copies.heal(digest)
         if cure is Cure.RIGHT and digest not in self._doubted:
             _LOG.warning("payload %s is proved again: %s", digest[:12], problem)

@@ -1,9 +1,5 @@
 """Keeps the payloads servable and few: verifies snapshots, writes them when they are due, deletes what nobody needs.
 
-    loop    waits for                          unblocked by
-    run     something to verify or write       poke: a new version
-    run     its thread                         the thread; the end of the process, between two chunks
-
 A deletion survives a crash at any point: rows first, in one transaction that writes down what they named, then the
 files, then the note. So a plan never names a file that may go, and a start ends what an earlier process began. Before
 anything is retired, the way to the head that everything then depends on is rebuilt and compared with its manifests.

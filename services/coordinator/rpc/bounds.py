@@ -40,10 +40,7 @@ class Text(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Most entries of a repeated field; most characters of a text, bytes of a bytes field, in each entry.
-
-    Example: Bound(count=64, length=128, text=Text.LINE)
-    """
+    """Most entries of a repeated field; most characters of a text, bytes of a bytes field, in each entry."""
 
     count: int = 4096
     length: int = 256

@@ -26,10 +26,7 @@ ASKED_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a site's share depends on.
-
-    Example: Claim(limit=32, at_least=8, wanting=3, debtors=1, owed=0, works_ahead=True)
-    """
+    """What a site's share depends on."""
 
     limit: int
     """What all sites together may hold."""
@@ -109,10 +106,7 @@ SUMMARY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A level that rises with time; below 0 after something larger than the rest. Instants are monotonic seconds.
-
-    Example: Bucket(level=20.0, at=100.0)
-    """
+    """A level that rises with time; below 0 after something larger than the rest. Instants are monotonic seconds."""
 
     level: float
     at: float

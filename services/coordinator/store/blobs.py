@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from heterorl.common.errors import Busy, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
 from heterorl.common.process.clock import Bell
@@ -42,30 +43,18 @@ class Locks:
     """Locks by name; one that nobody holds or waits for takes no memory. Of the event loop."""
 
     def __init__(self) -> None:
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._num_users: dict[str, int] = {}
+        # Who holds a lock or waits for it keeps it alive.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._locks)
 
-    def __getitem__(self, name: str) -> AbstractAsyncContextManager[None]:
-        return self._held(name)
+    def __getitem__(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def is_held(self, name: str) -> bool:
         lock = self._locks.get(name)
         return lock is not None and lock.locked()
-
-    @asynccontextmanager
-    async def _held(self, name: str) -> AsyncIterator[None]:
-        lock = self._locks.setdefault(name, asyncio.Lock())
-        self._num_users[name] = self._num_users.get(name, 0) + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            self._num_users[name] -= 1
-            if not self._num_users[name]:
-                del self._num_users[name], self._locks[name]
 
 
 class BlobStore:

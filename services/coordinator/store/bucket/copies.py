@@ -3,11 +3,7 @@
 Guarantees: room for a copy is taken before its first byte is fetched, so that the bound holds for all readers together;
 one alone may exceed it. A copy that is read stays; others go when room is wanted, the longest unused first. Two who
 want the same wait for one fetch, which ends when both have gone and is gone on with for the next one; a copy that a
-disk changed is fetched again.
-
-    reader        waits for               unblocked by
-    at_hand       room for its copies     another reader that leaves, whatever is deleted; half a minute, then Busy
-    a fetch       one of a few turns      another fetch that ends
+disk changed is fetched again. A reader waits half a minute for room, then it is Busy; of fetches a few run at once.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ async def _open_bucket(
     async def make_room_here(missing_bytes: int) -> None:
         await copies.make_room(missing_bytes)
 
-    home = await BucketHome.open(
+    home = BucketHome(
         objects,
+        await objects.sizes(),
         store_bytes=config.store_bytes,
         make_room=make_room,
         on_kept=lambda digest: copies.note(digest),

@@ -40,35 +40,22 @@ class BucketHome(Home):
         on_kept: Callable[[Digest], None],
         on_gone: Callable[[Digest], None],
     ) -> None:
-        """Use `open` instead."""
+        """Take over what a prefix that was claimed has.
+
+        Args:
+            objects: of the prefix.
+            sizes: of its payloads, as they were just listed.
+            store_bytes: that payloads may occupy there.
+            make_room: called with the missing bytes before a payload is refused.
+            on_kept: told of each payload whose file is a copy from then on.
+            on_gone: told of each payload that is there no longer.
+        """
         self._on_kept = on_kept
         self._on_gone = on_gone
         self._objects = objects
         self._sizes = sizes
         self._store_bytes = store_bytes
         self._make_room = make_room
-
-    @classmethod
-    async def open(
-        cls,
-        objects: Objects,
-        *,
-        store_bytes: int,
-        make_room: Callable[[int], Awaitable[None]],
-        on_kept: Callable[[Digest], None],
-        on_gone: Callable[[Digest], None],
-    ) -> BucketHome:
-        """List a prefix that was claimed.
-
-        Args:
-            objects: of the prefix.
-            store_bytes: that payloads may occupy there.
-            make_room: called with the missing bytes before a payload is refused.
-            on_kept: told of each payload whose file is a copy from then on.
-            on_gone: told of each payload that is there no longer.
-        """
-        sizes = await objects.sizes()
-        return cls(objects, sizes, store_bytes=store_bytes, make_room=make_room, on_kept=on_kept, on_gone=on_gone)
 
     @property
     def used_bytes(self) -> int:

@@ -28,10 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from heterorl.common.types.sample import Sample
-from heterorl.view.index import SampleIndex
+from heterorl.view.index import Reading, SampleIndex
 from heterorl.view.pages import Pages
 from heterorl.view.server import Answer, ViewServer, cookie_name
-from heterorl.view.source import Reading
 from tests.support.samples import make_sample
 
 BATCH = 256

@@ -32,9 +32,8 @@ from heterorl.common.types.sample import (
     SampleSummary,
     kind_of,
 )
-from heterorl.view.index import SampleIndex
+from heterorl.view.index import Reading, SampleIndex
 from heterorl.view.packed import clean
-from heterorl.view.source import Reading
 
 MAX_LINE_BYTES = 64 << 20
 BATCH = 64
@@ -91,7 +90,7 @@ class _Row(BaseModel):
 
 
 class ExportedSamples:
-    """An export as a source; implements heterorl.view.source.Source.
+    """An export as a source; implements heterorl.view.index.Source.
 
     Raises:
         ConfigError: the file is not there, is of another kind, or its first line is none of an export.

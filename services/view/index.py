@@ -1,4 +1,4 @@
-"""What was read so far, on a disk of this machine for as long as the page is served: lines, texts, and their parts.
+"""What a source has said of samples so far, on a disk of this machine for as long as the page is served.
 
 One thread writes; any thread asks, and never waits for the writer.
 """
@@ -12,12 +12,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.sample import Sample, SampleSummary
 from heterorl.view.packed import pack_summary, pack_texts, read_summary, read_texts
-from heterorl.view.query import Query
-from heterorl.view.search import folded, look_up
+from heterorl.view.query import Query, folded, look_up
 
 _SEPARATOR = "\x1e"
 """Between the texts of a sample: nothing is found across two."""
@@ -28,10 +28,52 @@ CREATE TABLE samples (
     has_texts INTEGER NOT NULL, is_read INTEGER NOT NULL);
 CREATE INDEX unread ON samples (id) WHERE is_read = 0;
 CREATE TABLE lines (id INTEGER PRIMARY KEY, line TEXT NOT NULL);
-CREATE TABLE texts (id INTEGER PRIMARY KEY, folded TEXT NOT NULL, data BLOB NOT NULL);
-CREATE VIRTUAL TABLE parts USING fts5(folded, content='', detail=none, columnsize=0,
-    tokenize='trigram case_sensitive 1');
+CREATE TABLE texts (id INTEGER PRIMARY KEY, num_bytes INTEGER NOT NULL, data BLOB NOT NULL);
+CREATE VIRTUAL TABLE parts USING fts5(folded, tokenize='trigram case_sensitive 1');
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How far a source was read; `total` is what it holds as far as it said, 0 where it did not."""
+
+    total: int = 0
+    is_done: bool = False
+    """Whether everything that it held when it was last asked is in the index."""
+    is_live: bool = False
+    """Whether there may be more later."""
+    problem: str = ""
+    """Why nothing comes, for people; empty while all is well."""
+
+
+class Source(Protocol):
+    """Fills an index from a thread of its own, until it is closed."""
+
+    @property
+    def name(self) -> str:
+        """What the person named: an address or a file."""
+        ...
+
+    @property
+    def progress(self) -> Reading:
+        """How far it is."""
+        ...
+
+    def start(self) -> None:
+        """Begin to fill the index."""
+        ...
+
+    def fetch(self, sample_id: int) -> Sample | None:
+        """Ask for one sample that the index has no texts of, ahead of its turn; None where it is kept no more.
+
+        Raises:
+            HeterorlError: the source cannot be asked.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop filling; returns when the thread has ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +182,10 @@ class SampleIndex:
                 texts = (sample.prompt, *(rollout.completion for rollout in sample.rollouts))
                 found = _SEPARATOR.join(map(folded, texts))
                 data = pack_texts(sample)
-                connection.execute("INSERT INTO texts VALUES (?, ?, ?)", (sample.summary.id, found, data))
+                num_bytes = len(found) + len(data)
+                connection.execute("INSERT INTO texts VALUES (?, ?, ?)", (sample.summary.id, num_bytes, data))
                 connection.execute("INSERT INTO parts (rowid, folded) VALUES (?, ?)", (sample.summary.id, found))
-                self._num_bytes += len(found) + len(data)
+                self._num_bytes += num_bytes
             self._make_room(connection)
 
     def forget(self, sample_id: int) -> None:
@@ -240,12 +283,10 @@ class SampleIndex:
         connection.execute("DELETE FROM lines WHERE id = ?", (sample_id,))
 
     def _drop_texts(self, connection: sqlite3.Connection, sample_id: int) -> None:
-        row = connection.execute("SELECT folded, length(data) FROM texts WHERE id = ?", (sample_id,)).fetchone()
+        row = connection.execute("DELETE FROM texts WHERE id = ? RETURNING num_bytes", (sample_id,)).fetchone()
         if row is not None:
-            # An index without content is told what it forgets.
-            connection.execute("INSERT INTO parts (parts, rowid, folded) VALUES ('delete', ?, ?)", (sample_id, row[0]))
-            connection.execute("DELETE FROM texts WHERE id = ?", (sample_id,))
-            self._num_bytes -= len(row[0]) + row[1]
+            connection.execute("DELETE FROM parts WHERE rowid = ?", (sample_id,))
+            self._num_bytes -= row[0]
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from heterorl.common.api import SamplesApi
 from heterorl.common.errors import HeterorlError, UnknownSample, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleList, SamplePage
-from heterorl.view.index import SampleIndex
-from heterorl.view.source import Reading
+from heterorl.view.index import Reading, SampleIndex
 
 POLL_S = 2.0
 AT_ONCE = 16
@@ -40,7 +39,7 @@ class Connect(Protocol):
 
 
 class LiveSamples:
-    """A coordinator's ring as a source; implements heterorl.view.source.Source."""
+    """A coordinator's ring as a source; implements heterorl.view.index.Source."""
 
     def __init__(self, name: str, index: SampleIndex, connect: Connect, clock: Clock) -> None:
         self.name, self._index, self._connect, self._clock = name, index, connect, clock

@@ -16,11 +16,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import heterorl
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.sample import CONSUMED, Sample, SampleKind, SampleSummary
-from heterorl.view.excerpt import excerpt_of
-from heterorl.view.index import Found, IndexFailed, SampleIndex
-from heterorl.view.query import FATES, MAX_TEXT, BadQuery, Query, fate_words, parse_query
+from heterorl.view.index import Found, IndexFailed, SampleIndex, Source
+from heterorl.view.query import FATES, MAX_TEXT, BadQuery, Query, excerpt_of, fate_words, parse_query
 from heterorl.view.server import Answer
-from heterorl.view.source import Source
 from heterorl.view.tokens import probability_legend, ratio_legend, tokens_of
 
 PAGE = 50

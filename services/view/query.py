@@ -1,15 +1,24 @@
-"""What a list shows: filters, a search and a place in it, read from a URL and written to one."""
+"""What a list shows: filters, a search and a place in it, read from a URL and looked up in an index.
+
+A search is for a part of a text, by SQLite's full-text index of trigrams: formulas and languages without blanks are
+found as well. One that would take longer than its share ends with what it found, and says where to go on.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
+import sqlite3
+import time
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode
 
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.rollout import DropReason
-from heterorl.common.types.sample import CONSUMED, EVALUATED
+from heterorl.common.types.sample import CONSUMED, EVALUATED, Sample, SampleKind
+from heterorl.view.packed import clean
 
 MAX_TEXT = 200
 """Characters of a search."""
@@ -20,6 +29,14 @@ LARGEST = (1 << 63) - 1
 ANY_DROP = "dropped"
 """Whatever was not trained on, for any reason."""
 FATES = (CONSUMED, EVALUATED, ANY_DROP, *(reason.value for reason in DropReason))
+SEARCH_S = 0.06
+"""A search looks no longer than this."""
+COUNTED = 1000
+"""Hits of a search are counted so far."""
+_PART = 3
+"""Characters of the shortest text that SQLite's index of trigrams finds; for a shorter one all texts are read."""
+BEFORE, AFTER = 50, 110
+"""Characters on either side of a hit."""
 _WORDS = {CONSUMED: "trained on", EVALUATED: "held-out", ANY_DROP: "dropped, any reason"}
 
 
@@ -147,3 +164,123 @@ def _number(fields: dict[str, str], name: str) -> float | None:
     if not math.isfinite(value):
         raise BadQuery(name, "no number", action="for example 0.5")
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hits:
+    """Ids next to a query's place, one more than asked where there is one; see heterorl.view.index.Found."""
+
+    ids: list[int]
+    count: int
+    is_more: bool
+    looked_up_to: int | None
+
+
+def look_up(connection: sqlite3.Connection, query: Query, *, limit: int, is_counted: bool = True) -> Hits:
+    """The ids of a query, from its place on; a search reads texts, and no longer than SEARCH_S.
+
+    What is not counted ends with the page; its count says nothing then.
+    """
+    most = COUNTED if is_counted else limit + 1
+    return _search(connection, query, limit=limit, most=most) if query.text else _filter(connection, query, limit=limit)
+
+
+def folded(text: str) -> str:
+    """A text as it is compared: large and small letters are the same, and no NUL, at which SQLite ends a text."""
+    return clean(text).replace("\0", "\ufffd").casefold()
+
+
+def _filter(connection: sqlite3.Connection, query: Query, *, limit: int) -> Hits:
+    where, values = _conditions(query)
+    place, place_values, order = _place(query, "s.id")
+    rows = connection.execute(
+        f"SELECT s.id FROM samples s WHERE {where} AND {place} ORDER BY s.id {order} LIMIT ?",
+        (*values, *place_values, limit + 1),
+    )
+    ids = [row[0] for row in rows]
+    (count,) = connection.execute(f"SELECT count(*) FROM samples s WHERE {where}", values).fetchone()
+    return Hits(ids=ids, count=count, is_more=False, looked_up_to=None)
+
+
+def _search(connection: sqlite3.Connection, query: Query, *, limit: int, most: int) -> Hits:
+    needle = folded(query.text)
+    where, values = _conditions(query)
+    if len(needle) >= _PART:
+        where, values = f"parts MATCH ? AND {where}", ['"' + needle.replace('"', '""') + '"', *values]
+    place, place_values, order = _place(query, "p.rowid")
+    rows = connection.execute(
+        "SELECT p.rowid, p.folded FROM parts p CROSS JOIN samples s ON s.id = p.rowid"
+        f" WHERE {where} AND {place} ORDER BY p.rowid {order}",
+        (*values, *place_values),
+    )
+    ids: list[int] = []
+    count, deadline = 0, time.monotonic() + SEARCH_S
+    with contextlib.closing(rows):
+        for sample_id, text in rows:
+            if needle in text:
+                count += 1
+                if len(ids) <= limit:
+                    ids.append(sample_id)
+                if count >= most:
+                    return Hits(ids=ids, count=count, is_more=True, looked_up_to=None)
+            if time.monotonic() > deadline:
+                end = sample_id if len(ids) <= limit else None
+                return Hits(ids=ids, count=count, is_more=True, looked_up_to=end)
+    return Hits(ids=ids, count=count, is_more=bool(query.before or query.after), looked_up_to=None)
+
+
+def _conditions(query: Query) -> tuple[str, list[object]]:
+    """What a query asks of the row `s` of a sample."""
+    terms: list[tuple[str, list[object]]] = []
+    if query.site:
+        terms.append(("s.site = ?", [query.site]))
+    if query.fate == ANY_DROP:
+        terms.append(("s.kind IN (?, ?)", [SampleKind.REJECTED.value, SampleKind.DROPPED.value]))
+    elif query.fate:
+        terms.append(("s.fate = ?", [query.fate]))
+    if query.version_from is not None:
+        terms.append(("s.version >= ?", [query.version_from]))
+    if query.version_to is not None:
+        terms.append(("s.version <= ?", [query.version_to]))
+    if query.reward_from is not None:
+        terms.append(("s.reward_max >= ?", [query.reward_from]))
+    if query.reward_to is not None:
+        terms.append(("s.reward_min <= ?", [query.reward_to]))
+    if query.truncated is not None:
+        terms.append(("s.num_truncated > 0" if query.truncated else "s.num_truncated = 0", []))
+    if query.lost is not None:
+        terms.append(("s.num_lost > 0" if query.lost else "s.num_lost = 0", []))
+    return " AND ".join(term for term, _ in terms) or "1", [value for _, values in terms for value in values]
+
+
+def _place(query: Query, column: str) -> tuple[str, list[object], str]:
+    if query.after:
+        return f"{column} > ?", [query.after], "ASC"
+    return (f"{column} < ?", [query.before], "DESC") if query.before else ("1", [], "DESC")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """A hit: `where` is "prompt" or the number of a completion."""
+
+    where: str
+    before: str
+    hit: str
+    after: str
+
+
+def excerpt_of(sample: Sample, needle: str) -> Excerpt | None:
+    """The first hit, in a completion before the prompt; None where letters differ in ways of their own."""
+    pattern = re.compile(re.escape(needle), re.IGNORECASE)
+    texts = [(f"completion {i + 1}", rollout.completion) for i, rollout in enumerate(sample.rollouts)]
+    for where, text in (*texts, ("prompt", sample.prompt)):
+        found = pattern.search(text)
+        if found is not None:
+            begin, end = found.span()
+            return Excerpt(
+                where=where,
+                before=("..." if begin > BEFORE else "") + text[max(0, begin - BEFORE) : begin],
+                hit=text[begin:end],
+                after=text[end : end + AFTER] + ("..." if len(text) > end + AFTER else ""),
+            )
+    return None

@@ -10,9 +10,8 @@ import pytest
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
-from heterorl.view.index import SampleIndex
+from heterorl.view.index import Reading, SampleIndex
 from heterorl.view.pages import PAGE, Pages, number
-from heterorl.view.source import Reading
 from tests.support.samples import TURNS, make_sample, make_turns
 
 EVIL = "</pre></span><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;"

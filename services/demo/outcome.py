@@ -6,7 +6,6 @@ promises; a failed run names its failure, and what could be written all the same
 
 from __future__ import annotations
 
-import base64
 import enum
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,15 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from jinja2 import Environment
-
-import heterorl
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.config import Regime
 from heterorl.report.figures import PICTURES, drawings, picture, titles
-from heterorl.report.look import CARDS, HEAD, NOTES, STYLE, columns_of
-from heterorl.report.look import PICTURES as PAGE_PICTURES
+from heterorl.report.page import fill
 
 PROMISED_BY = "gepo"
 """The algorithm whose rise in accuracy is promised; the others are there to compare."""
@@ -147,34 +142,6 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(statistics.fmean(values), 2) if values else None
 
 
-_PAGE = (
-    f"""<!doctype html>
-<html lang="en"><head>{HEAD}<title>heterorl demo</title>
-<style>{STYLE}</style></head><body>
-"""
-    + """<h1>{{ algorithm }} with samplers {{ regime.lag_versions }} versions behind</h1>
-{% for remark in remarks %}<p class="remark">{{ remark }}</p>
-{% endfor %}<p class="lead">{{ summary.steps }} of {{ regime.max_steps }} steps
-of {{ regime.groups_per_step }} prompts x {{ regime.group_size }} answers,
-learning rate {{ regime.learning_rate }}; {{ regime.digits }}-digit addition, exact match on held-out prompts;
-seed {{ summary.seed }}, heterorl {{ version }}.</p>
-"""
-    + CARDS
-    + """<h2>What this shows</h2>
-<p>Every answer that the learner trained on was written by a policy about {{ regime.lag_versions }} versions older than
-the one being trained. {% if regime.required_gain > 0 %}Staleness hurts only where the policy moves: the learning rate
-here is a thousand times that of a large model, so that {{ regime.lag_versions }} versions are far away. With a small
-one, all algorithms look alike. Repeat the run with <code>--algorithm grpo</code> or <code>gspo</code> to see the
-difference; one run is one seed.{% else %}This was a smoke run: {{ regime.max_steps }} steps show that all parts work
-together and that nothing is lost on the way. They are too few to judge learning: accuracy may go up or down by chance,
-and nothing is promised of it. <code>heterorl demo</code> without <code>--tiny</code> shows learning, in two minutes.
-{% endif %}</p>
-"""
-    + PAGE_PICTURES
-    + "</body></html>\n"
-)
-
-
 def write_report(
     out: Path,
     *,
@@ -191,28 +158,21 @@ def write_report(
     drawn = drawings(reports, versions, start, promised=promised)
     pictures = []
     for name in PICTURES if versions else [name for name in PICTURES if name != "bytes"]:
-        png = picture(drawn[name])
-        (out / f"{name}.png").write_bytes(png)
-        pictures.append((titles()[name], NOTES[name], base64.b64encode(png).decode("ascii")))
+        pictures.append((name, titles()[name], picture(drawn[name])))
+        (out / f"{name}.png").write_bytes(pictures[-1][-1])
     remarks = [f"Not as promised: {problem}." for problem in summary["problems"]]
     if summary["failure"]:
         remarks.append(f"The run failed after {summary['steps']} of {regime.max_steps} steps: {summary['failure']}")
     elif summary["steps"] < regime.max_steps:
         remarks.append(f"The run was interrupted after {summary['steps']} of {regime.max_steps} steps.")
-    numbers = _numbers(summary)
-    page = (
-        Environment(autoescape=True)
-        .from_string(_PAGE)
-        .render(
-            regime=regime,
-            algorithm=str(summary["algorithm"]).upper(),
-            summary=summary,
-            remarks=remarks,
-            version=heterorl.__version__,
-            numbers=numbers,
-            columns=columns_of(len(numbers)),
-            pictures=pictures,
-        )
+    page = fill(
+        "demo",
+        numbers=_numbers(summary),
+        pictures=pictures,
+        remarks=remarks,
+        regime=regime,
+        algorithm=str(summary["algorithm"]).upper(),
+        summary=summary,
     )
     path = out / "report.html"
     path.write_text(page, encoding="utf-8")

@@ -8,9 +8,10 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import heterorl
 from heterorl.common.evaluation.rows import HEADS, evaluation_rows
@@ -18,35 +19,66 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import changed_steps
 from heterorl.report import figures
 from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
-from heterorl.report.look import CARDS, HEAD, NOTES, STYLE, columns_of
-from heterorl.report.look import PICTURES as PICTURES_OF_PAGE
 from heterorl.report.past_run import PastRun
 
-_PAGE = (
-    f"""<!doctype html>
-<html lang="en"><head>{HEAD}"""
-    + "<title>heterorl run {{ run.run_id }}</title>\n"
-    + f"<style>{STYLE}</style></head><body>\n"
-    + """<h1>Run {{ run.run_id or "without a name" }}</h1>
-<p class="lead">Read from {{ run.sources | join(" and ") }} by heterorl {{ version }}.</p>
-{% for remark in remarks %}<p class="remark">{{ remark }}</p>
-{% endfor %}"""
-    + CARDS
-    + """{% if facts %}<h2>What was run</h2>
-<div class="facts">{% for name, value in facts %}<div><span>{{ name }}</span>{{ value }}</div>
-{% endfor %}</div>{% endif %}
-"""
-    + PICTURES_OF_PAGE
-    + """{% for title, header, rows in tables %}<h2>{{ title }}</h2>
-<div class="scroll"><table><tr>{% for name in header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</table></div>
-{% endfor %}{% if run.config %}<h2>Configuration of the learner</h2>
-<details><summary>every key that the learner ran with</summary><pre>{{ config }}</pre></details>
-{% endif %}</body></html>
-"""
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
+NOTES = {
+    "accuracy": "Look for a line that rises and stays up. A reward that rises while that of held-out prompts falls is "
+    "no progress; a late fall of both is a collapse.",
+    "staleness": "Look for a level line below the coordinator's bound (max_staleness_versions): what is older is "
+    "dropped. A line that rises means that sites fall behind.",
+    "kl": "How far the policies that wrote the answers are from the one that learns. Small and level is good; a climb "
+    "without end announces a collapse.",
+    "iw_variance": "Of the weights that correct for staleness; their mean is about 1. 0: none was needed. Well above "
+    "1: a few answers decide each step.",
+    "ess": "1: every answer counts alike. 0.5: half of the batch is wasted. Near 0: single answers decide, and steps "
+    "become noise.",
+    "bytes": "The gap between the lines is what deltas save on the link. Single peaks are snapshots.",
+    "progress": "Straight is steady. A flat part is a pause: an outage, a restart, or no groups to train on.",
+    "sites": "Dropped groups were too old, too many, or failed a check: the ledger below says which.",
+}
+"""Under each picture: what to look for."""
 _Draw = Callable[[Any], None]
+
+
+def fill(
+    template: str,
+    *,
+    numbers: Sequence[tuple[str, str]],
+    pictures: Sequence[tuple[str, str, bytes]],
+    remarks: Sequence[str],
+    **values: Any,
+) -> str:
+    """A page of a template in `templates/`, with everything inside it.
+
+    Args:
+        template: `run` or `demo`.
+        numbers: labels and values of cards.
+        pictures: names as in NOTES, titles, and PNGs.
+        remarks: what a reader must know first.
+        values: what else the template names.
+    """
+    notes = NOTES | figures.NOTES
+    inside = [(title, notes[name], base64.b64encode(png).decode("ascii")) for name, title, png in pictures]
+    return _TEMPLATES.get_template(f"{template}.html.j2").render(
+        values,
+        numbers=numbers,
+        columns=columns_of(len(numbers)),
+        pictures=inside,
+        remarks=remarks,
+        version=heterorl.__version__,
+    )
+
+
+def columns_of(count: int) -> int:
+    """Columns in which so many cards leave no single one in the last row; 3 to 5."""
+    return min((3, 4, 5), key=lambda columns: (count % columns == 1, (-count) % columns, abs(columns - 4)))
 
 
 def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
@@ -71,22 +103,14 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         drawn.append(("sites", "Groups by site", _sites(run), "groups", max(1.8, 1.1 + 0.4 * len(run.sites))))
     marks = changed_steps(run.facts)
     pngs = {name: picture(draw, horizontal=axis, height=height, marks=marks) for name, _, draw, axis, height in drawn}
-    numbers = _numbers(run, applied)
-    notes = NOTES | figures.NOTES
-    page = (
-        Environment(autoescape=True)
-        .from_string(_PAGE)
-        .render(
-            run=run,
-            remarks=_remarks(run),
-            version=heterorl.__version__,
-            facts=run.facts.items(),
-            config=json.dumps(run.config, indent=2),
-            numbers=numbers,
-            columns=columns_of(len(numbers)),
-            pictures=[(title, notes[name], base64.b64encode(pngs[name]).decode("ascii")) for name, title, *_ in drawn],
-            tables=_tables(run),
-        )
+    page = fill(
+        "run",
+        numbers=_numbers(run, applied),
+        pictures=[(name, title, pngs[name]) for name, title, *_ in drawn],
+        remarks=_remarks(run),
+        run=run,
+        config=json.dumps(run.config, indent=2),
+        tables=_tables(run),
     )
     return page, pngs
 

@@ -23,8 +23,7 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.run_file import write_run_file
 from heterorl.report import figures
 from heterorl.report import page as page_of
-from heterorl.report.look import columns_of
-from heterorl.report.page import render
+from heterorl.report.page import columns_of, render
 from heterorl.report.past_run import InUse, ask_run, read_run
 from tests.support.run import REPORT, Run
 from tests.support.secure_run import SecureRun

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heterorl.cli.config import load_service
-from heterorl.cli.live.watch import console_of
+from heterorl.cli.link import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""How an operator's one-shot commands reach a coordinator: the options that name certificates, and one call.
+"""How an operator's commands reach a coordinator: the options that name it and certificates, one call, a screen.
 
 Guarantees: whatever goes wrong ends in an error that says which option to change. Must never fall back to plaintext.
 """
@@ -6,12 +6,16 @@ Guarantees: whatever goes wrong ends in an error that says which option to chang
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
 
 if TYPE_CHECKING:
     from heterorl.common.identity.tls import TlsConfig
@@ -43,81 +47,130 @@ KeyOption = Annotated[str, typer.Option(help="PEM file of its private key.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")]
 
 
-def find_link(
-    address: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool
-) -> tuple[str, TlsConfig]:
-    """Address and certificates of the coordinator: what the command says, then the environment, then what `join` noted.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a command line says of the link to a coordinator."""
 
-    Raises:
-        ConfigError: an address or certificates are missing or wrong, or named twice.
+    address: str = ""
+    credentials: Path | None = None
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    insecure: bool = False
+
+    def at(self, address: str) -> Link:
+        """The link to another coordinator."""
+        return replace(self, address=address)
+
+    def find(self) -> tuple[str, TlsConfig]:
+        """Address and certificates: what the command says, then the environment, then what `join` noted.
+
+        Raises:
+            ConfigError: an address or certificates are missing or wrong, or named twice.
+        """
+        from heterorl.common.errors import ConfigError
+        from heterorl.common.identity.tls import noted_address
+        from heterorl.common.process.address import check_address
+
+        credentials, address = self.credentials, self.address or os.environ.get(ADDRESS_VARIABLE, "")
+        is_told = self.insecure or self.ca or self.cert or self.key
+        if credentials is None and not is_told and os.environ.get(CREDENTIALS_VARIABLE):
+            credentials = Path(os.environ[CREDENTIALS_VARIABLE])
+        if not address and credentials is not None:
+            address = noted_address(credentials)
+        if not address:
+            action = f"name host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it in its"
+            raise ConfigError("ADDRESS", "is not given", action=f"{action} directory")
+        check_address("ADDRESS", address)
+        return address, self._files(credentials)
+
+    def _files(self, credentials: Path | None) -> TlsConfig:
+        from heterorl.common.errors import ConfigError
+        from heterorl.common.identity.tls import TlsConfig, files_in
+
+        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        stated = [f"--{name}" for name, value in files.items() if value]
+        if credentials is not None:
+            if stated:
+                raise ConfigError("--credentials", f"is given together with {stated[0]}", action="remove one of them")
+            return TlsConfig(**files_in(credentials), insecure=self.insecure)
+        if not self.insecure and len(stated) < len(files):
+            missing = next(name for name, value in files.items() if not value)
+            action = "name an operator's directory by --credentials, or all of --ca, --cert and --key; `heterorl join`"
+            problem = "is not set, and the link needs certificates"
+            raise ConfigError(f"tls.{missing}", problem, action=f"{action} with its token makes it")
+        return TlsConfig(**files, insecure=self.insecure)
+
+    def ask(self, call: Callable[[CoordinatorClient], Awaitable[ResultT]]) -> ResultT:
+        """Connect, make one call, and return its answer.
+
+        Raises:
+            HeterorlError: the coordinator's refusal, or that it cannot be reached.
+        """
+        address, tls = self.find()
+        silence_grpc()
+        from heterorl.common.errors import Unreachable
+        from heterorl.common.rpc.client import CoordinatorClient
+        from heterorl.common.rpc.retry import RetryPolicy
+
+        async def run() -> ResultT:
+            async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=BUDGET_S)) as client:
+                return await call(client)
+
+        try:
+            return asyncio.run(run())
+        except Unreachable as error:
+            # Nothing is kept and tried again here, other than by a service.
+            known = asyncio.run(explain_link(address, tls=tls))
+            if known is not None:
+                raise Unreachable(known[0], action=known[1]) from error
+            hint = "check host and port, and that the coordinator runs"
+            if tls.insecure:
+                hint += "; one with certificates refuses --insecure: use --credentials"
+            raise Unreachable(error.args[0], action=hint) from error
+
+
+def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the argument and the options of a link in place of its parameter `link`.
+
+    Args:
+        has_address: whether the coordinator's address is an argument of its own.
+        cert: annotation of --cert.
     """
-    from heterorl.common.errors import ConfigError
-    from heterorl.common.identity.tls import noted_address
+    options = {
+        "credentials": (CredentialsOption, None), "ca": (CaOption, ""), "cert": (cert, ""), "key": (KeyOption, ""),
+        "insecure": (InsecureOption, False),
+    }  # fmt: skip
 
-    if credentials is None and not (insecure or ca or cert or key) and os.environ.get(CREDENTIALS_VARIABLE):
-        credentials = Path(os.environ[CREDENTIALS_VARIABLE])
-    address = address or os.environ.get(ADDRESS_VARIABLE, "")
-    if not address and credentials is not None:
-        address = noted_address(credentials)
-    if not address:
-        action = (
-            f"name host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it in its directory"
-        )
-        raise ConfigError("ADDRESS", "is not given", action=action)
-    return address, link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            if own.name != "link":
+                parameters.append(parameter(own.name, own.annotation, own.default))
+            elif has_address:
+                parameters.append(parameter("address", AddressArgument, ""))
+        parameters += [parameter(name, *option) for name, option in options.items()]
 
-def link_files(address: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool) -> TlsConfig:
-    """What a command's options say about the link to `address`.
+        @wraps(command)
+        def run(**given: Any) -> None:
+            link = Link(**{name: given.pop(name) for name in ("address", *options) if name in given})
+            command(link=link, **given)
 
-    Raises:
-        ConfigError: the address is not host:port, no certificates are named, or they are named twice.
-    """
-    from heterorl.common.errors import ConfigError
-    from heterorl.common.identity.tls import TlsConfig, files_in
-    from heterorl.common.process.address import check_address
+        # What typer reads; `wraps` would show it the command's own parameters.
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        del run.__wrapped__
+        return run
 
-    check_address("ADDRESS", address)
-    stated = [name for name, value in (("--ca", ca), ("--cert", cert), ("--key", key)) if value]
-    if credentials is not None:
-        if stated:
-            raise ConfigError("--credentials", f"is given together with {stated[0]}", action="remove one of them")
-        return TlsConfig(**files_in(credentials), insecure=insecure)
-    if not insecure and len(stated) < 3:
-        missing = next(name for name, value in (("ca", ca), ("cert", cert), ("key", key)) if not value)
-        action = "name an operator's directory by --credentials, or all of --ca, --cert and --key; `heterorl join`"
-        raise ConfigError(
-            f"tls.{missing}", "is not set, and the link needs certificates", action=f"{action} with its token makes it"
-        )
-    return TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+    return decorate
 
 
-def ask(address: str, *, tls: TlsConfig, call: Callable[[CoordinatorClient], Awaitable[ResultT]]) -> ResultT:
-    """Connect, make one call, and return its answer.
-
-    Raises:
-        HeterorlError: the coordinator's refusal, or that it cannot be reached.
-    """
-    silence_grpc()
-    from heterorl.common.errors import Unreachable
-    from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.rpc.retry import RetryPolicy
-
-    async def run() -> ResultT:
-        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=BUDGET_S)) as client:
-            return await call(client)
-
-    try:
-        return asyncio.run(run())
-    except Unreachable as error:
-        # Nothing is kept and tried again here, other than by a service.
-        known = asyncio.run(explain_link(address, tls=tls))
-        if known is not None:
-            raise Unreachable(known[0], action=known[1]) from error
-        hint = "check host and port, and that the coordinator runs"
-        if tls.insecure:
-            hint += "; one with certificates refuses --insecure: use --credentials"
-        raise Unreachable(error.args[0], action=hint) from error
+def console_of(*, stderr: bool = False) -> Console:
+    """A screen on which names and reasons of other machines are text, never markup."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:

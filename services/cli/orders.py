@@ -16,17 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heterorl.cli.config import load_service
-from heterorl.cli.link import (
-    AddressArgument,
-    CaOption,
-    CertOption,
-    CredentialsOption,
-    InsecureOption,
-    KeyOption,
-    ask,
-    find_link,
-)
-from heterorl.cli.live.watch import console_of
+from heterorl.cli.link import Link, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
 if TYPE_CHECKING:
@@ -37,8 +27,9 @@ NEWEST = 20
 """Versions that `rollback --list` shows where no number is given."""
 
 
+@linked()
 def rollback(
-    address: AddressArgument = "",
+    link: Link,
     to: Annotated[
         int | None, typer.Option(help="Version whose weights are wanted; -1 takes an order back.", min=-1)
     ] = None,
@@ -49,27 +40,21 @@ def rollback(
         int, typer.Option(help="Of --list: so many of the newest, and the best of each set.", min=1)
     ] = NEWEST,
     all_: Annotated[bool, typer.Option("--all", help="Of --list: every version.")] = False,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Have the learner publish the weights of an earlier version as the next one, with a new optimizer."""
     if (to is None) == (not list_):
         raise ConfigError("--to", "name one of --to and --list", action="--list shows which versions --to can name")
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     if to is None:
         from heterorl.cli.live.tables import read_versions, shown, versions_table
 
-        found = ask(address, tls=tls, call=read_versions)
+        found = link.ask(read_versions)
         lines = shown(found, num=None if all_ else last)
         console_of().print(versions_table(lines) if lines else "no version but the newest can be rebuilt")
         if len(lines) < len(found):
             typer.echo(f"{len(found) - len(lines)} more: --last N or --all shows them")
         return
     try:
-        head = ask(address, tls=tls, call=lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))
+        head = link.ask(lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))
     except UnknownVersion as error:
         # What a service should do then is pull another one; an operator chooses again.
         action = "`heterorl rollback --list` shows the versions that one can go back to"
@@ -82,26 +67,17 @@ sites = typer.Typer(help="The sites of a run.", no_args_is_help=True)
 
 
 @sites.command("release")
+@linked()
 def sites_release(
     site: Annotated[str, typer.Argument(help="Name of the site.")],
     reason: Annotated[str, typer.Option(help="Why it may come back; kept in the log of audit.")],
-    address: AddressArgument = "",
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
+    link: Link,
 ) -> None:
     """End a site's quarantine and forget its failures; it gets work again at its next call."""
     from heterorl.common.types.common import SiteId
 
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     request_id = secrets.token_hex(8)
-    before = ask(
-        address,
-        tls=tls,
-        call=lambda run: run.release_site(site=SiteId(site), reason=reason, request_id=request_id),
-    )
+    before = link.ask(lambda run: run.release_site(site=SiteId(site), reason=reason, request_id=request_id))
     free = f"{site} was not in quarantine; its failures are forgotten"
     typer.echo(f"{site} is released; it was in quarantine because {before}" if before else free)
 
@@ -168,19 +144,15 @@ def audit_show(
     show_log(directory, subject=subject, say=typer.echo)
 
 
+@linked()
 def backup(
-    address: AddressArgument = "",
+    link: Link,
     name: Annotated[
         str, typer.Option(help="Name of the directory, under the coordinator's backup_dir; the time if not given.")
     ] = "",
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Have a running coordinator write its state at this moment into a directory that a coordinator starts from."""
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = link.find()
     made = asyncio.run(_ask(address, tls=tls, name=name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
     typer.echo(
         f"{made.path} on the coordinator's machine: version {made.head_version}, {made.num_payloads} payloads,"

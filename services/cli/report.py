@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.cli.link import CaOption, CertOption, CredentialsOption, InsecureOption, KeyOption, ask, find_link
+from heterorl.cli.link import Link, linked
 
 if TYPE_CHECKING:
     from heterorl.report.past_run import PastRun
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 REPORT_FILE = "report.html"
 
 
+@linked(has_address=False)
 def report(
+    link: Link,
     run: Annotated[
         str,
         typer.Argument(
@@ -29,11 +31,6 @@ def report(
         typer.Option(help="File to write; everything is inside it. report.html in DIRECTORY, or here for HOST:PORT."),
     ] = None,
     pictures: Annotated[Path | None, typer.Option(help="Directory for the pictures as PNG files, too.")] = None,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Write one HTML page about a run: from its files, which stay as they are, or while it runs from its coordinator.
 
@@ -41,7 +38,7 @@ def report(
     """
     from heterorl.common.errors import ConfigError
 
-    found = _read(run, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    found = _read(run, link)
     try:
         from heterorl.report.page import render
     except ModuleNotFoundError as error:
@@ -62,20 +59,20 @@ def report(
     typer.echo(f"written: {out}")
 
 
-def _read(run: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool) -> PastRun:
+def _read(run: str, link: Link) -> PastRun:
     from heterorl.common.errors import ConfigError
     from heterorl.report.past_run import InUse, ask_run, read_run
 
     journal = None
-    address = run
+    link = link.at(run)
     if Path(run).exists() or ":" not in run:
         try:
             return read_run(Path(run))
         except InUse as error:
-            address, journal = error.address, error.journal
+            link, journal = link.at(error.address), error.journal
             try:
-                find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+                link.find()
             except ConfigError:
                 raise error from None
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    return ask(address, tls=tls, call=lambda api: ask_run(api, address=address, journal=journal))
+    address, _ = link.find()
+    return link.ask(lambda api: ask_run(api, address=address, journal=journal))

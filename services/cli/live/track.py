@@ -16,18 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.cli.link import (
-    AddressArgument,
-    CaOption,
-    CertOption,
-    CredentialsOption,
-    InsecureOption,
-    KeyOption,
-    ask,
-    find_link,
-    silence_grpc,
-)
-from heterorl.cli.live.watch import console_of
+from heterorl.cli.link import Link, console_of, linked, silence_grpc
 
 if TYPE_CHECKING:
     from heterorl.common.types.run import RunStatus
@@ -47,8 +36,9 @@ CALL_BUDGET_S = 10.0
 MOST_SAMPLES = 100
 
 
+@linked()
 def track(
-    address: AddressArgument = "",
+    link: Link,
     to: Annotated[list[Name] | None, typer.Option("--to", help="Where steps go; repeatable.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Write what there is and end.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 5.0,
@@ -68,11 +58,6 @@ def track(
         Path, typer.Option("--dir", help="Directory of event files, of W&B's files and of MLflow's without a server.")
     ] = Path("runs/track"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what goes wrong.")] = False,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Write a run into experiment trackers until it ends; from any machine that reaches the coordinator.
 
@@ -93,9 +78,9 @@ def track(
 
     if not to:
         raise ConfigError("--to", "is not given", action="name a tracker: wandb, mlflow, tensorboard or trackio")
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = link.find()
     # A wrong certificate or address is said here, in the words of every other command.
-    ask(address, tls=tls, call=lambda api: api.get_status())
+    link.ask(lambda api: api.get_status())
     console = console_of(stderr=True)
     is_live = console.is_terminal and not quiet
     logs.configure(level="WARNING" if quiet else "INFO", style="console", fields={})

@@ -17,18 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from heterorl.cli.link import (
-    AddressArgument,
-    CaOption,
-    CertOption,
-    CredentialsOption,
-    InsecureOption,
-    KeyOption,
-    ask,
-    explain_link,
-    find_link,
-    silence_grpc,
-)
+from heterorl.cli.link import Link, console_of, explain_link, linked, silence_grpc
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -39,24 +28,20 @@ if TYPE_CHECKING:
     from heterorl.common.types.evaluation import Evaluation
     from heterorl.common.types.run import RunStatus
 
+AnyCertOption = Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")]
 STEPS = 200
 """Newest steps among which an accuracy is looked for."""
 
 
+@linked()
 def status(
-    address: AddressArgument = "",
+    link: Link,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
     from heterorl.cli.live.tables import evaluation_tables, plain, status_json, status_tables
 
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    answer, reports, evaluations = ask(address, tls=tls, call=_look)
+    answer, reports, evaluations = link.ask(_look)
     if json_:
         typer.echo(json.dumps({**status_json(answer), "evaluations": plain(evaluations)}, indent=2))
     else:
@@ -80,14 +65,10 @@ async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ..
     return status, steps, evaluations
 
 
+@linked(cert=AnyCertOption)
 def health(
-    address: AddressArgument = "",
+    link: Link,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")] = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Ask a coordinator whether it serves; for health checks of containers and load balancers.
 
@@ -96,16 +77,11 @@ def health(
     silence_grpc()
     from heterorl.common.rpc.link import check_health
 
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = link.find()
     answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
     known = None if answer.is_serving else asyncio.run(explain_link(address, tls=tls))
     console_of(stderr=not answer.is_serving).print(" -> ".join(known) if known else answer.reason, soft_wrap=True)
     raise typer.Exit(0 if answer.is_serving else 1)
-
-
-def console_of(*, stderr: bool = False) -> Console:
-    """A screen on which names and reasons of other machines are text, never markup."""
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 CALL_S = 5.0
@@ -184,7 +160,7 @@ def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: b
 
     Where it has more than `height` lines, the most important ones alone, without frames; 0 is as many as it needs.
     """
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
@@ -237,18 +213,13 @@ def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).astimezone().strftime("%H:%M:%S")
 
 
+@linked()
 def top(
-    address: AddressArgument = "",
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
+    link: Link,
     interval: Annotated[float, typer.Option(help="Seconds between two pictures.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end; code 1 if unreachable.")] = False,
 ) -> None:
     """Watch a run: versions, learner, queue, ledger, bytes, sites. Goes on when the coordinator restarts."""
-    from rich.console import Console
     from rich.live import Live
 
     silence_grpc()
@@ -256,7 +227,7 @@ def top(
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.rpc.retry import RetryPolicy
 
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = link.find()
     console = Console(markup=False, emoji=False, highlight=False)
     is_unicode = console.encoding.lower().startswith("utf")
     view = View(address=address)

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
-from heterorl.cli.link import (
-    AddressArgument,
-    CaOption,
-    CertOption,
-    CredentialsOption,
-    InsecureOption,
-    KeyOption,
-    ask,
-    find_link,
-)
-from heterorl.cli.live.watch import console_of
+from heterorl.cli.link import Link, console_of, linked
 
 if TYPE_CHECKING:
     from heterorl.common.rpc.client import CoordinatorClient
@@ -68,8 +57,9 @@ TokensOption = Annotated[bool, typer.Option("--tokens", help="With token ids, lo
 
 
 @samples.command("list")
+@linked()
 def list_(
-    address: AddressArgument = "",
+    link: Link,
     json_: Annotated[
         bool, typer.Option("--json", help="One JSON object a completion, one a line, whole texts.")
     ] = False,
@@ -84,11 +74,6 @@ def list_(
     before: Annotated[int, typer.Option(help="Only ids below: the next page.", min=0)] = 0,
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """List kept samples, the newest first: each is a prompt with its completions. Needs an operator's certificate."""
     from heterorl.cli.samples.reading import decoder, read_samples, read_summaries
@@ -115,22 +100,18 @@ def list_(
         older = lines[-1].id if limit and len(lines) == limit else 0
         console.print(foot(found, shown=len(lines), before=older), soft_wrap=True)
 
-    _ask(print_objects if json_ else print_table, address, credentials, ca, cert, key, insecure)
+    link.ask(print_objects if json_ else print_table)
 
 
 @samples.command("show")
+@linked()
 def show(
     number: Annotated[int, typer.Argument(metavar="ID", help="Number of the sample, as in the list.", min=1)],
-    address: AddressArgument = "",
+    link: Link,
     rollout: Annotated[int | None, typer.Option(help="This completion alone, from 0.", min=0)] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object a completion.")] = False,
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Show one sample whole. Tokens are red where the learner finds them less likely than the sampler did, or green."""
     from heterorl.cli.samples.reading import decoder
@@ -139,7 +120,7 @@ def show(
     from heterorl.common.types.sample import rollout_json
 
     decode = decoder(tokenizer)
-    sample = decode(_ask(lambda run: run.get_sample(sample_id=number), address, credentials, ca, cert, key, insecure))
+    sample = decode(link.ask(lambda run: run.get_sample(sample_id=number)))
     if rollout is not None and rollout >= len(sample.rollouts):
         raise ConfigError("--rollout", f"sample {number} has completions 0 to {len(sample.rollouts) - 1}")
     if json_:
@@ -150,9 +131,10 @@ def show(
 
 
 @samples.command("export")
+@linked()
 def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write: OUT.jsonl or OUT.parquet.")],
-    address: AddressArgument = "",
+    link: Link,
     site: SiteOption = "",
     kind: KindOption = None,
     why: WhyOption = "",
@@ -162,11 +144,6 @@ def export(
     truncated: CutOption = None,
     tokens: TokensOption = False,
     tokenizer: TokenizerOption = "",
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Write kept samples to a file, the oldest first: one row a completion. Parquet needs heterorl[parquet]."""
     from heterorl.cli.samples.reading import Export, check_target, decoder, read_samples
@@ -182,21 +159,8 @@ def export(
                 file.add(decode(sample))
         return file.num_rows
 
-    rows = _ask(write, address, credentials, ca, cert, key, insecure)
+    rows = link.ask(write)
     typer.echo(f"{rows} completions written to {out}")
-
-
-def _ask(
-    call: Callable[[CoordinatorClient], Awaitable[ResultT]],
-    address: str,
-    credentials: Path | None,
-    ca: str,
-    cert: str,
-    key: str,
-    insecure: bool,
-) -> ResultT:
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    return ask(address, tls=tls, call=call)
 
 
 def _filter(

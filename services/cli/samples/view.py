@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.cli.link import CaOption, CertOption, CredentialsOption, InsecureOption, KeyOption, ask, find_link
+from heterorl.cli.link import Link, linked
 
 if TYPE_CHECKING:
-    from heterorl.view.index import SampleIndex
-    from heterorl.view.source import Source
+    from heterorl.view.index import SampleIndex, Source
 
 EXPORTS = (".jsonl", ".parquet")
 
 
+@linked(has_address=False)
 def view(
+    link: Link,
     run: Annotated[
         str,
         typer.Argument(
@@ -32,21 +33,14 @@ def view(
     ] = "",
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0: a free one.", min=0, max=65535)] = 0,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the URL, and open nothing.")] = False,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
 ) -> None:
     """Read in a browser what the model says: prompts, completions, rewards, log-ratios token by token.
 
     The page is this machine's alone, and its URL has a key. It ends with Ctrl-C; nothing of it stays on the disk.
     """
     path = Path(run)
-    if path.suffix in EXPORTS or (run and path.is_file()):
-        make_source = _export(path)
-    else:
-        make_source = _coordinator(run, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    is_export = path.suffix in EXPORTS or (run and path.is_file())
+    make_source = _export(path) if is_export else _coordinator(link.at(run))
     from heterorl.common.errors import DependencyMissing
 
     try:
@@ -75,12 +69,10 @@ def _export(path: Path) -> Callable[[SampleIndex], Source]:
     return lambda index: ExportedSamples(path, index)
 
 
-def _coordinator(
-    run: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool
-) -> Callable[[SampleIndex], Source]:
-    address, tls = find_link(run, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+def _coordinator(link: Link) -> Callable[[SampleIndex], Source]:
+    address, tls = link.find()
     # A wrong certificate or address is said here, in the words of every other command.
-    ask(address, tls=tls, call=lambda api: api.get_status())
+    link.ask(lambda api: api.get_status())
     from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.rpc.retry import RetryPolicy

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import heterorl
 from heterorl.cli import main as cli
-from heterorl.cli.link import find_link
+from heterorl.cli.link import Link
 from heterorl.cli.live.tables import site_tables, status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
@@ -427,20 +427,18 @@ async def _nothing(address, *, tls):
 
 def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tmp_path):
     (tmp_path / "coordinator").write_text("coord.example:50051\n")
-    told = {"credentials": None, "ca": "", "cert": "", "key": "", "insecure": False}
-
     with pytest.raises(ConfigError, match="ADDRESS: is not given"):
-        find_link("", **told)
+        Link().find()
     monkeypatch.setenv("HETERORL_CREDENTIALS", str(tmp_path))
-    address, tls = find_link("", **told)
+    address, tls = Link().find()
     assert (address, tls.ca) == ("coord.example:50051", str(tmp_path / "ca.crt"))
     monkeypatch.setenv("HETERORL_ADDRESS", "other.example:1")
-    assert find_link("", **told)[0] == "other.example:1"
+    assert Link().find()[0] == "other.example:1"
     # What is said beats what is set.
-    assert find_link("127.0.0.1:2", **told | {"insecure": True})[1].insecure
-    mine = find_link("said.example:3", **told | {"ca": "a", "cert": "b", "key": "c"})
+    assert Link(address="127.0.0.1:2", insecure=True).find()[1].insecure
+    mine = Link(address="said.example:3", ca="a", cert="b", key="c").find()
     assert (mine[0], mine[1].ca) == ("said.example:3", "a")
     (tmp_path / "coordinator").write_text("no address")
     monkeypatch.delenv("HETERORL_ADDRESS")
     with pytest.raises(ConfigError, match="is not host:port"):
-        find_link("", **told)
+        Link().find()

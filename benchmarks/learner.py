@@ -9,8 +9,8 @@ process; what the process held before the first step is subtracted in `step_memo
     python -m benchmarks.learner --out benchmarks/results/learner.json
 
 With `--device cuda` both compute in bf16 (TRL by autocast), memory is the GPU's, and every rate is by the clock;
-`fsdp2` is backend fsdp2 with one rank, which `--compile` and `--liger` change. Half a billion random weights, a pass of
-16,384 tokens at most:
+`heterorl` is backend torch, `fsdp2` is backend fsdp2 with one rank. `--compile` changes both, `--liger` fsdp2 alone.
+Half a billion random weights, a pass of 16,384 tokens at most:
 
     python -m benchmarks.learner --device cuda --systems heterorl fsdp2 trl --hidden-size 1280 --layers 24 --groups 4 \\
       --max-tokens 1024 --out learner-gpu.json
@@ -134,7 +134,7 @@ def learner_config(kind: str, model_dir: Path, options: dict[str, Any]) -> Any:
                 # On the CPU one pass, as TRL takes.
                 "micro_batch_tokens": 16_384 if is_gpu else 1 << 30,
                 "gradient_checkpointing": options["checkpointing"],
-                "compile": options["compile"] and kind == "fsdp2",
+                "compile": options["compile"],
                 "liger": options["liger"] and kind == "fsdp2",
             },
         }
@@ -261,7 +261,7 @@ def measure(system: str, model_dir: Path, options: dict[str, Any]) -> dict[str, 
         "vocab": VOCAB_SIZE,
         "tokens": tokens,
         "gradient_checkpointing": options["checkpointing"],
-        "compile": options["compile"] and system == "fsdp2",
+        "compile": options["compile"] and system != "trl",
         "liger": options["liger"] and system == "fsdp2",
         "tokens_per_s": round(tokens / min(wall if is_gpu else seconds), 1),
         "tokens_per_wall_s": round(tokens / min(wall), 1),
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--compile", action="store_true", help="of fsdp2")
+    parser.add_argument("--compile", action="store_true", help="of heterorl and fsdp2")
     parser.add_argument("--liger", action="store_true", help="of fsdp2")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["heterorl", "trl"])
     parser.add_argument("--system", choices=SYSTEMS, help="measure one system in this process, of --model-dir")

@@ -20,7 +20,7 @@ GROUPS, GROUP_SIZE, MICRO_BATCH_TOKENS = 4, 4, 16_384
 VARIANTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("", ("heterorl", "fsdp2", "trl"), ""),
     ("--checkpointing", ("heterorl", "trl"), ""),
-    ("--compile", ("fsdp2",), "triton"),
+    ("--compile", ("heterorl", "fsdp2"), "triton"),
     ("--liger", ("fsdp2",), "liger_kernel"),
 )
 """Option of benchmarks.learner, the systems that take it, and the package that it needs."""

@@ -193,6 +193,9 @@ def trl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     trainer.current_gradient_accumulation_steps = 1
     model: Any = trainer.model
     model.to(options["device"]).train()
+    if options["checkpointing"]:
+        # The trainer does so where its own loop begins, and not before.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     members = [entry for group in rollouts(options) for entry in group]
     longest = max(tokens.size for tokens, _, _ in members)

@@ -17,6 +17,8 @@ from heterorl.plan.costs import Cluster, compute_s, optimizer_s, rank_memory
 from heterorl.plan.shape import ModelShape
 
 GROUPS, GROUP_SIZE, MICRO_BATCH_TOKENS = 4, 4, 16_384
+SIZES = ((1280, 24), (768, 12))
+"""Hidden width and layers: half a billion weights and a tenth of it."""
 VARIANTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("", ("heterorl", "fsdp2", "trl"), ""),
     ("--checkpointing", ("heterorl", "trl"), ""),
@@ -28,8 +30,7 @@ VARIANTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 def run(rows: Rows, place: Place) -> None:
     """Every system in a process of its own, on a model of half a billion weights and one of a tenth of it."""
-    sizes = ((128, 1), (64, 1)) if place.is_small else ((1280, 24), (768, 12))
-    for hidden_size, layers in sizes:
+    for hidden_size, layers in ((64, 1),) if place.is_small else SIZES:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             parameters = write_model(directory, hidden_size=hidden_size, layers=layers)

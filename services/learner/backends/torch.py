@@ -24,14 +24,14 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backends.loading import fill, open_model
+from heterorl.learner.backends.loading import blocks_of, fill, open_model
 from heterorl.learner.backends.state import build_optimizer, copy_state, read_state
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.progress import PassCount
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
-from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_forward
+from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
 from heterorl.learner.train.model import check_forward, load_reference
 from heterorl.learner.train.report import LogRatios, wanted_log_ratios
 from heterorl.learner.train.stand_in import Rounding
@@ -75,7 +75,8 @@ class TorchBackend:
         check_forward(self._model, batching=config.batching)
         # After the check, which is in fp32.
         choose_attention(self._model, config)
-        compile_forward(self._model, config)
+        for block in blocks_of(self._model):
+            compile_block(block, config)
         self._replay = RouterReplay(self._model) if replays_routing else None
         self._config = config
         self._loss = loss

@@ -34,7 +34,7 @@ from heterorl.common.model.packages import check_engine
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner import progress
-from heterorl.learner.backends.loading import OpenedModel, hold_untrained, replace_parameters
+from heterorl.learner.backends.loading import OpenedModel, blocks_of, hold_untrained, replace_parameters
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import (
@@ -49,7 +49,7 @@ from heterorl.learner.backends.ranks.passes import LogprobModel
 from heterorl.learner.backends.ranks.state import DividedState, Key, Piece, Pieces
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig
-from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_forward
+from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import apply_gradients
 
@@ -363,7 +363,8 @@ class _ZeroDivision(Division):
         self.state: ZeroState
         self.engine, self.state, self.device = build_engine(opened, config, temperature=temperature, ranks=ranks)
         self.buffers = untrained_buffers(self.model, self.layout)
-        compile_forward(self.model, config)
+        for block in blocks_of(self.model):
+            compile_block(block, config)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published" and config.stage == 0:
             # Without the dead band, which counts from an arena that rank 0 alone has: ranks must compute alike.

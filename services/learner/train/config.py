@@ -99,9 +99,8 @@ class _Training(Config):
     """How attention is computed: torch's fused kernels, plain products that hold every score, or the package
     flash-attn, which runs in bf16 on a GPU only."""
     compile: bool = False
-    """Compile the forward and backward pass at the first step, which then takes minutes for a large model; needs a C++
-    compiler on the CPU, Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3; block by block under
-    fsdp2."""
+    """Compile the forward and backward pass of the model's blocks at the first step; needs a C++ compiler on the CPU,
+    Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
     """Ranks that share each forward and backward pass, every one with a slice of its positions (Ulysses), for rollouts
     that are too long for one device; a divisor of the number of ranks and of the attention heads. micro_batch_tokens

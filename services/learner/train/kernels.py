@@ -15,7 +15,6 @@ from torch import nn
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model.directory import first_line
 from heterorl.learner.train.config import BackendConfig
-from heterorl.learner.train.model import inner_model
 
 
 def apply_liger(model: nn.Module, config: BackendConfig) -> None:
@@ -63,18 +62,15 @@ def choose_attention(model: nn.Module, config: BackendConfig) -> None:
         raise ConfigError("backend.attn_implementation", f"{kind} has no {wanted}", action="set it to sdpa")
 
 
-def compile_forward(model: nn.Module, config: BackendConfig) -> None:
-    """Let torch compile the model up to its hidden states at the first pass, if the configuration says so."""
-    if config.compile:
-        # In place, so that names stay; for any length, because no two micro-batches have the same.
-        inner_model(model).compile(dynamic=True)
-
-
 def compile_block(block: nn.Module, config: BackendConfig) -> None:
     """Let torch compile one block at its first pass, if the configuration says so.
 
-    The forward method alone, not the call: hooks around it gather the block's weights and stay as they are. Blocks of
-    one class share what is compiled.
+    Blocks of one class share what is compiled, so the seconds do not grow with the number of layers. What surrounds the
+    blocks stays as it is: on an H100 a model of two layers compiled whole took 89 s, and its block 17. The whole holds
+    an operation on the CPU, for which torch builds one C++ program after another.
+
+    The forward method alone, not the call: hooks around it gather the block's weights and stay as they are.
     """
     if config.compile:
+        # For any length, because no two micro-batches have the same.
         setattr(block, "forward", torch.compile(block.forward, dynamic=True))  # noqa: B010 - mypy refuses a method

@@ -22,7 +22,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model.adapters import digest_of
-from heterorl.common.model.building import BUILDING, hold_positions
+from heterorl.common.model.building import BUILDING, choose_kernels, hold_positions
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.tensors import published_tensors
 from heterorl.common.types.common import Digest
@@ -42,6 +42,7 @@ def empty_model(model_dir: str) -> nn.Module:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    choose_kernels()
     try:
         config = AutoConfig.from_pretrained(model_dir)
         with BUILDING, _parameters_on_meta():

@@ -94,12 +94,16 @@ def test_adapters_have_values_while_another_thread_builds_a_model_without(quick_
     assert devices == {"cpu"}
 
 
-def test_products_in_fp32_are_fp32_where_an_image_preset_tf32(model_dir):
-    before = torch.get_float32_matmul_precision()
+@pytest.mark.parametrize("build", [lambda path: load_pretrained(path, dtype=torch.float32), empty_model])
+def test_products_in_fp32_are_fp32_and_attention_is_not_planned_by_length(model_dir, build):
+    before = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(True)
     try:
-        load_pretrained(model_dir, dtype=torch.float32)
+        build(model_dir)
 
         assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])

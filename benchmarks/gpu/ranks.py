@@ -17,32 +17,28 @@ KINDS = ("torch", "fsdp2", "zero-1", "zero-2", "zero-3")
 
 
 def run(rows: Rows, place: Place) -> None:
-    """Each kind in a process of its own; fp32 products, published in bf16."""
+    """All kinds at once, each in a process; fp32 products, published in bf16."""
     from benchmarks.learner import write_model
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_model(directory / "model", hidden_size=place.pick(512, 64), layers=place.pick(4, 1))
-        first: np.ndarray | None = None
+        begun = {}
         for kind in KINDS:
             if kind.startswith("zero") and find_spec("deepspeed") is None:
                 rows.note(kind, "skipped: deepspeed is not installed")
                 continue
-            out = directory / f"{kind}.npy"
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.gpu.ranks",
-                kind,
-                str(directory / "model"),
-                place.device,
-                str(out),
-            ]
-            answer = subprocess.run(command, capture_output=True, text=True, check=False)
-            if answer.returncode:
-                rows.note(kind, f"failed: {' | '.join(answer.stderr.strip().splitlines()[-3:])[-400:]}")
+            words = [kind, str(directory / "model"), place.device, str(directory / f"{kind}.npy")]
+            command = [sys.executable, "-m", "benchmarks.gpu.ranks", *words]
+            with (directory / f"{kind}.log").open("w") as log:
+                begun[kind] = subprocess.Popen(command, stdout=log, stderr=log)
+        first: np.ndarray | None = None
+        for kind, process in begun.items():
+            if process.wait():
+                words = (directory / f"{kind}.log").read_text(encoding="utf-8").strip().splitlines()[-3:]
+                rows.note(kind, f"failed: {' | '.join(words)[-400:]}")
                 continue
-            found = np.load(out)
+            found = np.load(directory / f"{kind}.npy")
             if first is None:
                 first = found
             else:

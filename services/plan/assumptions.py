@@ -26,7 +26,7 @@ class Assumptions:
     """
 
     gpu_tflops: float = _number(989.0, "TFLOP/s", "of a GPU, dense products in bf16", _H100)
-    mfu: float = _number(0.35, "", "share of them that passes reach", f"{_ASSUMED}; 0.5 B reached 0.18 on an H200")
+    mfu: float = _number(0.35, "", "share of them that passes reach", f"{_ASSUMED}; 0.15 on an H100 at 0.5 B")
     hbm_gb: float = _number(80.0, "GB", "memory of a GPU", _H100)
     hbm_gb_s: float = _number(3350.0, "GB/s", "its bandwidth", _H100)
     gpu_link_gb_s: float = _number(450.0, "GB/s", "GPU to GPU on one node, each way", _H100)

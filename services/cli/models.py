@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from heterorl.common.tasks.task import Prompt
     from heterorl.common.types.evaluation import PromptResult
     from heterorl.evaluation.run import Row
-    from heterorl.evaluation.sets import OpenSet
-    from heterorl.evaluation.subject import Subject
+    from heterorl.evaluation.subject import OpenSet, Subject
     from heterorl.sampler.config import SamplerConfig
 
 _ADDRESS = re.compile(r"^.+:[0-9]{1,5}$")
@@ -78,7 +77,7 @@ def evaluate(
         "top_p": top_p,
         "max_new_tokens": max_new_tokens,
     }
-    from heterorl.evaluation.sets import configured
+    from heterorl.evaluation.subject import configured
 
     sets = configured(loaded, names=only or (), **changes)
     rows = _evaluate(subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets)
@@ -101,8 +100,7 @@ def _evaluate(
     from heterorl.common.tasks.registry import close_task
     from heterorl.common.tasks.sources.hub import NOTES
     from heterorl.evaluation.run import evaluate_all
-    from heterorl.evaluation.sets import open_set
-    from heterorl.evaluation.subject import open_model, open_versions, prompter_of
+    from heterorl.evaluation.subject import open_model, open_set, open_versions, prompter_of
 
     # A set is the run's, whatever is evaluated on it: its prompts are counted by the run's tokenizer.
     by_subject = not config.model_dir and not is_run

@@ -14,8 +14,7 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import Evaluation, EvaluationSet, EvaluationState, PromptResult
 from heterorl.common.types.rollout import WorkGrant
 from heterorl.common.types.sample import as_sample
-from heterorl.coordinator.evaluations import jobs
-from heterorl.coordinator.evaluations import results as scores
+from heterorl.coordinator import evaluation_jobs as jobs
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.sites import Holder
@@ -84,7 +83,7 @@ class EvaluationColumn:
         def operation(connection: Connection) -> tuple[int, bool]:
             self._parts.sites.require(connection, site, incarnation)
             quarantine.check_site(connection, site)
-            new = scores.count(connection, (site, incarnation), state_root=state_root, results=results)
+            new = jobs.count(connection, (site, incarnation), state_root=state_root, results=results)
             for each in new:
                 if each.result.prompt:
                     spec = each.job.spec
@@ -112,11 +111,11 @@ class EvaluationColumn:
             await self._end(job, state, clock.wall())
 
     async def _end(self, job: int, state: EvaluationState, now: float) -> None:
-        found = await self._parts.database.run(lambda connection: scores.scores_of(connection, job))
+        found = await self._parts.database.run(lambda connection: jobs.scores_of(connection, job))
         if found.draws:
             summary = await in_thread(found.summed_up)
             await self._parts.database.run(
-                lambda connection: scores.end(connection, job, state, scores=found, summary=summary, now=now)
+                lambda connection: jobs.end(connection, job, state, scores=found, summary=summary, now=now)
             )
 
     async def list_evaluations(
@@ -126,7 +125,7 @@ class EvaluationColumn:
         if not 1 <= limit <= 1000:
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
         found = await self._parts.database.run(
-            lambda connection: scores.listed(
+            lambda connection: jobs.listed(
                 connection, task_set=task_set, after_version=max(-1, after_version), limit=limit
             )
         )
@@ -137,7 +136,7 @@ class EvaluationColumn:
         if not self._parts.config.evaluation:
             return
         sets = [each.name for each in self._parts.config.evaluation]
-        newest = await self._parts.database.run(lambda connection: scores.newest_done(connection, sets))
+        newest = await self._parts.database.run(lambda connection: jobs.newest_done(connection, sets))
         for name, found in newest.items():
             metrics.EVALUATION_VERSION.labels(name).set(found.version)
             if found.summary.average is not None:

@@ -35,8 +35,8 @@ from heterorl.common.types.policy import (
     version_or_none,
 )
 from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.coordinator import evaluation_jobs as evaluations
 from heterorl.coordinator import status
-from heterorl.coordinator.evaluations import jobs as evaluations
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.merges import worth_merging

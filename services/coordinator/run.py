@@ -27,9 +27,9 @@ from heterorl.common.types.run import (
     describe_standstill,
     with_changes,
 )
+from heterorl.coordinator import evaluation_jobs as evaluations
 from heterorl.coordinator import status
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.evaluations import jobs as evaluations
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.evaluation.standing import Standing, standing
+from heterorl.common.evaluation.summary import Standing, standing
 from heterorl.common.types.evaluation import Estimate
 from heterorl.evaluation.run import Row
 

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import heterorl
-from heterorl.common.evaluation.rows import HEADS, evaluation_rows
+from heterorl.common.evaluation.summary import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import changed_steps
 from heterorl.report import figures

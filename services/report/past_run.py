@@ -15,7 +15,7 @@ from heterorl.common.errors import CorruptStore, OperatorError, RemoteError
 from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations, with_changes
-from heterorl.coordinator.evaluations.results import listed
+from heterorl.coordinator.evaluation_jobs import listed
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
 from heterorl.coordinator.status import FACTS, list_steps

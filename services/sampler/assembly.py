@@ -20,7 +20,7 @@ from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import FlavouredEngine, build_engines
-from heterorl.sampler.evaluation.sets import SiteSet, open_set, with_workers
+from heterorl.sampler.evaluation.drawing import SiteSet, open_set, with_workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from heterorl.common.api import OperatorApi
 from heterorl.common.errors import RemoteError, Unreachable
-from heterorl.common.evaluation.rows import UNDER_WAY
+from heterorl.common.evaluation.summary import UNDER_WAY
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.track.tracker import Mark, mark_of

@@ -27,7 +27,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.sampler.app import Sampler, join
 from heterorl.sampler.assembly import Parts
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.evaluation.sets import SiteSet
+from heterorl.sampler.evaluation.drawing import SiteSet
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.record import VersionRecord
 from tests.support.clock import ManualClock

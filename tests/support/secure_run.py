@@ -19,9 +19,8 @@ from heterorl.common.rpc.status import from_rpc_error
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.evaluation import EvaluationServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
-from heterorl.coordinator.servicers.rollout import RolloutServicer
+from heterorl.coordinator.servicers.rollout import EvaluationServicer, RolloutServicer
 from heterorl.coordinator.servicers.run import (
     BackupServicer,
     DiagnosisServicer,

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from heterorl.cli.live.curves import progress_words, report_rows, series
 from heterorl.common.errors import RemoteError
-from heterorl.common.evaluation.rows import HEADS, UNDER_WAY, evaluation_rows
+from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.common.types.run import (

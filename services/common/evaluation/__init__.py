@@ -1,4 +1,4 @@
-"""Evaluation: how prompts of a set are drawn and scored, and what is said of the scores, with intervals over prompts.
+"""Evaluation: which sets there are and how they are drawn, and what is said of the scores, with intervals over prompts.
 
-Open `draws` first, then `draft` and `summary`. Samplers, the coordinator and `heterorl evaluate` share this.
+Open `config` first, then `summary`. Samplers, the coordinator and `heterorl evaluate` share this.
 """

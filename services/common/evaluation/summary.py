@@ -1,4 +1,4 @@
-"""What the scores of a set say: avg@n and pass@k, each with an interval over prompts. Pure.
+"""What scores say: avg@n and pass@k with intervals over prompts; of a run best, last and gap, and rows to show. Pure.
 
 Prompts are what is drawn from a population, not completions: completions of one prompt are alike, so an interval over
 all of them would be too narrow (Miller, 2024, arXiv 2411.00640, "clustered standard errors").
@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from heterorl.common.evaluation.intervals import interval, wilson
-from heterorl.common.types.evaluation import Estimate, EvaluationSummary, PassEstimate, PromptResult
+from heterorl.common.types.evaluation import (
+    Estimate,
+    Evaluation,
+    EvaluationState,
+    EvaluationSummary,
+    PassEstimate,
+    PromptResult,
+)
 
 _EQUAL = 1e-9
 
@@ -96,3 +104,72 @@ def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward:
         average=estimate([math.fsum(of_prompt) / len(of_prompt) for of_prompt in rewards if of_prompt]),
         passes=tuple(passes),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The best version and the last one; `gap` is how far the last one fell below the best, never negative.
+
+    The three numbers in which arXiv 2508.17850 compares algorithms under delay: one that collapses has a good best and
+    a large gap.
+    """
+
+    best_version: int
+    best: float
+    last_version: int
+    last: float
+
+    @property
+    def gap(self) -> float:
+        """Best minus last."""
+        return self.best - self.last
+
+
+def standing(averages: Iterable[tuple[int, Estimate | None]]) -> Standing | None:
+    """Best and last of (version, avg@n); None where nothing is known. Of equal ones the first version is the best."""
+    known = sorted((version, found.mean) for version, found in averages if found is not None)
+    if not known:
+        return None
+    best_version, best = max(known, key=lambda entry: (entry[1], -entry[0]))
+    last_version, last = known[-1]
+    return Standing(best_version=best_version, best=best, last_version=last_version, last=last)
+
+
+UNDER_WAY = (EvaluationState.OPEN, EvaluationState.RUNNING)
+HEADS = ("set", "version", "avg@n", "pass", "best", "last", "gap", "under way", "by")
+
+
+def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:
+    """For each set: its name, newest version, avg@n, pass@n, best, last, gap, what is under way, who computed it."""
+    rows: list[tuple[str, ...]] = []
+    by_set: dict[str, list[Evaluation]] = {}
+    for found in sorted(evaluations, key=lambda found: (found.task_set, found.version)):
+        by_set.setdefault(found.task_set, []).append(found)
+    for name, of_set in by_set.items():
+        done = [found for found in of_set if found.state is EvaluationState.DONE]
+        both = standing((found.version, found.summary.average) for found in done)
+        newest = done[-1] if done else None
+        under_way = [
+            f"{found.version}: {found.summary.num_prompts} of {found.num_wanted or '?'}"
+            for found in of_set
+            if found.state in UNDER_WAY
+        ]
+        passes = newest.summary.passes if newest is not None else ()
+        rows.append(
+            (
+                name,
+                "-" if newest is None else str(newest.version),
+                "-" if newest is None else _estimate(newest.summary.average),
+                f"@{passes[-1].k} {_estimate(passes[-1].estimate)}" if passes else "-",
+                "-" if both is None else f"{both.best:.3f} ({both.best_version})",
+                "-" if both is None else f"{both.last:.3f} ({both.last_version})",
+                "-" if both is None else f"{both.gap:.3f}",
+                ", ".join(under_way) or "-",
+                "-" if newest is None else ", ".join(site for site, _ in newest.sites),
+            )
+        )
+    return rows
+
+
+def _estimate(found: Estimate | None) -> str:
+    return "-" if found is None else f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"

@@ -1,4 +1,4 @@
-"""Messages <-> domain calls about work and groups; pushed groups are read ahead, and committed together.
+"""Messages <-> domain calls about work, groups and evaluations; pushed groups are read ahead, and committed together.
 
 read      waits for messages of one call, bounded by their room; unblocked by the peer, or the call's end
 submit    waits for messages that were read, then for room among the commits; unblocked by either loop beside it
@@ -21,9 +21,9 @@ import grpc.aio
 from heterorl.common.errors import InvalidRequest, NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.common import Contract, Digest, SiteId
 from heterorl.common.types.rollout import DropReason, PushOutcome
-from heterorl.common.wire.evaluation import sets_from_pb
+from heterorl.common.wire.evaluation import evaluation_to_pb, results_from_pb, sets_from_pb
 from heterorl.common.wire.rollout import (
     group_id_from_pb,
     leased_to_pb,
@@ -34,10 +34,11 @@ from heterorl.common.wire.rollout import (
     work_grant_to_pb,
 )
 from heterorl.coordinator import observe
+from heterorl.coordinator.evaluation import EvaluationColumn
 from heterorl.coordinator.groups.intake import Arrival, examined
 from heterorl.coordinator.rollout import RolloutColumn
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
-from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
+from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 READ_AHEAD = 16
 """Messages of one push stream that wait to be looked at."""
@@ -249,3 +250,29 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.RejectGroupsResponse:
         await self._rollouts.reject_groups(epoch=request.epoch, rejections=rejections_from_pb(request))
         return rollout_pb2.RejectGroupsResponse()
+
+
+class EvaluationServicer(evaluation_pb2_grpc.EvaluationServiceServicer):
+    """heterorl.v1.EvaluationService."""
+
+    def __init__(self, evaluations: EvaluationColumn) -> None:
+        self._evaluations = evaluations
+
+    async def PushEvaluation(
+        self, request: evaluation_pb2.PushEvaluationRequest, context: Context
+    ) -> evaluation_pb2.PushEvaluationResponse:
+        num_counted = await self._evaluations.push_evaluation(
+            site=SiteId(request.site),
+            incarnation=request.incarnation,
+            state_root=Digest(request.state_root),
+            results=results_from_pb(request.results),
+        )
+        return evaluation_pb2.PushEvaluationResponse(num_counted=num_counted)
+
+    async def ListEvaluations(
+        self, request: evaluation_pb2.ListEvaluationsRequest, context: Context
+    ) -> evaluation_pb2.ListEvaluationsResponse:
+        found = await self._evaluations.list_evaluations(
+            task_set=request.task_set, after_version=request.after_version, limit=request.limit
+        )
+        return evaluation_pb2.ListEvaluationsResponse(evaluations=[evaluation_to_pb(each) for each in found])

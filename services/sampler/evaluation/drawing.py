@@ -1,38 +1,135 @@
-"""Draws and scores held-out prompts of a set with the engine that rollouts use, in a share of its rows.
+"""Sets that a site has the data of; draws and scores their prompts beside rollouts, in a share of the engine's rows.
 
     draw   waits for rows of the share, then for its completions; unblocked by the engine
     play   waits for an environment that answers a turn; unblocked by it, and by its time limit
     score  waits for a process that computes rewards; unblocked by it, and by its time limit
 
 Guarantees: a completion of another version than the evaluated one is never scored; what the engine lost is said, not
-counted; a member that its environment loses has no reward.
+counted; a member that its environment loses has no reward. The requests of a prompt depend on the
+set's draws and the prompt's index alone, so versions compare, and every site draws the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
 
-from heterorl.common.errors import EngineError, PromptRefused, RewardError
-from heterorl.common.evaluation.draws import Block, blocks_of, request_of, seed_of
+from heterorl.common.errors import ConfigError, EngineError, PromptRefused, RewardError
+from heterorl.common.evaluation.config import EvaluationSetConfig
 from heterorl.common.generation.engine import Completion, Engine, Finished, Request
 from heterorl.common.process.clock import Bell
-from heterorl.common.tasks.task import Prompt, check_answer
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task
+from heterorl.common.tasks.task import Measure, Prompt, Task, check_answer
+from heterorl.common.text.actions import Parser
+from heterorl.common.text.conversation import Conversations, open_conversations
+from heterorl.common.text.prompts import Prompter
 from heterorl.common.text.texts import Texts
-from heterorl.common.types.evaluation import EvaluationSpec, PromptResult, ScoredSample
+from heterorl.common.types.common import Int32Array
+from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSet, EvaluationSpec, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason, Span, WorkAssignment, total_reward
 from heterorl.common.types.sample import shown_answer
-from heterorl.sampler.evaluation.sets import SiteSet
-from heterorl.sampler.rollout.drafts import Draft
-from heterorl.sampler.rollout.held_out import HeldOut
+from heterorl.sampler.rollout.drafts import Draft, HeldOut
 from heterorl.sampler.rollout.maker import RolloutMaker
 from heterorl.sampler.rollout.player import Player, Turn
+
+REWARD_WORKERS = 4
+"""Where nobody says how many: completions end faster at a sampler than one process scores them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteSet:
+    """A set and its task."""
+
+    name: str
+    task: Task
+    tool_parser: Parser | Literal["auto"] = "auto"
+    conversations: Conversations | None = None
+    """The environments of the task; None where no prompt has one."""
+
+    def played(self, prompter: Prompter, end_token_ids: Collection[int]) -> Self:
+        """The set with its environments, tried.
+
+        Raises:
+            ConfigError: one of them fails, or the template does not write what it says.
+        """
+        conversations = open_conversations(
+            self.task, prompter, end_token_ids=end_token_ids, tool_parser=self.tool_parser
+        )
+        return replace(self, conversations=conversations)
+
+    @property
+    def stated(self) -> EvaluationSet:
+        """What the coordinator is told of it."""
+        return EvaluationSet(name=self.name, task_digest=self.task.digest, num_prompts=self.task.num_evaluation_prompts)
+
+
+def with_workers(config: TaskConfig) -> TaskConfig:
+    """A sampler's task: with its own number of processes where none is stated."""
+    if "reward_workers" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"reward_workers": REWARD_WORKERS})
+
+
+def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None) -> SiteSet:
+    """Load a set's task.
+
+    Args:
+        config: of the set.
+        measure: counts a prompt's tokens, for sets whose prompts are bounded.
+        notes: file that keeps which commits branches of the hub stood at; None keeps none.
+
+    Raises:
+        ConfigError: its data cannot be read, or holds out nothing.
+    """
+    settings = with_workers(config.task)
+    task = apart(build_task(settings, measure=measure, notes=notes), settings)
+    if not task.num_evaluation_prompts:
+        raise ConfigError(f"evaluation.{config.name}.task", "has no held-out prompts")
+    return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)
+
+
+BLOCK = 8
+"""Completions of one request: a small engine need not hold all of a prompt at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Some completions of one prompt: `count` from number `first` on."""
+
+    first: int
+    count: int
+
+
+def blocks_of(draws: EvaluationDraws) -> Iterator[Block]:
+    """The requests that one prompt is made of."""
+    for first in range(0, draws.num_samples, BLOCK):
+        yield Block(first=first, count=min(BLOCK, draws.num_samples - first))
+
+
+def request_of(draws: EvaluationDraws, block: Block, *, key: int, prompt_index: int, prompt: Int32Array) -> Request:
+    """What an engine is asked for one block of a prompt."""
+    return Request(
+        key=key,
+        prompt=prompt,
+        seed=seed_of(draws, prompt_index=prompt_index, first=block.first),
+        num_completions=block.count,
+        sampling=draws.sampling,
+    )
+
+
+def seed_of(draws: EvaluationDraws, *, prompt_index: int, first: int) -> int:
+    """Seed of a block, 63 bits: close seeds of two sets share no stream."""
+    name = f"evaluation/{draws.seed}/{prompt_index}/{first}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
-from heterorl.common.evaluation.draws import BLOCK
 from heterorl.common.generation.engine import Engine
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
@@ -35,8 +34,7 @@ from heterorl.common.types.evaluation import (
 )
 from heterorl.common.types.rollout import WorkAssignment, WorkGrant
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.evaluation.drawing import Drawing
-from heterorl.sampler.evaluation.sets import SiteSet
+from heterorl.sampler.evaluation.drawing import BLOCK, Drawing, SiteSet
 from heterorl.sampler.rollout.generate import Generation
 from heterorl.sampler.rollout.maker import RolloutMaker
 from heterorl.sampler.rollout.work import Work

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from heterorl.common.errors import DiskFull
-from heterorl.common.generation.engine import Completion, Finished
+from heterorl.common.generation.engine import Completion, Finished, Lost
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.files import replacing
 from heterorl.common.tasks.task import Prompt
@@ -326,3 +326,51 @@ def _read(path: Path) -> tuple[int, ...]:
     if not isinstance(found, list):
         return ()
     return tuple(number for number in found[:MAX_NOTED] if type(number) is int and 0 <= number < 1 << 63)
+
+
+OnEnd = Callable[[Finished | None], None]
+"""Called with each completion that ends; once with None where the rest is lost."""
+
+
+class HeldOut:
+    """What evaluations have in the engine, beside rollouts."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        """Completions under way."""
+        self.keeps_version = False
+        """Whether newer weights wait."""
+        self.is_expected = False
+        """Whether a drained run is to go on until the evaluations have ended."""
+        self._waiting: dict[int, tuple[int, OnEnd]] = {}
+
+    def begin(self, key: int, count: int, on_end: OnEnd) -> None:
+        """Count a request that the engine is about to be given."""
+        self._waiting[key] = (count, on_end)
+        self.num_running += count
+
+    def drop(self, key: int) -> None:
+        """Forget a request that the engine did not take."""
+        count, _ = self._waiting.pop(key, (0, None))
+        self.num_running -= count
+
+    def take(self, one: Finished | Lost) -> bool:
+        """Hand over what ended; whether it is of a held-out prompt."""
+        if one.key not in self._waiting:
+            return False
+        left, on_end = self._waiting.pop(one.key)
+        if isinstance(one, Lost):
+            self.num_running -= left
+            on_end(None)
+            return True
+        self.num_running -= 1
+        if left > 1:
+            self._waiting[one.key] = (left - 1, on_end)
+        on_end(one)
+        return True
+
+    def lose_all(self) -> None:
+        """Say of everything under way that it is lost."""
+        waiting, self._waiting, self.num_running = self._waiting, {}, 0
+        for _, on_end in waiting.values():
+            on_end(None)

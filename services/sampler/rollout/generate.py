@@ -26,9 +26,8 @@ from heterorl.common.types.rollout import FinishReason
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox, Spooling
 from heterorl.sampler.outbox.turns import KeptGroup
-from heterorl.sampler.rollout.drafts import Draft, Journal, UnderWay
+from heterorl.sampler.rollout.drafts import Draft, HeldOut, Journal, UnderWay
 from heterorl.sampler.rollout.harvest import Harvest
-from heterorl.sampler.rollout.held_out import HeldOut
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
 from heterorl.sampler.rollout.player import Turn
 from heterorl.sampler.rollout.swap import Swap

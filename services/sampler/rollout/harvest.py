@@ -31,8 +31,7 @@ from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
 from heterorl.sampler.outbox.outbox import Level, Spooling
 from heterorl.sampler.outbox.turns import KeptGroup
-from heterorl.sampler.rollout.drafts import Draft, Drafts, Journal, turns_of
-from heterorl.sampler.rollout.held_out import HeldOut
+from heterorl.sampler.rollout.drafts import Draft, Drafts, HeldOut, Journal, turns_of
 from heterorl.sampler.rollout.maker import Refusals, Refused, RolloutMaker, Scorer
 from heterorl.sampler.rollout.player import End, Turn
 from heterorl.sampler.rollout.swap import Swap

@@ -295,7 +295,7 @@ async def test_statistics_keep_nobody_from_the_store(world, monkeypatch):
         threads.append(threading.get_ident())
         return summarize(*arguments, **options)
 
-    monkeypatch.setattr("heterorl.coordinator.evaluations.results.summarize", noted)
+    monkeypatch.setattr("heterorl.coordinator.evaluation_jobs.summarize", noted)
     for grant in [await world.ask() for _ in range(3)]:
         await world.answer(grant)
         await world.of(0)

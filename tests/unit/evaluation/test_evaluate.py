@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.tiny import write_tiny_model
-from heterorl.evaluation.sets import configured
+from heterorl.evaluation.subject import configured
 from heterorl.sampler.config import SamplerConfig
 
 SETS = """

@@ -2,15 +2,14 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
-from heterorl.common.evaluation.draws import blocks_of, seed_of
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.generation.engine import Completion, Finished, Lost
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.evaluation import results_from_pb
-from heterorl.evaluation.offline import evaluate_set
-from heterorl.sampler.evaluation.sets import SiteSet
+from heterorl.evaluation.run import evaluate_set
+from heterorl.sampler.evaluation.drawing import SiteSet, blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2
 
 

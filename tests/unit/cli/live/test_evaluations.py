@@ -3,7 +3,7 @@
 from heterorl.cli.live import tables as live
 from heterorl.cli.live.tables import evaluation_tables, read_evaluations
 from heterorl.common.errors import RemoteError
-from heterorl.common.evaluation.rows import evaluation_rows
+from heterorl.common.evaluation.summary import evaluation_rows
 from heterorl.common.types.evaluation import (
     Estimate,
     Evaluation,

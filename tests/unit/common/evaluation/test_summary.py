@@ -3,8 +3,7 @@ import math
 
 import pytest
 
-from heterorl.common.evaluation.standing import standing
-from heterorl.common.evaluation.summary import estimate, ks_of, pass_at, summarize
+from heterorl.common.evaluation.summary import estimate, ks_of, pass_at, standing, summarize
 from heterorl.common.types.evaluation import Estimate, PromptResult, ScoredSample
 
 

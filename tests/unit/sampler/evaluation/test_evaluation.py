@@ -17,7 +17,7 @@ from heterorl.common.errors import (
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationState
 from heterorl.common.types.rollout import RewardPart
-from heterorl.sampler.evaluation.sets import SiteSet
+from heterorl.sampler.evaluation.drawing import SiteSet
 from tests.support.games import Games
 from tests.support.run import SITE
 from tests.support.sampler_world import World

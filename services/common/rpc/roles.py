@@ -16,7 +16,14 @@ from heterorl.common.types.evaluation import Evaluation, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PullPlan, SignedManifest
 from heterorl.common.types.rollout import DropReason, GroupId, Rejection
 from heterorl.common.types.sample import EvaluationSample, SampleNote
-from heterorl.common.wire.common import contract_from_pb, contract_to_pb, progress_to_pb, series_to_pb
+from heterorl.common.wire.common import (
+    contract_from_pb,
+    contract_to_pb,
+    progress_to_pb,
+    series_to_pb,
+    to_message,
+    to_value,
+)
 from heterorl.common.wire.evaluation import evaluation_from_pb, results_to_pb
 from heterorl.common.wire.policy import frame_checksum, grant_from_pb, plan_from_pb
 from heterorl.common.wire.rollout import group_id_to_pb, reason_to_pb, rejections_to_pb
@@ -287,35 +294,20 @@ class DiagnosisClient(Calls):
 
 def diagnosis_to_pb(value: Diagnosis, *, padding: bytes = b"") -> diagnosis_pb2.DiagnoseResponse:
     """Convert a diagnosis."""
-    return diagnosis_pb2.DiagnoseResponse(
+    return to_message(
+        diagnosis_pb2.DiagnoseResponse,
+        value,
+        without={"server_time"},
         server_time_s=value.server_time,
-        run_id=value.run_id,
-        heterorl_version=value.heterorl_version,
-        python_version=value.python_version,
-        grpc_version=value.grpc_version,
-        max_message_bytes=value.max_message_bytes,
-        head_version=value.head_version,
-        bytes_full=value.bytes_full,
         contract=None if value.contract is None else contract_to_pb(value.contract),
         padding=padding,
-        statement=value.statement,
     )
 
 
 def diagnosis_from_pb(message: diagnosis_pb2.DiagnoseResponse) -> Diagnosis:
     """Convert a diagnosis."""
-    return Diagnosis(
-        server_time=message.server_time_s,
-        run_id=message.run_id,
-        heterorl_version=message.heterorl_version,
-        python_version=message.python_version,
-        grpc_version=message.grpc_version,
-        max_message_bytes=message.max_message_bytes,
-        head_version=message.head_version,
-        bytes_full=message.bytes_full,
-        contract=contract_from_pb(message.contract) if message.HasField("contract") else None,
-        statement=message.statement,
-    )
+    contract = contract_from_pb(message.contract) if message.HasField("contract") else None
+    return to_value(Diagnosis, message, server_time=message.server_time_s, contract=contract)
 
 
 BACKUP_TIMEOUT_S = 3600.0
@@ -336,12 +328,12 @@ class Backup:
 
 def backup_to_pb(value: Backup) -> backup_pb2.BackupResponse:
     """Convert a backup."""
-    return backup_pb2.BackupResponse(**{name: getattr(value, name) for name in Backup.__slots__})
+    return to_message(backup_pb2.BackupResponse, value)
 
 
 def backup_from_pb(message: backup_pb2.BackupResponse) -> Backup:
     """Convert a backup."""
-    return Backup(**{name: getattr(message, name) for name in Backup.__slots__})
+    return to_value(Backup, message)
 
 
 class BackupClient(Calls):

@@ -1,12 +1,16 @@
-"""Protobuf <-> the values of all columns: the contract, the report of a step, series; and limits of the wire."""
+"""Protobuf <-> the values of all columns: the contract, the report of a step, series; fields by name; limits."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, TypeVar
 
 import blake3
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import (
@@ -29,12 +33,53 @@ from heterorl.common.types.common import (
 from heterorl.v1 import common_pb2, metrics_pb2
 
 MAX_INT32 = 2**31 - 1
-
-
 MAX_INT64 = 2**63 - 1
-
-
 MAX_RUN_ID = 256
+ValueT = TypeVar("ValueT")
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def to_message(kind: type[MessageT], value: Any, /, *, without: Container[str] = (), **changed: Any) -> MessageT:
+    """The message of a dataclass: fields of one name are copied, `changed` states the others; None leaves one unset.
+
+    Raises:
+        ValueError: the value has a field that the message lacks, and `without` does not name it: a defect.
+    """
+    names = [name for name in _names(type(value)) if name not in changed and name not in without]
+    return kind(**{name: getattr(value, name) for name in names}, **changed)
+
+
+def to_value(kind: type[ValueT], message: Message, /, **changed: Any) -> ValueT:
+    """The dataclass of a message: fields of one name are copied, `changed` states the others.
+
+    A repeated field becomes a tuple, an optional one that is unset None. Nothing is judged here: what a peer may have
+    written wrong, the caller states in `changed`.
+
+    Raises:
+        KeyError: the message has no such field.
+        TypeError: it holds a message, and `changed` does not state it: a defect.
+    """
+    copied = [name for name in _names(kind) if name not in changed]
+    return kind(**{name: _read(message, name) for name in copied}, **changed)
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _read(message: Message, name: str) -> Any:
+    if _is_optional(message.DESCRIPTOR, name) and not message.HasField(name):
+        return None
+    value = getattr(message, name)
+    return value if isinstance(value, int | float | str | bytes) else tuple(value)
+
+
+@functools.cache
+def _is_optional(descriptor: Descriptor, name: str) -> bool:
+    field = descriptor.fields_by_name[name]
+    if field.message_type is not None:
+        raise TypeError(f"{descriptor.full_name}.{name} holds messages, which have a conversion of their own")
+    return field.has_presence
 
 
 def bytes_digest(data: bytes) -> Digest:
@@ -52,188 +97,103 @@ def contract_from_bytes(data: bytes) -> Contract:
     return contract_from_pb(common_pb2.Contract.FromString(data))
 
 
-_MODE = {
-    LogprobMode.RAW: common_pb2.LOGPROB_MODE_RAW,
-    LogprobMode.PROCESSED: common_pb2.LOGPROB_MODE_PROCESSED,
-}
-
-
+_MODE = {mode: common_pb2.LogprobMode.Value(f"LOGPROB_MODE_{mode.name}") for mode in LogprobMode}
 _MODE_OF = {pb: value for value, pb in _MODE.items()}
 
 
 def contract_to_pb(value: Contract) -> common_pb2.Contract:
-    sampling = value.sampling
-    return common_pb2.Contract(
-        tokenizer_digest=value.tokenizer_digest,
-        chat_template_digest=value.chat_template_digest,
-        task_digest=value.task_digest,
-        layout_id=value.layout_id,
-        vocab_size=value.vocab_size,
-        num_prompts=value.num_prompts,
-        group_size=value.group_size,
-        sampling=common_pb2.SamplingSemantics(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            logprob_mode=_MODE[sampling.logprob_mode],
-        ),
-        lora=_lora_to_pb(value.lora),
+    sampling = to_message(common_pb2.SamplingSemantics, value.sampling, logprob_mode=_MODE[value.sampling.logprob_mode])
+    return to_message(
+        common_pb2.Contract,
+        value,
+        sampling=sampling,
+        # Absent where there are no adapters.
+        lora=to_message(common_pb2.LoraSettings, value.lora) if value.lora.rank else None,
         # One alone as programs that know no others state it: the bytes are theirs. Where there are several
         # those are told none, so that a coordinator among them judges no ending instead of refusing what is right.
         eos_token_id=value.end_token_ids[0] if len(value.end_token_ids) == 1 else None,
         end_token_ids=value.end_token_ids if len(value.end_token_ids) > 1 else (),
-        min_members=value.min_members,
-        max_turns=value.max_turns,
-        max_trajectory_tokens=value.max_trajectory_tokens,
-        trajectory_s=value.trajectory_s,
-        routed_token_bytes=value.routed_token_bytes,
     )
 
 
 def contract_from_pb(message: common_pb2.Contract) -> Contract:
-    """Convert a contract.
+    """Convert a contract; those of earlier programs state no adapters, turns or several end tokens.
 
     Raises:
         InvalidRequest: the log-prob mode is not stated, or a duration is none.
     """
-    sampling = message.sampling
-    mode = _MODE_OF.get(sampling.logprob_mode)
+    mode = _MODE_OF.get(message.sampling.logprob_mode)
     if mode is None:
         raise InvalidRequest("contract.sampling.logprob_mode: not stated")
     if not 0 <= message.trajectory_s < math.inf:
         raise InvalidRequest(f"contract.trajectory_s: {message.trajectory_s} is no number of seconds")
-    return Contract(
-        tokenizer_digest=Digest(message.tokenizer_digest),
-        chat_template_digest=Digest(message.chat_template_digest),
-        task_digest=Digest(message.task_digest),
-        layout_id=Digest(message.layout_id),
-        vocab_size=message.vocab_size,
-        num_prompts=message.num_prompts,
-        group_size=message.group_size,
-        sampling=SamplingSemantics(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            logprob_mode=mode,
-        ),
-        lora=_lora_from_pb(message),
-        end_token_ids=tuple(
-            sorted({*message.end_token_ids, *([message.eos_token_id] if message.HasField("eos_token_id") else [])})
-        ),
-        min_members=message.min_members,
+    only = [message.eos_token_id] if message.HasField("eos_token_id") else []
+    return to_value(
+        Contract,
+        message,
+        sampling=to_value(SamplingSemantics, message.sampling, logprob_mode=mode),
+        lora=to_value(LoraSettings, message.lora) if message.lora.rank else NO_LORA,
+        end_token_ids=tuple(sorted({*message.end_token_ids, *only})),
         max_turns=max(1, message.max_turns),
-        max_trajectory_tokens=message.max_trajectory_tokens,
-        trajectory_s=message.trajectory_s,
-        routed_token_bytes=message.routed_token_bytes,
     )
-
-
-def _lora_to_pb(value: LoraSettings) -> common_pb2.LoraSettings | None:
-    """Convert adapter settings; None, an absent field, where there are no adapters."""
-    if not value.rank:
-        return None
-    return common_pb2.LoraSettings(
-        rank=value.rank,
-        alpha=value.alpha,
-        target_modules=value.target_modules,
-        base_digest=value.base_digest,
-    )
-
-
-def _lora_from_pb(message: common_pb2.Contract) -> LoraSettings:
-    """The adapter settings of a contract; contracts of earlier programs have none."""
-    lora = message.lora
-    if not lora.rank:
-        return NO_LORA
-    return LoraSettings(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        target_modules=tuple(lora.target_modules),
-        base_digest=lora.base_digest,
-    )
-
-
-_NESTED = ("evaluation_accuracy", "completions", "times", "sources")
-"""Fields of a report that may be absent, which is not the same as 0, or hold messages."""
-_PLAIN = tuple(name for name in StepReport.__slots__ if name not in _NESTED)
 
 
 def report_to_pb(value: StepReport) -> common_pb2.StepReport:
-    """Convert a step report; the fields have the same names on both sides."""
-    message = common_pb2.StepReport(**{name: getattr(value, name) for name in _PLAIN})
-    for source in value.sources:
-        message.sources.add(**_fields(source))
-    if value.evaluation_accuracy is not None:
-        message.evaluation_accuracy = value.evaluation_accuracy
-    if value.completions is not None:
-        message.completions.CopyFrom(_completions_to_pb(value.completions))
-    if value.times is not None:
-        message.times.CopyFrom(common_pb2.StepTimes(**_fields(value.times)))
-    return message
-
-
-def report_from_pb(message: common_pb2.StepReport) -> StepReport:
-    return StepReport(
-        **_fields(message, _PLAIN),
-        evaluation_accuracy=message.evaluation_accuracy if message.HasField("evaluation_accuracy") else None,
-        completions=_completions_from_pb(message.completions) if message.HasField("completions") else None,
-        times=StepTimes(**_fields(message.times, StepTimes.__slots__)) if message.HasField("times") else None,
-        sources=tuple(SourceReport(**_fields(source, SourceReport.__slots__)) for source in message.sources),
+    completions = value.completions
+    return to_message(
+        common_pb2.StepReport,
+        value,
+        completions=None
+        if completions is None
+        else to_message(
+            common_pb2.CompletionNumbers,
+            completions,
+            reward_parts=[to_message(common_pb2.PartMean, part) for part in completions.reward_parts],
+            sites=[to_message(common_pb2.SiteTokens, site) for site in completions.sites],
+        ),
+        times=None if value.times is None else to_message(common_pb2.StepTimes, value.times),
+        sources=[to_message(common_pb2.SourceReport, source) for source in value.sources],
     )
 
 
-def _fields(value: object, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Fields by name: of a value all of them, of a message those of its value."""
-    return {name: getattr(value, name) for name in names or type(value).__slots__}  # type: ignore[attr-defined]
-
-
-def _completions_to_pb(value: CompletionNumbers) -> common_pb2.CompletionNumbers:
-    nested = {
-        "reward_parts": [common_pb2.PartMean(**_fields(part)) for part in value.reward_parts],
-        "sites": [common_pb2.SiteTokens(**_fields(site)) for site in value.sites],
-    }
-    # What is None stays unset.
-    return common_pb2.CompletionNumbers(**(_fields(value) | nested))
+def report_from_pb(message: common_pb2.StepReport) -> StepReport:
+    return to_value(
+        StepReport,
+        message,
+        completions=_completions_from_pb(message.completions) if message.HasField("completions") else None,
+        times=to_value(StepTimes, message.times) if message.HasField("times") else None,
+        sources=tuple(to_value(SourceReport, source) for source in message.sources),
+    )
 
 
 def _completions_from_pb(message: common_pb2.CompletionNumbers) -> CompletionNumbers:
-    nested = {
-        "length_high_reward": message.length_high_reward if message.HasField("length_high_reward") else None,
-        "length_low_reward": message.length_low_reward if message.HasField("length_low_reward") else None,
-        "reward_parts": tuple(PartMean(name=part.name, mean=part.mean) for part in message.reward_parts),
-        "sites": tuple(SiteTokens(**_fields(site, SiteTokens.__slots__)) for site in message.sites),
-    }
-    return CompletionNumbers(**(_fields(message, CompletionNumbers.__slots__) | nested))
+    return to_value(
+        CompletionNumbers,
+        message,
+        reward_parts=tuple(to_value(PartMean, part) for part in message.reward_parts),
+        sites=tuple(to_value(SiteTokens, site) for site in message.sites),
+    )
 
 
 _PHASE = {phase: common_pb2.LearnerPhase.Value(f"LEARNER_PHASE_{phase.name}") for phase in LearnerPhase}
-
-
 _PHASE_OF = {pb: phase for phase, pb in _PHASE.items()}
 
 
 def progress_to_pb(value: LearnerProgress | None) -> common_pb2.LearnerProgress | None:
     """Convert a learner's progress; None, an absent field, where there is none."""
-    if value is None:
-        return None
-    return common_pb2.LearnerProgress(**(_fields(value) | {"phase": _PHASE[value.phase]}))
+    return None if value is None else to_message(common_pb2.LearnerProgress, value, phase=_PHASE[value.phase])
 
 
 def progress_from_pb(message: common_pb2.LearnerProgress) -> LearnerProgress | None:
     """Convert a learner's progress; one in a phase that this program does not know is none."""
     phase = _PHASE_OF.get(message.phase)
-    if phase is None:
-        return None
-    return LearnerProgress(**(_fields(message, LearnerProgress.__slots__) | {"phase": phase}))
+    return None if phase is None else to_value(LearnerProgress, message, phase=phase)
 
 
 def series_to_pb(series: Sequence[Series]) -> list[metrics_pb2.MetricSeries]:
-    """Convert series."""
-    return [metrics_pb2.MetricSeries(name=one.name, labels=one.labels, values=one.values) for one in series]
+    return [to_message(metrics_pb2.MetricSeries, one) for one in series]
 
 
 def series_from_pb(messages: Iterable[metrics_pb2.MetricSeries]) -> list[Series]:
     """Convert series; whether they are a node's own measurements, their reader judges."""
-    return [Series(name=one.name, labels=tuple(one.labels), values=tuple(one.values)) for one in messages]
+    return [to_value(Series, one) for one in messages]

@@ -23,6 +23,8 @@ from heterorl.common.wire.common import (
     bytes_digest,
     report_from_pb,
     report_to_pb,
+    to_message,
+    to_value,
 )
 from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
 from heterorl.v1 import policy_pb2
@@ -34,13 +36,7 @@ _PAYLOAD_OF = {pb: value for value, pb in _PAYLOAD.items()}
 
 
 def payload_to_pb(value: PayloadRef) -> policy_pb2.PayloadRef:
-    return policy_pb2.PayloadRef(
-        kind=_PAYLOAD[value.kind],
-        from_version=value.from_version,
-        to_version=value.to_version,
-        digest=value.digest,
-        num_bytes=value.num_bytes,
-    )
+    return to_message(policy_pb2.PayloadRef, value, kind=_PAYLOAD[value.kind])
 
 
 def payload_from_pb(message: policy_pb2.PayloadRef) -> PayloadRef:
@@ -54,35 +50,14 @@ def payload_from_pb(message: policy_pb2.PayloadRef) -> PayloadRef:
         raise InvalidRequest("payload.kind: not stated")
     if message.num_bytes > MAX_INT64:
         raise InvalidRequest(f"payload.num_bytes: {message.num_bytes} is beyond any file")
-    return PayloadRef(
-        kind=kind,
-        from_version=message.from_version,
-        to_version=message.to_version,
-        # The one place where a payload's name enters: it becomes a file's name.
-        digest=digest_field("payload.digest", message.digest),
-        num_bytes=message.num_bytes,
-    )
+    # The one place where a payload's name enters: it becomes a file's name.
+    return to_value(PayloadRef, message, kind=kind, digest=digest_field("payload.digest", message.digest))
 
 
 def manifest_to_bytes(value: Manifest) -> bytes:
     """Serialise a manifest, once, at its publisher."""
-    return policy_pb2.Manifest(
-        run_id=value.run_id,
-        epoch=value.epoch,
-        version=value.version,
-        parent_version=value.parent_version,
-        parent_digest=value.parent_digest,
-        layout_id=value.layout_id,
-        chunk_digests=list(value.chunk_digests),
-        state_root=value.state_root,
-        step=value.step,
-        num_changed=value.num_changed,
-        num_elements=value.num_elements,
-        full_bytes=value.full_bytes,
-        payloads=[payload_to_pb(payload) for payload in value.payloads],
-        chunk_elements=value.chunk_elements,
-        num_byte_elements=value.num_byte_elements,
-    ).SerializeToString(deterministic=True)
+    payloads = [payload_to_pb(payload) for payload in value.payloads]
+    return to_message(policy_pb2.Manifest, value, payloads=payloads).SerializeToString(deterministic=True)
 
 
 def manifest_from_bytes(data: bytes) -> Manifest:
@@ -93,32 +68,19 @@ def manifest_from_bytes(data: bytes) -> Manifest:
     """
     try:
         message = policy_pb2.Manifest.FromString(data)
-        payloads = tuple(payload_from_pb(payload) for payload in message.payloads)
-        layout_id = digest_field("layout_id", message.layout_id)
-        state_root = digest_field("state_root", message.state_root)
-        parent_digest = digest_field("parent_digest", message.parent_digest) if message.parent_digest else ""
         if len(message.run_id) > MAX_RUN_ID:
             # Written down with each version that is used.
             raise InvalidRequest(f"run_id: {len(message.run_id)} characters, at most {MAX_RUN_ID}")
+        return to_value(
+            Manifest,
+            message,
+            payloads=tuple(payload_from_pb(payload) for payload in message.payloads),
+            layout_id=digest_field("layout_id", message.layout_id),
+            state_root=digest_field("state_root", message.state_root),
+            parent_digest=digest_field("parent_digest", message.parent_digest) if message.parent_digest else "",
+        )
     except (DecodeError, InvalidRequest) as error:
         raise MalformedPayload(f"not a manifest: {error}") from error
-    return Manifest(
-        run_id=message.run_id,
-        epoch=message.epoch,
-        version=message.version,
-        parent_version=message.parent_version,
-        parent_digest=parent_digest,
-        layout_id=layout_id,
-        chunk_digests=tuple(message.chunk_digests),
-        state_root=state_root,
-        step=message.step,
-        num_changed=message.num_changed,
-        num_elements=message.num_elements,
-        full_bytes=message.full_bytes,
-        payloads=payloads,
-        chunk_elements=message.chunk_elements,
-        num_byte_elements=message.num_byte_elements,
-    )
 
 
 def manifest_digest(data: bytes) -> Digest:
@@ -138,30 +100,21 @@ def frame_checksum(frame: bytes) -> int:
 
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
-    is_ordered = isinstance(message, policy_pb2.RenewLeaseResponse) and message.HasField("rollback_to")
-    is_new = isinstance(message, policy_pb2.AcquireLeaseResponse)
-    return LeaseGrant(
-        epoch=message.epoch,
-        holder=message.holder,
-        ttl_s=message.ttl_s,
-        head_version=message.head_version,
-        rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
-        max_message_bytes=message.max_message_bytes if is_new else 0,  # type: ignore[union-attr]
-        max_staleness_versions=message.max_staleness_versions if message.HasField("max_staleness_versions") else -1,
-        masks_stale=message.masks_stale,
-        most_groups_per_version=message.most_groups_per_version if is_new else 0,  # type: ignore[union-attr]
-    )
+    """Convert a lease: the answer to the first request states bounds, that to a renewal an order to go back."""
+    stated = {
+        "max_staleness_versions": message.max_staleness_versions if message.HasField("max_staleness_versions") else -1
+    }
+    if isinstance(message, policy_pb2.AcquireLeaseResponse):
+        stated["rollback_to"] = -1
+    else:
+        ordered = message.rollback_to if message.HasField("rollback_to") else -1
+        stated |= {"rollback_to": ordered, "max_message_bytes": 0, "most_groups_per_version": 0}
+    return to_value(LeaseGrant, message, **stated)
 
 
 def plan_to_pb(value: PullPlan) -> policy_pb2.PlanPullResponse:
-    return policy_pb2.PlanPullResponse(
-        kind=_PLAN[value.kind],
-        target_version=value.target_version,
-        payloads=[payload_to_pb(payload) for payload in value.payloads],
-        manifests=list(value.manifests),
-        reason=value.reason,
-        signature=value.signature,
-    )
+    payloads = [payload_to_pb(payload) for payload in value.payloads]
+    return to_message(policy_pb2.PlanPullResponse, value, kind=_PLAN[value.kind], payloads=payloads)
 
 
 def plan_from_pb(message: policy_pb2.PlanPullResponse) -> PullPlan:
@@ -173,83 +126,44 @@ def plan_from_pb(message: policy_pb2.PlanPullResponse) -> PullPlan:
     kind = _PLAN_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest(f"plan.kind: {message.kind} is not a kind")
-    return PullPlan(
-        kind=kind,
-        target_version=message.target_version,
-        payloads=tuple(payload_from_pb(payload) for payload in message.payloads),
-        manifests=tuple(message.manifests),
-        reason=message.reason,
-        signature=message.signature,
-    )
+    return to_value(PullPlan, message, kind=kind, payloads=tuple(map(payload_from_pb, message.payloads)))
 
 
 def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
-    return policy_pb2.PublishVersionRequest(
-        epoch=value.epoch,
+    return to_message(
+        policy_pb2.PublishVersionRequest,
+        value,
+        without={"step_id", "canary"},
         request_id=value.step_id,
-        parent_version=value.parent_version,
-        lineage_version=value.lineage_version,
-        manifest=value.manifest,
+        canary_logprobs=value.canary,
         consumed=[group_id_to_pb(group_id) for group_id in value.consumed],
         reports=[report_to_pb(report) for report in value.reports],
-        signature=value.signature,
-        canary_logprobs=value.canary,
-        encode_s=value.encode_s,
-        flavours=[_flavour_to_pb(entry) for entry in value.flavours],
+        flavours=[
+            to_message(policy_pb2.FlavourVersion, entry, without={"canary"}, canary_logprobs=entry.canary)
+            for entry in value.flavours
+        ],
     )
 
 
 def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest:
-    return PublishRequest(
-        epoch=message.epoch,
+    return to_value(
+        PublishRequest,
+        message,
         step_id=message.request_id,
-        parent_version=message.parent_version,
-        lineage_version=message.lineage_version,
-        manifest=message.manifest,
+        canary=tuple(message.canary_logprobs),
         consumed=tuple(group_id_from_pb(group_id) for group_id in message.consumed),
         reports=tuple(report_from_pb(report) for report in message.reports),
-        signature=message.signature,
-        canary=tuple(message.canary_logprobs),
-        encode_s=message.encode_s,
-        flavours=tuple(_flavour_from_pb(entry) for entry in message.flavours),
-    )
-
-
-def _flavour_to_pb(value: FlavourVersion) -> policy_pb2.FlavourVersion:
-    return policy_pb2.FlavourVersion(
-        flavour=value.flavour, manifest=value.manifest, signature=value.signature, canary_logprobs=value.canary
-    )
-
-
-def _flavour_from_pb(message: policy_pb2.FlavourVersion) -> FlavourVersion:
-    return FlavourVersion(
-        flavour=message.flavour,
-        manifest=message.manifest,
-        signature=message.signature,
-        canary=tuple(message.canary_logprobs),
+        flavours=tuple(
+            to_value(FlavourVersion, entry, canary=tuple(entry.canary_logprobs)) for entry in message.flavours
+        ),
     )
 
 
 def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
-    return policy_pb2.AcquireLeaseResponse(
-        epoch=value.epoch,
-        ttl_s=value.ttl_s,
-        head_version=value.head_version,
-        holder=value.holder,
-        max_message_bytes=value.max_message_bytes,
-        max_staleness_versions=value.max_staleness_versions,
-        masks_stale=value.masks_stale,
-        most_groups_per_version=value.most_groups_per_version,
-    )
+    return to_message(policy_pb2.AcquireLeaseResponse, value, without={"rollback_to"})
 
 
 def renewal_to_pb(value: LeaseGrant) -> policy_pb2.RenewLeaseResponse:
-    return policy_pb2.RenewLeaseResponse(
-        epoch=value.epoch,
-        ttl_s=value.ttl_s,
-        head_version=value.head_version,
-        holder=value.holder,
-        rollback_to=None if value.rollback_to < 0 else value.rollback_to,
-        max_staleness_versions=value.max_staleness_versions,
-        masks_stale=value.masks_stale,
-    )
+    ordered = None if value.rollback_to < 0 else value.rollback_to
+    unsaid = {"max_message_bytes", "most_groups_per_version"}
+    return to_message(policy_pb2.RenewLeaseResponse, value, without=unsaid, rollback_to=ordered)

@@ -23,7 +23,7 @@ from heterorl.common.types.rollout import (
     WorkAssignment,
     WorkGrant,
 )
-from heterorl.common.wire.common import MAX_INT64
+from heterorl.common.wire.common import MAX_INT64, to_message, to_value
 from heterorl.common.wire.evaluation import spec_from_pb, spec_to_pb
 from heterorl.common.wire.seal import open_group, read_sealed, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2
@@ -79,24 +79,17 @@ def outcomes_from_pb(message: rollout_pb2.PushGroupsResponse) -> list[PushOutcom
 
 def outcome_to_pb(value: PushOutcome) -> rollout_pb2.GroupOutcome:
     """Convert the outcome of one group."""
-    return rollout_pb2.GroupOutcome(
-        id=group_id_to_pb(value.id),
-        status=_STATUS[value.status],
-        reason=_REASON[value.reason] if value.reason else rollout_pb2.DROP_REASON_UNSPECIFIED,
-        message=value.message,
-        retry_after_s=value.retry_after_s,
+    reason = None if value.reason is None else _REASON[value.reason]
+    return to_message(
+        rollout_pb2.GroupOutcome, value, id=group_id_to_pb(value.id), status=_STATUS[value.status], reason=reason
     )
 
 
 def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
     """Convert the outcome of one group; a status of a newer peer reads as RETRY, so that nothing is forgotten."""
-    return PushOutcome(
-        id=group_id_from_pb(message.id),
-        status=_STATUS_OF.get(message.status, PushStatus.RETRY),
-        reason=_REASON_OF.get(message.reason),
-        message=message.message,
-        retry_after_s=message.retry_after_s,
-    )
+    status = _STATUS_OF.get(message.status, PushStatus.RETRY)
+    reason = _REASON_OF.get(message.reason)
+    return to_value(PushOutcome, message, id=group_id_from_pb(message.id), status=status, reason=reason)
 
 
 def reason_to_pb(value: DropReason) -> rollout_pb2.DropReason.ValueType:
@@ -119,28 +112,9 @@ def return_reason_from_pb(message: rollout_pb2.ReturnReason.ValueType) -> Return
     return _RETURN_REASON_OF.get(message)
 
 
-def work_to_pb(value: WorkAssignment) -> rollout_pb2.WorkAssignment:
-    """Convert a work assignment."""
-    return rollout_pb2.WorkAssignment(
-        id=value.id, prompt_index=value.prompt_index, seed=value.seed, lease_s=value.lease_s
-    )
-
-
-def work_from_pb(message: rollout_pb2.WorkAssignment) -> WorkAssignment:
-    """Convert a work assignment."""
-    return WorkAssignment(id=message.id, prompt_index=message.prompt_index, seed=message.seed, lease_s=message.lease_s)
-
-
 def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
     """Group on its way to the learner -> message, around the bytes as they are."""
-    return rollout_pb2.StreamGroupsResponse(
-        group=value.sealed.data,
-        policy_age_s=value.policy_age_s,
-        queue_age_s=value.queue_age_s,
-        seed=value.seed,
-        flavour=value.flavour,
-        wants_note=value.wants_note,
-    )
+    return to_message(rollout_pb2.StreamGroupsResponse, value, without={"sealed"}, group=value.sealed.data)
 
 
 def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
@@ -149,14 +123,7 @@ def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
     Raises:
         MalformedPayload: its bytes are not a group.
     """
-    return QueuedGroup(
-        group=open_group(read_sealed(message.group)),
-        policy_age_s=message.policy_age_s,
-        queue_age_s=message.queue_age_s,
-        seed=message.seed if message.HasField("seed") else None,
-        flavour=message.flavour,
-        wants_note=message.wants_note,
-    )
+    return to_value(QueuedGroup, message, group=open_group(read_sealed(message.group)), source="")
 
 
 def opened(value: LeasedGroup) -> QueuedGroup:
@@ -172,13 +139,9 @@ def opened(value: LeasedGroup) -> QueuedGroup:
 
 
 def work_grant_to_pb(value: WorkGrant) -> rollout_pb2.LeaseWorkResponse:
-    """Convert a grant of work."""
-    return rollout_pb2.LeaseWorkResponse(
-        assignments=[work_to_pb(assignment) for assignment in value.assignments],
-        reason=value.reason,
-        retry_after_s=value.retry_after_s,
-        evaluation=None if value.evaluation is None else spec_to_pb(value.evaluation),
-    )
+    assignments = [to_message(rollout_pb2.WorkAssignment, assignment) for assignment in value.assignments]
+    evaluation = None if value.evaluation is None else spec_to_pb(value.evaluation)
+    return to_message(rollout_pb2.LeaseWorkResponse, value, assignments=assignments, evaluation=evaluation)
 
 
 def work_grant_from_pb(message: rollout_pb2.LeaseWorkResponse) -> WorkGrant:
@@ -187,12 +150,9 @@ def work_grant_from_pb(message: rollout_pb2.LeaseWorkResponse) -> WorkGrant:
     Raises:
         InvalidRequest: held-out prompts cannot be drawn so.
     """
-    return WorkGrant(
-        assignments=tuple(work_from_pb(assignment) for assignment in message.assignments),
-        reason=message.reason,
-        retry_after_s=message.retry_after_s,
-        evaluation=spec_from_pb(message.evaluation) if message.HasField("evaluation") else None,
-    )
+    assignments = tuple(to_value(WorkAssignment, assignment) for assignment in message.assignments)
+    evaluation = spec_from_pb(message.evaluation) if message.HasField("evaluation") else None
+    return to_value(WorkGrant, message, assignments=assignments, evaluation=evaluation)
 
 
 def rejections_to_pb(epoch: int, values: Sequence[Rejection]) -> rollout_pb2.RejectGroupsRequest:

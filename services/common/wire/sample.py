@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.types.common import Float32Array, Int32Array, SiteId
+from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import FinishReason, Group, RewardPart
 from heterorl.common.types.sample import (
     MAX_PAGE,
@@ -30,14 +30,13 @@ from heterorl.common.types.sample import (
     SampleSummary,
 )
 from heterorl.common.wire.columns import FINISH, FINISH_OF, FIRST_LOST, columns_of
-from heterorl.common.wire.common import MAX_INT32
+from heterorl.common.wire.common import MAX_INT32, to_message, to_value
 from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
 from heterorl.common.wire.seal import group_message, open_group, read_sealed
 from heterorl.v1 import rollout_pb2, sample_pb2
 
 
 def note_to_pb(value: SampleNote) -> sample_pb2.SampleNote:
-    """Convert a note."""
     return sample_pb2.SampleNote(
         group=group_id_to_pb(value.group),
         prompt=_text(value.prompt),
@@ -55,21 +54,16 @@ def note_to_pb(value: SampleNote) -> sample_pb2.SampleNote:
 
 
 def note_from_pb(message: sample_pb2.SampleNote) -> SampleNote:
-    """Convert a note."""
-    return SampleNote(
-        group=group_id_from_pb(message.group),
-        prompt=message.prompt,
-        answer=message.answer,
-        rollouts=tuple(
-            RolloutNote(
-                completion=rollout.completion,
-                reward_parts=_parts_from_pb(rollout.reward_parts),
-                log_ratios=floats(rollout.log_ratios),
-                token_ends=ids(rollout.token_ends),
-            )
-            for rollout in message.rollouts
-        ),
+    rollouts = tuple(
+        RolloutNote(
+            completion=rollout.completion,
+            reward_parts=_parts_from_pb(rollout.reward_parts),
+            log_ratios=floats(rollout.log_ratios),
+            token_ends=ids(rollout.token_ends),
+        )
+        for rollout in message.rollouts
     )
+    return to_value(SampleNote, message, group=group_id_from_pb(message.group), rollouts=rollouts)
 
 
 def note_to_bytes(value: SampleNote) -> bytes:
@@ -78,12 +72,10 @@ def note_to_bytes(value: SampleNote) -> bytes:
 
 
 def evaluation_to_pb(value: EvaluationSample) -> sample_pb2.EvaluationSample:
-    """Convert an evaluation."""
-    return sample_pb2.EvaluationSample(
-        version=value.version,
+    return to_message(
+        sample_pb2.EvaluationSample,
+        value,
         task_set=_text(value.task_set),
-        site=value.site,
-        prompt_index=value.prompt_index,
         prompt=_text(value.prompt),
         answer=_text(value.answer),
         rollouts=[
@@ -106,15 +98,7 @@ def evaluation_from_pb(message: sample_pb2.EvaluationSample) -> EvaluationSample
     Raises:
         InvalidRequest: a reason of an ending is not stated.
     """
-    return EvaluationSample(
-        version=message.version,
-        task_set=message.task_set,
-        site=SiteId(message.site),
-        prompt_index=message.prompt_index,
-        prompt=message.prompt,
-        answer=message.answer,
-        rollouts=tuple(_evaluated(rollout) for rollout in message.rollouts),
-    )
+    return to_value(EvaluationSample, message, rollouts=tuple(_evaluated(rollout) for rollout in message.rollouts))
 
 
 def _evaluated(message: sample_pb2.EvaluatedRollout) -> SampleRollout:
@@ -159,12 +143,7 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-_KIND = {
-    SampleKind.CONSUMED: sample_pb2.SAMPLE_KIND_CONSUMED,
-    SampleKind.REJECTED: sample_pb2.SAMPLE_KIND_REJECTED,
-    SampleKind.DROPPED: sample_pb2.SAMPLE_KIND_DROPPED,
-    SampleKind.EVALUATION: sample_pb2.SAMPLE_KIND_EVALUATION,
-}
+_KIND = {kind: sample_pb2.SampleKind.Value(f"SAMPLE_KIND_{kind.name}") for kind in SampleKind}
 _KIND_OF = {pb: value for value, pb in _KIND.items()}
 
 
@@ -237,14 +216,8 @@ def kind_from_pb(message: sample_pb2.SampleKind.ValueType) -> SampleKind | None:
 
 
 def summary_to_pb(value: SampleSummary) -> sample_pb2.SampleSummary:
-    """Convert a line of a list; the fields have the same names on both sides."""
-    names = set(SampleSummary.__slots__) - {"kind", "group"}
-    message = sample_pb2.SampleSummary(
-        kind=_KIND[value.kind], **{name: got for name in names if (got := getattr(value, name)) is not None}
-    )
-    if value.group is not None:
-        message.group.CopyFrom(group_id_to_pb(value.group))
-    return message
+    group = None if value.group is None else group_id_to_pb(value.group)
+    return to_message(sample_pb2.SampleSummary, value, kind=_KIND[value.kind], group=group)
 
 
 def summary_from_pb(message: sample_pb2.SampleSummary) -> SampleSummary:
@@ -256,15 +229,8 @@ def summary_from_pb(message: sample_pb2.SampleSummary) -> SampleSummary:
     kind = _KIND_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest(f"summary.kind: {message.kind} is not a kind")
-    rewards = ("reward_min", "reward_mean", "reward_max")
-    plain = set(SampleSummary.__slots__) - {"kind", "group", "site", *rewards}
-    return SampleSummary(
-        kind=kind,
-        group=group_id_from_pb(message.group) if message.HasField("group") else None,
-        site=SiteId(message.site),
-        **{name: getattr(message, name) if message.HasField(name) else None for name in rewards},  # type: ignore[arg-type]
-        **{name: getattr(message, name) for name in plain},
-    )
+    group = group_id_from_pb(message.group) if message.HasField("group") else None
+    return to_value(SampleSummary, message, kind=kind, group=group)
 
 
 def stored_to_pb(value: StoredSample) -> sample_pb2.GetSampleResponse:
@@ -336,22 +302,11 @@ def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> 
     )
 
 
-_OPTIONAL = ("first_version", "last_version", "min_reward", "max_reward", "is_truncated")
-
-
 def list_request_to_pb(wanted: SampleFilter, page: SamplePage) -> sample_pb2.ListSamplesRequest:
     """Convert what is asked for."""
-    stated = {name: got for name in _OPTIONAL if (got := getattr(wanted, name)) is not None}
-    return sample_pb2.ListSamplesRequest(
-        site=wanted.site,
-        kind=kind_to_pb(wanted.kind),
-        kept_because=wanted.kept_because,
-        limit=page.limit,
-        before=page.before,
-        after=page.after,
-        is_oldest_first=page.is_oldest_first,
-        **stated,
-    )
+    request = to_message(sample_pb2.ListSamplesRequest, wanted, kind=kind_to_pb(wanted.kind))
+    request.MergeFrom(to_message(sample_pb2.ListSamplesRequest, page))
+    return request
 
 
 def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[SampleFilter, SamplePage]:
@@ -363,16 +318,12 @@ def list_request_from_pb(message: sample_pb2.ListSamplesRequest) -> tuple[Sample
     kind = kind_from_pb(message.kind)
     if kind is None and message.kind:
         raise InvalidRequest(f"kind: {message.kind} is not a kind")
-    stated = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    wanted = to_value(SampleFilter, message, kind=kind)
     for name in ("min_reward", "max_reward"):
-        if math.isnan(stated.get(name, 0.0)):
+        if math.isnan(getattr(wanted, name) or 0.0):
             raise InvalidRequest(f"{name}: not a number")
     check_limit(message.limit)
-    wanted = SampleFilter(site=SiteId(message.site), kind=kind, kept_because=message.kept_because, **stated)
-    page = SamplePage(
-        limit=message.limit, before=message.before, after=message.after, is_oldest_first=message.is_oldest_first
-    )
-    return wanted, page
+    return wanted, to_value(SamplePage, message)
 
 
 def check_limit(limit: int) -> None:
@@ -386,33 +337,23 @@ def check_limit(limit: int) -> None:
 
 
 def list_to_pb(value: SampleList) -> sample_pb2.ListSamplesResponse:
-    """Convert a page."""
-    message = sample_pb2.ListSamplesResponse(
+    rest = value.next_page
+    looked_up_to = None if rest is None else rest.after if rest.is_oldest_first else rest.before
+    return to_message(
+        sample_pb2.ListSamplesResponse,
+        value,
+        without={"next_page"},
         samples=[summary_to_pb(summary) for summary in value.samples],
-        num_kept=value.num_kept,
-        kept_bytes=value.kept_bytes,
-        limit_bytes=value.limit_bytes,
+        looked_up_to=looked_up_to,
     )
-    if value.next_page is not None:
-        message.looked_up_to = value.next_page.after if value.next_page.is_oldest_first else value.next_page.before
-    return message
 
 
 def list_from_pb(message: sample_pb2.ListSamplesResponse, page: SamplePage) -> SampleList:
     """Convert the answer to the question for a page."""
-    following = None
-    if message.HasField("looked_up_to"):
-        following = next_page(page, message.looked_up_to)
-    return SampleList(
-        samples=tuple(summary_from_pb(summary) for summary in message.samples),
-        next_page=following,
-        num_kept=message.num_kept,
-        kept_bytes=message.kept_bytes,
-        limit_bytes=message.limit_bytes,
-    )
+    following = next_page(page, message.looked_up_to) if message.HasField("looked_up_to") else None
+    return to_value(SampleList, message, samples=tuple(map(summary_from_pb, message.samples)), next_page=following)
 
 
 def next_page(page: SamplePage, looked_up_to: int) -> SamplePage:
     """The page behind one that ended at an id."""
-    before, after = (page.before, looked_up_to) if page.is_oldest_first else (looked_up_to, page.after)
-    return SamplePage(limit=page.limit, before=before, after=after, is_oldest_first=page.is_oldest_first)
+    return replace(page, after=looked_up_to) if page.is_oldest_first else replace(page, before=looked_up_to)

@@ -1,0 +1,73 @@
+"""Fields are copied by name, and a field that one side lacks is told, never lost."""
+
+import dataclasses
+
+import pytest
+
+from heterorl.common.rpc.roles import (
+    Backup,
+    Diagnosis,
+    backup_from_pb,
+    backup_to_pb,
+    diagnosis_from_pb,
+    diagnosis_to_pb,
+)
+from heterorl.common.types.common import Series
+from heterorl.common.types.policy import LeaseGrant
+from heterorl.common.types.run import CanaryVerdict, RunStatus
+from heterorl.common.wire.common import to_message, to_value
+from heterorl.common.wire.policy import grant_from_pb, grant_to_pb, renewal_to_pb
+from heterorl.v1 import metrics_pb2, run_pb2
+
+GRANT = LeaseGrant(epoch=3, holder="a", ttl_s=9.0, head_version=7, max_staleness_versions=4, masks_stale=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wider(Series):
+    """Series with a field that no message has."""
+
+    unit: str = "s"
+
+
+def test_a_field_that_the_message_lacks_is_an_error():
+    wider = Wider(name="a", labels=("b",), values=(1.0,))
+
+    with pytest.raises(ValueError, match="unit"):
+        to_message(metrics_pb2.MetricSeries, wider)
+    with pytest.raises(KeyError, match="unit"):
+        to_value(Wider, metrics_pb2.MetricSeries())
+    assert to_value(Series, to_message(metrics_pb2.MetricSeries, wider, without={"unit"})) == Series(
+        name="a", labels=("b",), values=(1.0,)
+    )
+
+
+def test_messages_in_a_message_are_converted_or_an_error():
+    with pytest.raises(TypeError, match="GetStatusResponse.sites holds messages"):
+        to_value(RunStatus, run_pb2.GetStatusResponse(), ledger=None)
+
+
+def test_an_optional_field_is_none_only_where_it_is_unset():
+    assert to_value(CanaryVerdict, run_pb2.ReportCanaryResponse()).difference is None
+    assert to_value(CanaryVerdict, run_pb2.ReportCanaryResponse(difference=0.0)).difference == 0.0
+
+
+def test_a_lease_says_bounds_at_first_and_orders_later():
+    first = dataclasses.replace(GRANT, max_message_bytes=5, most_groups_per_version=6)
+    ordered = dataclasses.replace(GRANT, rollback_to=2)
+
+    assert grant_from_pb(grant_to_pb(first)) == first
+    assert grant_from_pb(renewal_to_pb(ordered)) == ordered
+    assert grant_from_pb(renewal_to_pb(GRANT)) == GRANT
+
+
+def test_backups_and_diagnoses_travel_whole():
+    backup = Backup(path="/b", head_version=1, num_payloads=2, num_bytes=3, made_s=4.0, audit_digest="5")
+    diagnosis = Diagnosis(
+        server_time=1.0, run_id="run", heterorl_version="0.9", python_version="3.12", grpc_version="1.85",
+        max_message_bytes=2, head_version=-1, bytes_full=3, contract=None, statement=b"s",
+    )  # fmt: skip
+
+    assert backup_from_pb(backup_to_pb(backup)) == backup
+    message = diagnosis_to_pb(diagnosis, padding=b"pad")
+    assert diagnosis_from_pb(message) == diagnosis
+    assert message.padding == b"pad"

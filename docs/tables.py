@@ -345,21 +345,21 @@ def _gpu() -> str:
     for path in sorted((SOURCES / "gpu").glob("*.json")):
         found = json.loads(path.read_bytes())
         rows = [
-            _gpu_row(part["title"] if number == 0 else "", row)
+            row
             for part in found["parts"]
-            for number, row in enumerate(part["rows"])
+            for row in ([f"**{part['title']}**", "", "", ""], *map(_gpu_row, part["rows"]))
         ]
         title = f"{found['card']}, {found['memory_gib']:g} GiB, {found['cores']} cores, torch {found['torch']}"
-        texts.append(f"**{title}**\n\n{table(['part', 'what', 'measured', 'plan', 'plan / measured'], rows)}")
+        texts.append(f"**{title}**\n\n{table(['what', 'measured', 'plan', 'plan / measured'], rows)}")
     return "\n\n".join(texts) or "No card was at hand."
 
 
-def _gpu_row(part: str, row: dict[str, Any]) -> list[str]:
+def _gpu_row(row: dict[str, Any]) -> list[str]:
     if "note" in row:
-        return [part, row["what"], row["note"], "", ""]
+        return [f"{row['what']}: {row['note']}", "", "", ""]
     value, forecast = row["value"], row.get("forecast")
     ratio = f"{forecast / value:.2f}" if forecast and value else ""
-    return [part, row["what"], f"{value:,g} {row['unit']}".strip(), "" if forecast is None else f"{forecast:,g}", ratio]
+    return [row["what"], f"{value:,g} {row['unit']}".strip(), "" if forecast is None else f"{forecast:,g}", ratio]
 
 
 TABLES: dict[str, Callable[[], str]] = {

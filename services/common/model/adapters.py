@@ -116,12 +116,7 @@ def base_digest(model: nn.Module) -> Digest:
 
 
 def digest_of(state: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Digest:
-    """`base_digest` of a model whose weights are elsewhere.
-
-    Args:
-        state: names, types and shapes.
-        read: the values of a name.
-    """
+    """`base_digest` of a model whose weights are elsewhere."""
     hasher = blake3.blake3(b"heterorl base 1")
     for name, tensor in sorted(state.items()):
         if tensor.is_floating_point() and name.rpartition(".")[2] not in PARTS:

@@ -49,10 +49,6 @@ class Room:
     def check_length(self, max_new_tokens: int, *, key: str = "sampling.max_new_tokens") -> None:
         """Refuse completions that leave no room for any prompt.
 
-        Args:
-            max_new_tokens: of a completion.
-            key: of the configuration, which sets it.
-
         Raises:
             ConfigError: names the key.
         """
@@ -62,10 +58,6 @@ class Room:
 
     def check(self, prompt: Int32Array, max_new_tokens: int) -> None:
         """Refuse what the model cannot compute, before it is among what others wait for.
-
-        Args:
-            prompt: token ids.
-            max_new_tokens: of its completion.
 
         Raises:
             ConfigError: no prompt has room beside such a completion.
@@ -191,10 +183,6 @@ def choose_kernels() -> None:
 
 def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
     """A causal language model with its weights, all of them from the files.
-
-    Args:
-        model_dir: Hugging Face directory or hub id.
-        dtype: of the parameters.
 
     Raises:
         ConfigError: it is not a causal language model, cannot be read, or has not all tensors.

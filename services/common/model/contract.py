@@ -57,8 +57,6 @@ class LoraConfig(Config):
 
 ALL_WEIGHTS = LoraConfig()
 """No adapters."""
-
-
 _LOG = logging.getLogger(__name__)
 LOCAL = frozenset(
     {"reward_path", "reward_timeout_s", "reward_workers", "cache_dir", "directory", "api_key_env", "api_key_file",

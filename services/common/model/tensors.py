@@ -138,14 +138,7 @@ def round_to(
     published: torch.Tensor | None = None,
     dead_band_ulp: float = 0.0,
 ) -> torch.Tensor:
-    """What a master is published as, on its own device.
-
-    Args:
-        master: of a wider type.
-        dtype: the published type.
-        published: what was published last, in that type and on that device.
-        dead_band_ulp: elements at most this far from it keep it.
-    """
+    """What a master is published as, on its own device."""
     rounded = master.detach().to(dtype)
     if published is None or not dead_band_ulp:
         return rounded

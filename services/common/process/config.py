@@ -184,12 +184,8 @@ def _kinds(model: type[BaseModel]) -> tuple[Any, ...]:
 
 
 _ACTION = "heterorl print-config SERVICE lists every key"
-
-
 DIRECTORY = "directory"
 """Key of the validation context: the configuration file's directory, for paths that are meant from there."""
-
-
 _PLAIN = (int, float, bool, type(None))
 
 

@@ -39,18 +39,14 @@ if TYPE_CHECKING:
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=REGISTRY)
-
 Service = Literal["coordinator", "learner", "sampler", "relay"]
 SERVICES: tuple[Service, ...] = ("coordinator", "learner", "sampler", "relay")
 MAX_SITES = 256
 """Sites with a label of their own; whoever registers under ever new names meets in one label."""
 OTHER_SITES = "other"
-
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _AGES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400, 3000, 3600, 7200, 86400)
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
-
-
 _labels: dict[str, tuple[str, ...]] = {}
 
 
@@ -285,8 +281,6 @@ TRAJECTORIES = _counter(
 )
 TRAJECTORY_TOKENS = _counter("sampler_trajectory_tokens_total", "Their tokens: drawn, given.", "source", "kind")
 REWARD_ERRORS = _counter("sampler_reward_errors_total", "Verifier failures; each loses the members that were scored.")
-
-
 MAX_MOVES = 50
 """Services of one role on one machine that find a port for their metrics by themselves."""
 

@@ -75,11 +75,9 @@ class Notifier:
 
 
 def from_environment(environment: Mapping[str, str] = os.environ, *, pid: int | None = None) -> Notifier:
-    """Take what the service manager set; these variables are its protocol and no configuration of ours.
+    """Take NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, the service manager's protocol and no configuration of ours.
 
-    Args:
-        environment: with NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, or without.
-        pid: this process, which WATCHDOG_PID must name; another process's watchdog is not ours to feed.
+    WATCHDOG_PID must name this process: another process's watchdog is not ours to feed.
     """
     own_pid = str(os.getpid() if pid is None else pid)
     microseconds = environment.get("WATCHDOG_USEC", "")

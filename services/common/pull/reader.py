@@ -79,12 +79,6 @@ class PayloadReader:
     async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield [offset, stop) of a payload in frames of at most 1 MiB; one deleted meanwhile is read to its end.
 
-        Args:
-            digest: what the file's bytes must be.
-            path: the file.
-            offset: position of the first byte.
-            stop: position after the last byte; None for the end of the file.
-
         Raises:
             DamagedFile: the file has other bytes; what was yielded before was right.
             OSError: it cannot be read.

@@ -57,13 +57,7 @@ class Gap:
 
 
 def find_gaps(pieces: Sequence[Piece], *, num_bytes: int, num_streams: int) -> list[Gap]:
-    """Which ranges to ask for next, at most `num_streams`: the holes, the largest cut until there are enough.
-
-    Args:
-        pieces: what is there, in any order; a piece 0 of length 0 if nothing is.
-        num_bytes: size of the payload.
-        num_streams: ranges wanted, at least 1.
-    """
+    """Which ranges to ask for next, at most `num_streams`: the holes, the largest cut until there are enough."""
     known = sorted(pieces)
     ends = [piece.start for piece in known[1:]] + [num_bytes]
     gaps = [

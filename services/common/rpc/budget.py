@@ -279,12 +279,7 @@ LAST_S = 30.0
 
 
 class Budget:
-    """The lanes of one server. Belongs to the event loop.
-
-    Args:
-        total_bytes: of samplers' messages; raised to what one holder may have in each lane.
-        message_bytes: of the longest message.
-    """
+    """The lanes of one server. Belongs to the event loop."""
 
     def __init__(self, *, total_bytes: int, message_bytes: int) -> None:
         of_short = total_bytes // SHORT_PART

@@ -292,10 +292,7 @@ class DirectWrites:
     ) -> bool:
         """Put the pieces of a payload until none is missing; False where there is no place that this node asks.
 
-        Args:
-            ask: says which piece is missing, and where it is to be put.
-            frames: frames of a range of the payload.
-            num_bytes: size of the payload.
+        `ask` says which piece is missing and where it is to be put; `frames` gives a range of the payload.
 
         Raises:
             Unreachable: the store does not answer, or refuses, or has not what it took.

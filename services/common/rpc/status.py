@@ -21,7 +21,6 @@ from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.v1 import errors_pb2
 
 _R = errors_pb2.ErrorReason
-
 TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.StatusCode]] = {
     errors.InvalidRequest: (_R.ERROR_REASON_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
     errors.ContractMismatch: (_R.ERROR_REASON_CONTRACT_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION),
@@ -47,7 +46,6 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
     errors.Busy: (_R.ERROR_REASON_BUSY, grpc.StatusCode.UNAVAILABLE),
 }
 _CLASS_OF = {reason: error for error, (reason, _) in TABLE.items()}
-
 _REFUSING_CODES = frozenset(
     {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 )

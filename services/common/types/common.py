@@ -14,19 +14,11 @@ import numpy.typing as npt
 from heterorl.common.errors import InvalidRequest, MalformedPayload
 
 SiteId = NewType("SiteId", str)
-
-
 Digest = NewType("Digest", str)
 """Lower-case hex blake3-256 of content; 64 characters."""
-
-
 MAX_END_TOKENS = 64
 """In a contract: each costs the coordinator a look at all tokens."""
-
-
 Int32Array = npt.NDArray[np.int32]
-
-
 Float32Array = npt.NDArray[np.float32]
 
 

@@ -294,13 +294,7 @@ def as_sample(result: PromptResult, *, version: int, task_set: str, site: SiteId
 
 
 def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> dict[str, Any]:
-    """The JSON object of one completion; numbers that are none, and texts that nobody sent, are null.
-
-    Args:
-        sample: the sample.
-        index: of the completion, from 0.
-        with_tokens: whether token ids, log-probs, log-ratios and ends of tokens go with it.
-    """
+    """The JSON object of one completion; numbers that are none, and texts that nobody sent, are null."""
     summary, rollout = sample.summary, sample.rollouts[index]
     group = summary.group
     found: dict[str, Any] = {

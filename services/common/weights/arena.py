@@ -21,7 +21,6 @@ from heterorl.common.types.common import Digest
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8"]
 IntArray = npt.NDArray[np.signedinteger[Any]]
-
 WIDTH: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "int8": 1}
 WIDTHS = (2, 4, 1)
 """Bytes of an element, in the order in which the arena holds the arrays."""

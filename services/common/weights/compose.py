@@ -154,12 +154,6 @@ def negate(path: Path, target: Path, *, layout_id: str, chunks: Sequence[Chunk])
     With a and b deltas one after another, negate(compose(a, b)) = compose(negate(b), negate(a)), byte for byte, and
     both are the bytes of the direct delta wherever that is coded as steps.
 
-    Args:
-        path: a delta, single or merged.
-        target: the file to write.
-        layout_id: its layout.
-        chunks: the layout's chunks.
-
     Raises:
         NotReversible: it is a snapshot, or a chunk of it cannot be undone without the state before.
         MalformedPayload, LimitExceeded, StateMismatch: the file breaks the format or is of another layout.

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 _SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I64": 8, "I32": 4, "BOOL": 1}
-
 Entry = tuple[str, str, tuple[int, ...]]
 """Name, type as the format calls it, and shape of a tensor."""
 

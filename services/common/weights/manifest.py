@@ -52,12 +52,7 @@ def build_manifest(
 
 
 def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest) -> None:
-    """Check that `child` follows `parent` in the lineage.
-
-    Args:
-        parent: what the child is to follow; None when it is to be the first version.
-        parent_digest: digest of the parent's manifest bytes; empty when there is no parent.
-        child: the manifest to check.
+    """Check that `child` follows `parent` in the lineage, or is its first version where `parent` is None.
 
     Raises:
         StateMismatch: another run, layout, parent or parent digest, or an order that goes back.

@@ -42,7 +42,6 @@ __all__ = [
     "write_delta",
     "write_snapshot",
 ]
-
 CodedChunk = tuple[int, bytes, int, bytes]
 """Method, coded bytes, elements that changed, and the digest of the chunk as it then is."""
 

@@ -91,7 +91,6 @@ def decompress(data: bytes | memoryview, *, num_bytes: int) -> bytes:
 U8Array = npt.NDArray[np.uint8]
 IndexArray = npt.NDArray[np.int64]
 UnsignedArray = npt.NDArray[np.unsignedinteger[Any]]
-
 HEADER = Struct("<8I")
 ESCAPE = 255
 SCAN_ELEMENTS = 1 << 17

@@ -30,8 +30,6 @@ from heterorl.common.wire.rollout import group_id_from_pb, group_id_to_pb
 from heterorl.v1 import policy_pb2
 
 _PAYLOAD = {kind: policy_pb2.PayloadKind.Value(f"PAYLOAD_KIND_{kind.name}") for kind in PayloadKind}
-
-
 _PAYLOAD_OF = {pb: value for value, pb in _PAYLOAD.items()}
 
 
@@ -89,8 +87,6 @@ def manifest_digest(data: bytes) -> Digest:
 
 
 _PLAN = {kind: policy_pb2.PlanKind.Value(f"PLAN_KIND_{kind.name}") for kind in PlanKind}
-
-
 _PLAN_OF = {pb: value for value, pb in _PLAN.items()}
 
 

@@ -38,47 +38,32 @@ SIZE_BYTES = 4
 
 
 def group_id_to_pb(value: GroupId) -> common_pb2.GroupId:
-    """Convert a group's identity."""
     return common_pb2.GroupId(site=value.site, incarnation=value.incarnation, sequence=value.sequence)
 
 
 def group_id_from_pb(message: common_pb2.GroupId) -> GroupId:
-    """Convert a group's identity."""
     return GroupId(
         site=SiteId(message.site), incarnation=message.incarnation, sequence=min(message.sequence, MAX_INT64)
     )
 
 
 _STATUS = {status: rollout_pb2.PushStatus.Value(f"PUSH_STATUS_{status.name}") for status in PushStatus}
-
-
 _REASON = {reason: rollout_pb2.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
-
-
 _RETURN_REASON = {reason: rollout_pb2.ReturnReason.Value(f"RETURN_REASON_{reason.name}") for reason in ReturnReason}
-
-
 _STATUS_OF = {pb: value for value, pb in _STATUS.items()}
-
-
 _REASON_OF = {pb: value for value, pb in _REASON.items()}
-
-
 _RETURN_REASON_OF = {pb: value for value, pb in _RETURN_REASON.items()}
 
 
 def outcomes_to_pb(values: Sequence[PushOutcome]) -> rollout_pb2.PushGroupsResponse:
-    """Convert the outcomes of one request's groups."""
     return rollout_pb2.PushGroupsResponse(outcomes=[outcome_to_pb(value) for value in values])
 
 
 def outcomes_from_pb(message: rollout_pb2.PushGroupsResponse) -> list[PushOutcome]:
-    """Convert the outcomes of one request's groups."""
     return [outcome_from_pb(outcome) for outcome in message.outcomes]
 
 
 def outcome_to_pb(value: PushOutcome) -> rollout_pb2.GroupOutcome:
-    """Convert the outcome of one group."""
     reason = None if value.reason is None else _REASON[value.reason]
     return to_message(
         rollout_pb2.GroupOutcome, value, id=group_id_to_pb(value.id), status=_STATUS[value.status], reason=reason
@@ -93,7 +78,6 @@ def outcome_from_pb(message: rollout_pb2.GroupOutcome) -> PushOutcome:
 
 
 def reason_to_pb(value: DropReason) -> rollout_pb2.DropReason.ValueType:
-    """Convert a drop reason."""
     return _REASON[value]
 
 
@@ -103,7 +87,6 @@ def reason_from_pb(message: rollout_pb2.DropReason.ValueType) -> DropReason | No
 
 
 def return_reason_to_pb(value: ReturnReason | None) -> rollout_pb2.ReturnReason.ValueType:
-    """Convert a reason for which a row gives no group."""
     return rollout_pb2.RETURN_REASON_UNSPECIFIED if value is None else _RETURN_REASON[value]
 
 
@@ -156,7 +139,6 @@ def work_grant_from_pb(message: rollout_pb2.LeaseWorkResponse) -> WorkGrant:
 
 
 def rejections_to_pb(epoch: int, values: Sequence[Rejection]) -> rollout_pb2.RejectGroupsRequest:
-    """Convert groups that failed a check."""
     return rollout_pb2.RejectGroupsRequest(
         epoch=epoch,
         rejections=[

@@ -303,7 +303,6 @@ def _of_group(summary: SampleSummary, group: Group, note: SampleNote | None) -> 
 
 
 def list_request_to_pb(wanted: SampleFilter, page: SamplePage) -> sample_pb2.ListSamplesRequest:
-    """Convert what is asked for."""
     request = to_message(sample_pb2.ListSamplesRequest, wanted, kind=kind_to_pb(wanted.kind))
     request.MergeFrom(to_message(sample_pb2.ListSamplesRequest, page))
     return request
@@ -349,7 +348,6 @@ def list_to_pb(value: SampleList) -> sample_pb2.ListSamplesResponse:
 
 
 def list_from_pb(message: sample_pb2.ListSamplesResponse, page: SamplePage) -> SampleList:
-    """Convert the answer to the question for a page."""
     following = next_page(page, message.looked_up_to) if message.HasField("looked_up_to") else None
     return to_value(SampleList, message, samples=tuple(map(summary_from_pb, message.samples)), next_page=following)
 

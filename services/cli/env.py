@@ -55,7 +55,8 @@ def env_try(
         raise ConfigError("task.environment", "is not set", action="docs/environments.md says how to write one")
     is_typed = by_hand or (not model and sys.stdin.isatty())
     from heterorl.cli.episode import Screen, as_json
-    from heterorl.common.tasks.registry import build_task, close_task
+    from heterorl.common.tasks.registry import build_task
+    from heterorl.common.tasks.task import close_task
 
     prompter = cache(lambda: _prompter(loaded))
     if not is_typed:

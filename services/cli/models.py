@@ -97,8 +97,8 @@ def evaluate(
 def _evaluate(
     subject: str, versions: list[int], *, is_run: bool, config: SamplerConfig, sets: tuple[EvaluationSetConfig, ...]
 ) -> list[Row]:
-    from heterorl.common.tasks.registry import close_task
     from heterorl.common.tasks.sources.hub import NOTES
+    from heterorl.common.tasks.task import close_task
     from heterorl.evaluation.run import evaluate_all
     from heterorl.evaluation.subject import open_model, open_set, open_versions, prompter_of
 

@@ -18,9 +18,9 @@ from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.routing import routing_shape
 from heterorl.common.tasks.environments.task import environments_of
-from heterorl.common.tasks.registry import apart, build_task, close_task
+from heterorl.common.tasks.registry import apart, build_task
 from heterorl.common.tasks.sources.hub import NOTES
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Task, close_task
 from heterorl.common.text.conversation import Conversations, try_answers, try_prompts, try_reward
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Contract

@@ -11,9 +11,9 @@ from heterorl.common.generation.engine import Engine, ScoredText, canary_texts
 from heterorl.common.model.building import room_at
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
-from heterorl.common.tasks.registry import apart, build_task, close_task
+from heterorl.common.tasks.registry import apart, build_task
 from heterorl.common.tasks.sources.hub import NOTES
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Task, close_task
 from heterorl.common.text.conversation import Conversations, open_conversations, try_answers, try_prompts, try_reward
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Contract

@@ -14,8 +14,9 @@ Guarantees: time and memory are linear in the text. Imports nothing of heterorl,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _TAG = re.compile(r"<(/?)think>")
 
@@ -51,6 +52,16 @@ _BY_WORTH = ((True, True), (False, True), (True, False), (False, False))
 """Closed and named first; a name says more than an end."""
 _MAX_INDENT = 3
 """Blanks before a closing fence, beyond those of the line that opened the block; with more it is part of the code."""
+
+
+def load(_job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
+    """What a worker answers: whether a completion's text is that of the answer."""
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        given = answer_of(request["completion"])
+        return {"parts": {"correct": float(given.strip() == request["answer"].strip())}}
+
+    return answer, {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,16 @@ import dataclasses
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, uncertain_parts
-from heterorl.common.types.common import Digest
+from heterorl.common.tasks.task import (
+    Doubts,
+    Message,
+    Prompt,
+    Task,
+    TaskOver,
+    answer_problem_of,
+    close_task,
+    doubts_of,
+)
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
 
@@ -47,17 +55,14 @@ def question_of(prompt: Prompt) -> str:
     return BETWEEN.join(f"{turn.role}\x1f{turn.content}" for turn in turns)
 
 
-class SystemPromptTask:
+class SystemPromptTask(TaskOver):
     """A task with a system prompt before each of its prompts that has none; implements Task."""
 
     def __init__(self, task: Task, text: str) -> None:
-        self.inner = task
-        self._first = Message(role="system", content=text)
-        self.num_prompts = task.num_prompts
-        self.num_evaluation_prompts = task.num_evaluation_prompts
+        digest = bytes_digest(f"system prompt 1\n{task.digest}\n{text}".encode())
         # 0 where the task computes rewards in this process.
-        self.num_workers = int(getattr(task, "num_workers", 0))
-        self.digest: Digest = bytes_digest(f"system prompt 1\n{task.digest}\n{text}".encode())
+        super().__init__(task, digest=digest, num_workers=int(getattr(task, "num_workers", 0)))
+        self._first = Message(role="system", content=text)
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""
@@ -75,9 +80,9 @@ class SystemPromptTask:
         """
         return self.inner.score(prompt, completion)
 
-    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
-        """Rewards, by name, of which another machine may give this completion another value without fault."""
-        return uncertain_parts(self.inner, prompt, completion)
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """What is in doubt of the task's own parts."""
+        return doubts_of(self.inner, prompt, completion)
 
     def answer_problem(self, prompt: Prompt) -> str:
         """Why no completion of a prompt can be scored; empty where they can.
@@ -89,9 +94,7 @@ class SystemPromptTask:
 
     def close(self) -> None:
         """End what the task runs."""
-        close = getattr(self.inner, "close", None)
-        if close is not None:
-            close()
+        close_task(self.inner)
 
     def _with_system(self, prompt: Prompt) -> Prompt:
         messages = messages_of(prompt)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -17,7 +17,7 @@ from heterorl.common.tasks.messages import SystemPromptTask
 from heterorl.common.tasks.rewards.config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file
 from heterorl.common.tasks.rewards.matching import Matcher
 from heterorl.common.tasks.sources.config import DataConfig
-from heterorl.common.tasks.task import Measure, Task
+from heterorl.common.tasks.task import Measure, Prompt, Task
 
 _KINDS = (
     "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
@@ -356,8 +356,18 @@ def apart(task: Task, config: SourceConfig) -> Task:
     return TaskApart(task, job, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
 
 
-def close_task(task: Task) -> None:
-    """End the processes that a task runs, if any."""
-    close = getattr(task, "close", None)
-    if close is not None:
-        close()
+def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
+    """What a worker answers: the score of the task that a job of `apart` names.
+
+    Raises:
+        ValueError: it is another task in this process.
+    """
+    task = build_task(TaskConfig.model_validate(job["config"]))
+    if task.digest != job["digest"]:
+        raise ValueError("it is another one there: another release of what it is made with?")
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        prompt = Prompt(index=request["index"], text=request["prompt"], answer=request["answer"])
+        return {"parts": {part.name: part.value for part in task.score(prompt, request["completion"])}}
+
+    return answer, {}

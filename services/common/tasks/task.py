@@ -88,10 +88,47 @@ class Task(Protocol):
         ...
 
 
-def uncertain_parts(task: object, prompt: Prompt, completion: str) -> tuple[str, ...]:
-    """Parts, by name, of which another machine may give this completion another value without fault."""
-    find = getattr(task, "uncertain", None)
-    return tuple(find(prompt, completion)) if find is not None else ()
+class TaskOver:
+    """The prompts of another task; implements Task but for `score`."""
+
+    def __init__(self, task: Task, *, digest: Digest, num_workers: int) -> None:
+        self.inner = task
+        self.digest = digest
+        self.num_workers = num_workers
+        self.num_prompts = task.num_prompts
+        self.num_evaluation_prompts = task.num_evaluation_prompts
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        return self.inner.prompt(index)
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position."""
+        return self.inner.evaluation_prompt(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubts:
+    """Rewards of a completion, by name, of which another machine may come to another value without fault."""
+
+    near: tuple[str, ...] = ()
+    """Those that took so long that a time limit may decide."""
+    by_code: tuple[str, ...] = ()
+    """Those that are what the completion's code comes to: it may leave that to chance, and can be run again."""
+
+
+def doubts_of(task: object, prompt: Prompt, completion: str) -> Doubts:
+    """What is in doubt of a completion's rewards; nothing where its task knows of no doubts."""
+    find = getattr(task, "doubts", None)
+    found: Doubts = Doubts() if find is None else find(prompt, completion)
+    return found
+
+
+def close_task(task: object) -> None:
+    """End the processes that a task or a reward runs, if any."""
+    close = getattr(task, "close", None)
+    if close is not None:
+        close()
 
 
 def source_of(task: Task, index: int) -> str:

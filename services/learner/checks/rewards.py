@@ -18,7 +18,7 @@ from heterorl.common.tasks.environments.task import environments_of
 from heterorl.common.tasks.rewards.remote import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask
-from heterorl.common.tasks.task import Prompt, Task, score_group, uncertain_parts
+from heterorl.common.tasks.task import Prompt, Task, doubts_of, score_group
 from heterorl.common.text.conversation import Conversation, Conversations
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
@@ -88,9 +88,8 @@ def judge_rewards(
         if not problem:
             continue
         detail = f"rollouts[{number}].{problem}"
-        by_code = task.by_code(prompt) if isinstance(task, WeightedTask | MixtureTask) else ()
-        names = {*by_code, *uncertain_parts(task, prompt, text)}
-        if _is_by(names, rollout, parts, tolerance=tolerance):
+        doubts = doubts_of(task, prompt, text)
+        if _is_by({*doubts.by_code, *doubts.near}, rollout, parts, tolerance=tolerance):
             _refuse_doubtful(task, prompt, text, stated=rollout.reward_parts, computed=parts)
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
         return _mismatch(detail)
@@ -156,7 +155,7 @@ def _refuse_doubtful(
     """Run code again whose result is not the stated one; raises where the site may be right all the same."""
     said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
     for is_last in [False] * RUN_AGAIN + [True]:
-        for name in uncertain_parts(task, prompt, completion):
+        for name in doubts_of(task, prompt, completion).near:
             if said[name] != first[name]:
                 raise RewardError(
                     f"{name} is {said[name]:g}, computed {first[name]:g}, in a time so near its limit that either may"

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task import close_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompts import Prompter
 from tests.support.conversations import QWEN3, save_chat_model

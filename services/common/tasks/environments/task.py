@@ -16,7 +16,7 @@ from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError,
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.messages import SYSTEM_ROLES
-from heterorl.common.tasks.task import Message, Prompt, Task
+from heterorl.common.tasks.task import Message, Prompt, Task, TaskOver, close_task
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -117,7 +117,7 @@ def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
     return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF
 
 
-class EnvironmentTask:
+class EnvironmentTask(TaskOver):
     """A task's rows with an environment; implements Task."""
 
     def __init__(self, task: Task, episodes: Episodes, limits: Limits, *, seed: int, system_prompt: str = "") -> None:
@@ -133,27 +133,25 @@ class EnvironmentTask:
         Raises:
             ConfigError: rows lack a column that its score needs, or no episode of the first one shows the tools.
         """
-        self._task, self._episodes, self._limits, self._seed = task, episodes, limits, seed
+        super().__init__(task, digest=task.digest, num_workers=episodes.num_processes)
+        self._episodes, self._limits, self._seed = episodes, limits, seed
         self._system = Message(role="system", content=system_prompt) if system_prompt else None
         self.environments = (episodes,)
-        self.num_prompts = task.num_prompts
-        self.num_evaluation_prompts = task.num_evaluation_prompts
-        self.num_workers = episodes.num_processes
         self._first = functools.lru_cache(_REMEMBERED)(self._reset)
         if episodes.learns_tools:
             self._learn_tools()
         stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
         words = f"{task.digest}\nenvironment 1\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
-        self.digest: Digest = bytes_digest(words.encode())
+        self.digest = bytes_digest(words.encode())
         self._check_columns(task.prompt(0))
 
     def prompt(self, index: int) -> EnvironmentPrompt:
         """The training prompt at a position; one of which no episode begins has a refusal."""
-        return self._asked(self._task.prompt(index), is_held_out=False)
+        return self._asked(self.inner.prompt(index), is_held_out=False)
 
     def evaluation_prompt(self, index: int) -> EnvironmentPrompt:
         """The held-out prompt at a position; see `prompt`."""
-        return self._asked(self._task.evaluation_prompt(index), is_held_out=True)
+        return self._asked(self.inner.evaluation_prompt(index), is_held_out=True)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The score of an episode in which the completion is the only turn.
@@ -179,9 +177,7 @@ class EnvironmentTask:
     def close(self) -> None:
         """Kill the processes."""
         self._episodes.close()
-        close = getattr(self._task, "close", None)
-        if close is not None:
-            close()
+        close_task(self.inner)
 
     def _learn_tools(self) -> None:
         try:
@@ -219,7 +215,7 @@ class EnvironmentTask:
         )  # fmt: skip
 
     def _reset(self, index: int, is_held_out: bool) -> tuple[Message, ...] | None:
-        prompt = self._task.evaluation_prompt(index) if is_held_out else self._task.prompt(index)
+        prompt = self.inner.evaluation_prompt(index) if is_held_out else self.inner.prompt(index)
         seed = seed_of(index, is_held_out=is_held_out, seed=self._seed)
         with self._episodes.open(_row(prompt), seed) as episode:
             return episode.first

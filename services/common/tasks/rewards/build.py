@@ -89,7 +89,6 @@ def _remote(
     reward: HttpRewardConfig | JudgeRewardConfig, *, key: str, timeout_s: float, num_workers: int
 ) -> RemoteReward:
     job: dict[str, Any] = {
-        "kind": "remote",
         "name": reward.name,
         "url": reward.url,
         "low": reward.low,
@@ -101,7 +100,7 @@ def _remote(
     if isinstance(reward, HttpRewardConfig):
         stated: list[object] = [reward.low, reward.high, reward.batch, reward.version]
         terms = Terms(name=reward.name, low=reward.low, high=reward.high, signed_by=reward.signed_by)
-        job["module"] = "service"
+        job["kind"] = "service"
     else:
         rubric = _rubric(reward, key=key)
         question = [rubric, reward.model, reward.field, reward.pattern, reward.temperature, reward.max_tokens]
@@ -109,7 +108,7 @@ def _remote(
         # A judge's scale is the reward's 0 to 1.
         terms = Terms(name=reward.name, low=0.0, high=1.0)
         job |= {
-            "module": "judge",
+            "kind": "judge",
             "model": reward.model,
             "rubric": rubric,
             "question": question,

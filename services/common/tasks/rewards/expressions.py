@@ -12,7 +12,10 @@ aside is a unit, a currency or a sign around mathematics; other words make the t
 
 from __future__ import annotations
 
+import logging
 import re
+import resource
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -208,6 +211,32 @@ _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _SAID = re.compile(r"(?i)(?<![</])\banswers?\b(?:\s+(?:is|are|to .{0,80}? is)\b)?\s*[:=]?\**\s*(?P<said>[^\n]+)")
 _HASHES = "####"
+
+
+def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
+    """What a worker answers: whether a row's answer can be read, and a completion's is equal."""
+    resource.setrlimit(resource.RLIMIT_AS, (job["max_memory_bytes"],) * 2)
+    # The library warns at every call that its own time limits are off.
+    logging.disable(logging.WARNING)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        right = answer_of_row(request["answer"])
+        if "completion" not in request or right is None:
+            return {"readable": right is not None}
+        correct = judged(right, request["completion"])
+        # What takes too much memory is as wrong as what takes too long, and as uncertain.
+        spent = {"used_s": request["cpu_s"]} if correct is None else {}
+        return {"readable": True, "correct": bool(correct), **spent}
+
+    def judged(right: Any, completion: str) -> bool | None:
+        try:
+            return is_right(right, completion)
+        except (MemoryError, RecursionError):
+            return None
+
+    # The library makes its parser at its first use, which is no answer's time.
+    judged(answer_of_row("\\frac{1}{2}"), "$0.5$")
+    return answer, {}
 
 
 def answer_of_row(text: str) -> Any:

@@ -111,7 +111,7 @@ _TRIES = 2
 """Questions until a judge's words have a score."""
 
 
-def load(job: dict[str, Any]) -> Answer:
+def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """What answers requests.
 
     Raises:
@@ -129,7 +129,7 @@ def load(job: dict[str, Any]) -> Answer:
         ]
         return {"values": values, "signatures": [""] * len(values)}
 
-    return answer
+    return answer, {}
 
 
 def _judged(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.completions import answer_of
 from heterorl.common.tasks.rewards.process import NEAR, PATIENCE, LoadFailed, NearLimit, OutOfTime, RewardPool
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Doubts, Prompt
 from heterorl.common.types.rollout import RewardPart
 
 MAX_ANSWER_CHARS = 20_000
@@ -38,7 +38,8 @@ class MathVerifier:
         # A worker of its own: whether an answer can be read is asked before generation, which must not wait for scores.
         self.reader = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s)
         self.problem = functools.lru_cache(maxsize=_CACHED_ANSWERS)(self._problem)
-        self._near = NearLimit()
+        self.near = NearLimit()
+        """Comparisons that took so long that another machine's may differ without fault."""
 
     def verify(self, *, answer: str, completion: str) -> bool:
         """Whether the completion's final answer equals the answer; one that takes too long to compare does not.
@@ -57,12 +58,8 @@ class MathVerifier:
         if not reply["readable"]:
             raise RewardError(f"math-verify: {_UNREADABLE}")
         if reply["used_s"] > NEAR * self._cpu_s:
-            self._near.add(answer, completion)
+            self.near.add(answer, completion)
         return bool(reply["correct"])
-
-    def is_uncertain(self, *, answer: str, completion: str) -> bool:
-        """Whether a comparison that was made took so long that another machine's may differ without fault."""
-        return self._near.has(answer, completion)
 
     def _problem(self, answer: str) -> str:
         """Why no completion can be compared with an answer; empty where they can.
@@ -117,11 +114,11 @@ class Matcher:
             is_right = self._verifier.verify(answer=prompt.answer, completion=given)
         return (RewardPart(name=_PART, value=float(is_right)),)
 
-    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
-        """The part's name where another machine may give this completion another value without fault."""
-        given = answer_of(completion)
-        is_so = self._verifier is not None and self._verifier.is_uncertain(answer=prompt.answer, completion=given)
-        return (_PART,) if is_so else ()
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """Whether the comparison took nearly all its time."""
+        if self._verifier is None:
+            return Doubts()
+        return Doubts(near=self._verifier.near.names(_PART, prompt.answer, answer_of(completion)))
 
     def answer_problem(self, prompt: Prompt) -> str:
         """Why no completion can be compared with the prompt's answer; empty where they can.
@@ -136,3 +133,27 @@ class Matcher:
         """Kill the verifier's processes."""
         if self._verifier is not None:
             self._verifier.close()
+
+
+class MatchedTask:
+    """The score of a task that compares completions with the answers of its rows."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self.num_workers = matcher.num_workers
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """See Matcher.score."""
+        return self._matcher.score(prompt, completion)
+
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """See Matcher.doubts."""
+        return self._matcher.doubts(prompt, completion)
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """See Matcher.answer_problem."""
+        return self._matcher.answer_problem(prompt)
+
+    def close(self) -> None:
+        """Kill the verifier's processes."""
+        self._matcher.close()

@@ -11,7 +11,7 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.completions import answer_of
 from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt, Task, TaskOver
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -141,24 +141,13 @@ def parts_of(values: Mapping[str, float]) -> tuple[RewardPart, ...]:
     return parts
 
 
-class RewardedTask:
+class RewardedTask(TaskOver):
     """A task with the user's own reward; implements Task."""
 
     def __init__(self, task: Task, reward: OwnReward) -> None:
-        self._task = task
+        digest = bytes_digest(f"{task.digest}\n{reward.digest}".encode())
+        super().__init__(task, digest=digest, num_workers=reward.num_workers)
         self._reward = reward
-        self.num_prompts = task.num_prompts
-        self.num_evaluation_prompts = task.num_evaluation_prompts
-        self.num_workers = reward.num_workers
-        self.digest: Digest = bytes_digest(f"{task.digest}\n{reward.digest}".encode())
-
-    def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
-        return self._task.prompt(index)
-
-    def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position."""
-        return self._task.evaluation_prompt(index)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The function's value, as named parts.
@@ -180,7 +169,7 @@ _PLACES = (
 )
 
 
-class TaskApart:
+class TaskApart(TaskOver):
     """A task's prompts here and its score elsewhere; implements Task."""
 
     def __init__(self, task: Task, job: Mapping[str, Any], *, timeout_s: float, num_workers: int) -> None:
@@ -192,21 +181,8 @@ class TaskApart:
             timeout_s: processor time for one completion, seconds.
             num_workers: most processes.
         """
-        self.inner = task
+        super().__init__(task, digest=task.digest, num_workers=num_workers)
         self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
-        self.num_prompts = task.num_prompts
-        self.num_evaluation_prompts = task.num_evaluation_prompts
-        self.num_workers = num_workers
-        self.digest: Digest = task.digest
-        self._has_scored = False
-
-    def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
-        return self.inner.prompt(index)
-
-    def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position."""
-        return self.inner.evaluation_prompt(index)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The task's own parts.
@@ -219,13 +195,9 @@ class TaskApart:
         try:
             reply = self.pool.ask(request)
         except LoadFailed as error:
-            if self._has_scored:
-                # What it needs was there before; a full memory, say, is no mistake of a configuration.
-                raise RewardError(f"the process that computes rewards cannot load its task again: {error}") from error
             raise ConfigError("task.name", f"the process that computes rewards cannot load it: {error}") from error
         except RewardError as error:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
-        self._has_scored = True
         return tuple(RewardPart(name=str(name), value=float(value)) for name, value in reply["parts"].items())
 
     def close(self) -> None:

@@ -190,16 +190,32 @@ class RewardPool:
         self._num_waiting = 0
         self._busy_since: float | None = None
         self._is_closed = False
+        self._has_loaded = False
 
     def start(self) -> dict[str, Any]:
         """Start the first worker; see RewardProcess.start."""
         with self._one() as worker:
-            return worker.start()
+            facts = worker.start()
+            self._has_loaded = True
+            return facts
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of a free worker; see RewardProcess.ask. Each of those before ends by its own time limit."""
+        """The answer of a free worker; see RewardProcess.ask. Each of those before ends by its own time limit.
+
+        Raises:
+            LoadFailed: no worker could load its job yet.
+            RewardError: there is no answer.
+        """
         with self._one() as worker:
-            return worker.ask(request)
+            try:
+                reply = worker.ask(request)
+            except LoadFailed as error:
+                if not self._has_loaded:
+                    raise
+                # What it needs was there before; a full memory, say, is no mistake of a configuration.
+                raise RewardError(f"the process that computes rewards does not start again: {error}") from error
+            self._has_loaded = True
+            return reply
 
     def close(self) -> None:
         """Kill all workers; who waits for an answer gets an error, and nothing starts again."""
@@ -345,9 +361,9 @@ class NearLimit:
         while len(self._names) > _REMEMBERED:
             self._names.popitem(last=False)
 
-    def has(self, prompt: object, completion: str) -> bool:
-        """Whether it is one of them."""
-        return _name(prompt, completion) in self._names
+    def names(self, part: str, prompt: object, completion: str) -> tuple[str, ...]:
+        """The part of a reward, if it is one of them."""
+        return (part,) if _name(prompt, completion) in self._names else ()
 
 
 def _name(prompt: object, completion: str) -> bytes:

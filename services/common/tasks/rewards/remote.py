@@ -106,7 +106,6 @@ class RemoteReward:
         self.num_workers = num_workers
         self.pool = RewardPool({**job, "timeout_s": timeout_s}, timeout_s=timeout_s, num_workers=num_workers)
         self._key = key
-        self._has_scored = False
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The value of one completion.
@@ -135,12 +134,9 @@ class RemoteReward:
                 }
             )
         except LoadFailed as error:
-            if self._has_scored:
-                raise RewardError(f"what asks for it does not start again: {error}") from error
             raise ConfigError(self._key, str(error)) from error
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
-        self._has_scored = True
         parts = [_part(value, text) for value, text in zip(reply["values"], reply["signatures"], strict=True)]
         if self.terms.signed_by:
             for part, completion in zip(parts, completions, strict=True):

@@ -34,7 +34,7 @@ MARGIN_S = 0.25
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def load(job: dict[str, Any]) -> Answer:
+def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """What answers requests.
 
     Raises:
@@ -47,7 +47,7 @@ def load(job: dict[str, Any]) -> Answer:
         reply = server.post(document, deadline=deadline_of(job))
         return values_of(reply, count=len(request["completions"]), low=job["low"], high=job["high"])
 
-    return answer
+    return answer, {}
 
 
 _ASKED = ("prompt_index", "prompt", "messages", "answer", "completions")

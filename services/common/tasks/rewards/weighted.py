@@ -14,7 +14,16 @@ from typing import Protocol
 from heterorl.common.errors import RewardError
 from heterorl.common.tasks.rewards.remote import WHOLE, RemoteReward, Terms
 from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
-from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, score_group, uncertain_parts
+from heterorl.common.tasks.task import (
+    Doubts,
+    Prompt,
+    Task,
+    TaskOver,
+    answer_problem_of,
+    close_task,
+    doubts_of,
+    score_group,
+)
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, weighted_sum
 from heterorl.common.wire.common import bytes_digest
@@ -75,12 +84,6 @@ class NamedReward:
             return (replace(parts[0], name=self.name, weight=self.weight),)
         return tuple(replace(part, name=f"{self.name}/{part.name}", weight=self.weight) for part in parts)
 
-    def is_uncertain(self, prompt: Prompt, completion: str) -> bool:
-        """Whether another machine may give this completion another value without fault."""
-        if isinstance(self.source, CodeReward):
-            return self.source.is_uncertain(prompt, completion)
-        return bool(uncertain_parts(self.source, prompt, completion))
-
     @property
     def num_workers(self) -> int:
         """Most of its values that are computed at once."""
@@ -102,12 +105,10 @@ class NamedReward:
 
     def close(self) -> None:
         """End the processes that compute it."""
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
+        close_task(self.source)
 
 
-class WeightedTask:
+class WeightedTask(TaskOver):
     """A task's prompts with a weighted sum of rewards; implements Task."""
 
     def __init__(self, task: Task, rewards: Sequence[NamedReward]) -> None:
@@ -117,31 +118,28 @@ class WeightedTask:
             task: whose prompts they are, and whose own score one of the rewards may be.
             rewards: in the order in which their parts stand.
         """
-        self.inner = task
+        stated = [(reward.name, reward.weight, reward.source.digest) for reward in rewards]
+        digest = bytes_digest(f"{task.digest}\nrewards 1\n{json.dumps(stated)}".encode())
+        super().__init__(task, digest=digest, num_workers=max(reward.num_workers for reward in rewards))
         self.rewards = tuple(rewards)
-        self.num_prompts = task.num_prompts
-        self.num_evaluation_prompts = task.num_evaluation_prompts
-        self.num_workers = max(reward.num_workers for reward in rewards)
         # Then all of them wait for the last completion of a group.
         self.by_group = any(isinstance(each.source, RemoteReward) and each.source.by_group for each in rewards)
-        stated = [(reward.name, reward.weight, reward.source.digest) for reward in rewards]
-        self.digest: Digest = bytes_digest(f"{task.digest}\nrewards 1\n{json.dumps(stated)}".encode())
 
     @property
     def remote(self) -> dict[str, Terms]:
         """The rewards that nobody can compute again, by name."""
         return {each.name: each.source.terms for each in self.rewards if isinstance(each.source, RemoteReward)}
 
-    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
-        """Rewards, by name, of which another machine may give this completion another value without fault."""
-        return tuple(each.name for each in self.rewards if each.is_uncertain(prompt, completion))
-
-    def by_code(self, prompt: Prompt) -> tuple[str, ...]:  # noqa: ARG002 - a mixture has others for other prompts
-        """Rewards, by name, that are what a completion's code comes to."""
-        return tuple(each.name for each in self.rewards if isinstance(each.source, CodeReward))
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """What is in doubt of each reward, under its name."""
+        found = {each.name: doubts_of(each.source, prompt, completion) for each in self.rewards}
+        return Doubts(
+            near=tuple(name for name, doubts in found.items() if doubts.near),
+            by_code=tuple(name for name, doubts in found.items() if doubts.by_code),
+        )
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of those rewards, from another run of the code.
+        """The parts of rewards that are what a completion's code comes to, from another run of it.
 
         Raises:
             RewardError: one of them could not be computed.
@@ -170,14 +168,6 @@ class WeightedTask:
         """The same with the task's own score computed by another form of the task."""
         rewards = [replace(reward, source=task) if reward.is_own_score else reward for reward in self.rewards]
         return WeightedTask(task, rewards)
-
-    def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
-        return self.inner.prompt(index)
-
-    def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position."""
-        return self.inner.evaluation_prompt(index)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The parts of all rewards, with their weights.

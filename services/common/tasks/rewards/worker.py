@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -27,6 +26,13 @@ from typing import Any
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 MAX_WORDS = 300
 """Characters of an error's text."""
+_MODULES = {
+    "math_verify": "rewards.expressions", "exact": "completions", "task": "registry", "service": "rewards.service",
+    "judge": "rewards.judge", "code": "rewards.sandbox.code", "gym": "rewards.sandbox.gym",
+}  # fmt: skip
+"""Below heterorl.common.tasks, by the kind of a job; each has `load(job)`, which gives an Answer and facts.
+
+Beside these, a `function` and an `environment` are somebody's own."""
 
 
 class LoadError(Exception):
@@ -53,7 +59,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     job = json.loads(requests.readline())
     try:
-        answer, facts = _KINDS[job["kind"]](job)
+        answer, facts = _loaded(job)
     except LoadError as error:
         _write(out, {"failed": error.kind, "text": str(error)})
         return
@@ -86,87 +92,28 @@ def _write_line(out: Any, text: str) -> None:
         os._exit(0)
 
 
-def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """What answers the requests of a job, and what is known of what it loaded.
+
+    Raises:
+        LoadError: it cannot be loaded.
+    """
+    if job["kind"] == "function":
+        return _function(job)
     try:
-        expressions: Any = importlib.import_module("heterorl.common.tasks.rewards.expressions")
+        if job["kind"] == "environment":
+            return _environment(job)
+        module: Any = importlib.import_module(f"heterorl.common.tasks.{_MODULES[job['kind']]}")
+        loaded: tuple[Answer, dict[str, Any]] = module.load(job)
+        return loaded
+    except LoadError:
+        raise
     except ImportError as error:
         raise LoadError("missing", str(error)) from error
-    resource.setrlimit(resource.RLIMIT_AS, (job["max_memory_bytes"],) * 2)
-    # The library warns at every call that its own time limits are off.
-    logging: Any = importlib.import_module("logging")
-    logging.disable(logging.WARNING)
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        right = expressions.answer_of_row(request["answer"])
-        if "completion" not in request or right is None:
-            return {"readable": right is not None}
-        correct = judged(right, request["completion"])
-        # What takes too much memory is as wrong as what takes too long, and as uncertain.
-        spent = {"used_s": request["cpu_s"]} if correct is None else {}
-        return {"readable": True, "correct": bool(correct), **spent}
-
-    def judged(right: Any, completion: str) -> bool | None:
-        try:
-            return bool(expressions.is_right(right, completion))
-        except (MemoryError, RecursionError):
-            return None
-
-    # The library makes its parser at its first use, which is no answer's time.
-    judged(expressions.answer_of_row("\\frac{1}{2}"), "$0.5$")
-    return answer, {}
-
-
-def _exact(_job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    completions: Any = importlib.import_module("heterorl.common.tasks.completions")
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        given = completions.answer_of(request["completion"])
-        return {"parts": {"correct": float(given.strip() == request["answer"].strip())}}
-
-    return answer, {}
-
-
-def _task(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    try:
-        registry: Any = importlib.import_module("heterorl.common.tasks.registry")
-        prompts: Any = importlib.import_module("heterorl.common.tasks.task")
-        task = registry.build_task(registry.TaskConfig.model_validate(job["config"]))
+    except (OSError, ValueError) as error:
+        raise LoadError("error", str(error)) from error
     except Exception as error:
         raise LoadError("error", words_of(error)) from error
-    if task.digest != job["digest"]:
-        raise LoadError("error", "it is another one there: another release of what it is made with?")
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        prompt = prompts.Prompt(index=request["index"], text=request["prompt"], answer=request["answer"])
-        return {"parts": {part.name: part.value for part in task.score(prompt, request["completion"])}}
-
-    return answer, {}
-
-
-def _remote(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    module: Any = importlib.import_module(f"heterorl.common.tasks.rewards.{job['module']}")
-    try:
-        return module.load(job), {}
-    except ValueError as error:
-        raise LoadError("error", str(error)) from error
-
-
-def _gym(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    module: Any = importlib.import_module("heterorl.common.tasks.rewards.sandbox.gym")
-    try:
-        loaded: tuple[Answer, dict[str, Any]] = module.load(job)
-    except (ValueError, OSError) as error:
-        raise LoadError("error", str(error)) from error
-    return loaded
-
-
-def _code(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    module: Any = importlib.import_module("heterorl.common.tasks.rewards.sandbox.code")
-    try:
-        loaded: tuple[Answer, dict[str, Any]] = module.load(job)
-    except ValueError as error:
-        raise LoadError("error", str(error)) from error
-    return loaded
 
 
 def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
@@ -181,8 +128,7 @@ def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"parts": calling.parts(request)}
 
-    files = _beside("functions").reward_files(module.partition(".")[0])
-    return answer, {"digest": files.digest, "num_files": files.count, "place": files.place, **calling.facts}
+    return answer, {**_files_of(module), **calling.facts}
 
 
 def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
@@ -190,15 +136,14 @@ def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     found, facts = None, {}
     if job["module"]:
         found = load_function(job["module"], job["name"], job["directory"], what=job["what"])
-        files = _beside("functions").reward_files(job["module"].partition(".")[0])
-        facts = {"digest": files.digest, "num_files": files.count, "place": files.place}
-    try:
-        answer, more = inside.load(job, found)
-    except ImportError as error:
-        raise LoadError("missing", str(error)) from error
-    except ValueError as error:
-        raise LoadError("error", str(error)) from error
+        facts = _files_of(job["module"])
+    answer, more = inside.load(job, found)
     return answer, {**facts, **more}
+
+
+def _files_of(module: str) -> dict[str, Any]:
+    files = _beside("functions").reward_files(module.partition(".")[0])
+    return {"digest": files.digest, "num_files": files.count, "place": files.place}
 
 
 def load_function(module: str, name: str, directory: str, what: str = "function") -> Callable[..., Any]:
@@ -269,11 +214,6 @@ def _beside(name: str) -> Any:
     spec.loader.exec_module(module)
     return module
 
-
-_KINDS = {
-    "math_verify": _math, "function": _function, "exact": _exact, "task": _task, "remote": _remote, "code": _code,
-    "gym": _gym, "environment": _environment,
-}  # fmt: skip
 
 if __name__ == "__main__":
     main()

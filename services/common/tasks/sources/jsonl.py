@@ -16,12 +16,11 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.messages import question_of, read_messages
-from heterorl.common.tasks.rewards.matching import Matcher
+from heterorl.common.tasks.rewards.matching import MatchedTask, Matcher
 from heterorl.common.tasks.sources.config import ANSWER, MESSAGES, PROMPT, DataConfig
 from heterorl.common.tasks.sources.rows import ABSENT, cell_of, say_held_out, short_ones, written
 from heterorl.common.tasks.task import Measure, Message, Prompt
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
 
 MAX_LINE_BYTES = 1 << 20
@@ -54,7 +53,7 @@ class Row:
         return Prompt(index=index, text=self.text, answer=self.answer, messages=self.messages, columns=self.columns)
 
 
-class JsonlTask:
+class JsonlTask(MatchedTask):
     """Implements heterorl.common.tasks.task.Task; see the module docstring for what is held out."""
 
     def __init__(
@@ -92,8 +91,7 @@ class JsonlTask:
             self._training = read("task.name", path)
             self._held_out = read("task.evaluation_path", evaluation_path)
             _refuse_overlap(path, self._training, evaluation_path, self._held_out)
-        self._matcher = matcher
-        self.num_workers = matcher.num_workers
+        super().__init__(matcher)
         self._count()
 
     def _count(self) -> None:
@@ -120,30 +118,6 @@ class JsonlTask:
     def evaluation_prompt(self, index: int) -> Prompt:
         """The held-out prompt at a position."""
         return self._held_out[index].prompt(index)
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 for a matching answer, else 0; mathematics that take too long to compare match nothing.
-
-        Raises:
-            RewardError: the verifier crashed or timed out.
-        """
-        return self._matcher.score(prompt, completion)
-
-    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
-        """Parts, by name, of which another machine may give this completion another value without fault."""
-        return self._matcher.uncertain(prompt, completion)
-
-    def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion of a prompt can be scored; empty where they can.
-
-        Raises:
-            RewardError: nothing is known.
-        """
-        return self._matcher.answer_problem(prompt)
-
-    def close(self) -> None:
-        """Kill the verifier's processes."""
-        self._matcher.close()
 
 
 def _split(path: Path, rows: list[Row], evaluation_size: int) -> tuple[list[Row], list[Row]]:

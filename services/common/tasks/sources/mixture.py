@@ -16,7 +16,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.tasks.environments.task import EnvironmentSpec, environment_of, environments_of
 from heterorl.common.tasks.rewards.weighted import WeightedTask
-from heterorl.common.tasks.task import Prompt, Task, answer_problem_of, uncertain_parts
+from heterorl.common.tasks.task import Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -111,8 +111,7 @@ class MixtureTask:
 
     def environment_of(self, prompt: Prompt) -> EnvironmentSpec | None:
         """What answers the turns of a prompt; None where its source has no environment."""
-        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        return environment_of(self.sources[prompt.number].task, prompt.inner)
+        return environment_of(*self._asked(prompt))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The parts of the prompt's own task.
@@ -120,29 +119,21 @@ class MixtureTask:
         Raises:
             RewardError: the verifier failed; that is not a score.
         """
-        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        return self.sources[prompt.number].task.score(prompt.inner, completion)
+        task, inner = self._asked(prompt)
+        return task.score(inner, completion)
 
-    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
-        """Rewards, by name, of which another machine may give this completion another value without fault."""
-        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        return uncertain_parts(self.sources[prompt.number].task, prompt.inner, completion)
-
-    def by_code(self, prompt: Prompt) -> tuple[str, ...]:
-        """Rewards of the prompt's own task, by name, that are what a completion's code comes to."""
-        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        task = self.sources[prompt.number].task
-        return task.by_code(prompt.inner) if isinstance(task, WeightedTask) else ()
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """What is in doubt of the parts of the prompt's own task."""
+        return doubts_of(*self._asked(prompt), completion)
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of those rewards, from another run of the code.
+        """The parts of its rewards that are what a completion's code comes to, from another run of it.
 
         Raises:
             RewardError: one of them could not be computed.
         """
-        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        task = self.sources[prompt.number].task
-        return task.run_again(prompt.inner, completion) if isinstance(task, WeightedTask) else ()
+        task, inner = self._asked(prompt)
+        return task.run_again(inner, completion) if isinstance(task, WeightedTask) else ()
 
     def answer_problem(self, prompt: Prompt) -> str:
         """Why no completion of a prompt can be scored; empty where they can.
@@ -150,15 +141,17 @@ class MixtureTask:
         Raises:
             RewardError: nothing is known.
         """
-        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
-        return answer_problem_of(self.sources[prompt.number].task, prompt.inner)
+        return answer_problem_of(*self._asked(prompt))
 
     def close(self) -> None:
         """End what the tasks run."""
-        for source in self.sources:
-            close = getattr(source.task, "close", None)
-            if close is not None:
-                close()
+        for task in self.tasks:
+            close_task(task)
+
+    def _asked(self, prompt: Prompt) -> tuple[Task, Prompt]:
+        """The task that a prompt is of, and which it is there."""
+        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
+        return self.sources[prompt.number].task, prompt.inner
 
     def _number(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, side="right"))

@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.rewards.matching import Matcher
+from heterorl.common.tasks.rewards.matching import MatchedTask, Matcher
 from heterorl.common.tasks.sources.columns import Columns
 from heterorl.common.tasks.sources.config import DataConfig
 from heterorl.common.tasks.sources.files import Loaded
 from heterorl.common.tasks.sources.rows import say_held_out, short_ones
 from heterorl.common.tasks.task import Measure, Prompt
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
 
 Rows = npt.NDArray[np.int64]
@@ -33,7 +32,7 @@ _AT_ONCE = 4096
 _LOG = logging.getLogger(__name__)
 
 
-class TableTask:
+class TableTask(MatchedTask):
     """Implements heterorl.common.tasks.task.Task."""
 
     def __init__(
@@ -71,8 +70,7 @@ class TableTask:
             self._held_rows = _chosen("task.data.evaluation_split", self._held_columns, config, measure)
             self._rows = _without(columns, rows, self._held_columns, self._held_rows)
         _release()
-        self._matcher = matcher
-        self.num_workers = matcher.num_workers
+        super().__init__(matcher)
         self._words = [
             "table 2", loaded.digest, held_out.digest if held_out else "", matcher.name,
             columns.asked_in, columns.answered_in,
@@ -108,30 +106,6 @@ class TableTask:
     def evaluation_prompt(self, index: int) -> Prompt:
         """The held-out prompt at a position."""
         return self._held_columns.prompt(int(self._held_rows[index]), index=index)
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 for a matching answer, else 0; mathematics that take too long to compare match nothing.
-
-        Raises:
-            RewardError: the verifier crashed or timed out.
-        """
-        return self._matcher.score(prompt, completion)
-
-    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
-        """Parts, by name, of which another machine may give this completion another value without fault."""
-        return self._matcher.uncertain(prompt, completion)
-
-    def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion of a prompt can be scored; empty where they can.
-
-        Raises:
-            RewardError: nothing is known.
-        """
-        return self._matcher.answer_problem(prompt)
-
-    def close(self) -> None:
-        """Kill the verifier's processes."""
-        self._matcher.close()
 
 
 def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | None) -> Rows:

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task
 from heterorl.common.tasks.rewards import process
 from heterorl.common.tasks.rewards.own import TaskApart
 from heterorl.common.tasks.rewards.process import RewardPool
+from heterorl.common.tasks.task import close_task
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards.config import CodeRewardConfig
 from heterorl.common.tasks.rewards.process import PATIENCE
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, outcome
@@ -24,6 +24,7 @@ from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, tried
 from heterorl.common.tasks.rewards.sandbox.outcome import START_TIMEOUT_S, Limits, Outcome
 from heterorl.common.tasks.rewards.sandbox.unit_tests import Test as UnitTest
 from heterorl.common.tasks.rewards.sandbox.unit_tests import tests_of as unit_tests_of
+from heterorl.common.tasks.task import close_task
 from heterorl.common.types.rollout import RewardPart
 
 pytestmark = pytest.mark.process
@@ -456,10 +457,10 @@ def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path):
     half, endless, quick = (f"```python\nimport time\n{code}\n```" for code in (HALF, "while True: pass", "x = 1"))
     try:
         assert [task.score(prompt, text)[0].value for text in (half, endless, quick)] == [1.0, 0.0, 1.0]
-        assert task.uncertain(prompt, half) == ("tests",)
-        assert task.uncertain(prompt, endless) == ("tests",)
-        assert task.uncertain(prompt, quick) == ()
-        assert task.uncertain(prompt, "another") == ()
+        assert task.doubts(prompt, half).near == ("tests",)
+        assert task.doubts(prompt, endless).near == ("tests",)
+        assert task.doubts(prompt, quick).near == ()
+        assert task.doubts(prompt, "another").near == ()
     finally:
         close_task(task)
 

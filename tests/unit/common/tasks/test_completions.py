@@ -3,9 +3,9 @@
 import pytest
 
 from heterorl.common.tasks.completions import answer_of
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task
 from heterorl.common.tasks.rewards.matching import Matcher
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Prompt, close_task
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.messages import SystemPromptTask
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task
 from heterorl.common.tasks.rewards.process import PATIENCE
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+from heterorl.common.tasks.task import close_task
 
 pytestmark = pytest.mark.process
 
@@ -312,12 +313,12 @@ def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task):
     for completion in (slow, asleep, "1"):
         task.score(prompt, completion)
 
-    assert task.uncertain(prompt, slow) == ("score",)
-    assert task.uncertain(prompt, asleep) == ("score",)
-    assert task.uncertain(prompt, "1") == ()
+    assert task.doubts(prompt, slow).near == ("score",)
+    assert task.doubts(prompt, asleep).near == ("score",)
+    assert task.doubts(prompt, "1").near == ()
     # Also where it is one task of several, or has a system prompt.
     mixture = MixtureTask([Source(label="a", weight=1.0, task=SystemPromptTask(task, "Be brief."))])
-    assert mixture.uncertain(mixture.prompt(0), slow) == ("score",)
+    assert mixture.doubts(mixture.prompt(0), slow).near == ("score",)
 
 
 LOOPS = f"import time\nwhile time.process_time() < {0.4 * gym.LIMIT_S}: pass"
@@ -335,7 +336,7 @@ def test_own_score_in_a_sum_goes_through_the_sandbox_too(tmp_path):
             task.score(prompt, f"__import__('os').system('touch {mark}')")
             slow = run(LOOPS)
             task.score(prompt, slow)
-            assert task.uncertain(prompt, slow) == ("correct",)
+            assert task.doubts(prompt, slow).near == ("correct",)
         finally:
             close_task(task)
     assert not mark.exists()
@@ -405,7 +406,8 @@ def test_no_score_is_computed_where_questions_are_made():
     """The service makes questions with the package itself; of completions it sees the score."""
     code = (
         "import json, reasoning_gym.games.countdown as c\n"
-        "from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task\n"
+        "from heterorl.common.tasks.registry import TaskConfig, apart, build_task\n"
+        "from heterorl.common.tasks.task import close_task\n"
         "def refuse(*_, **__): raise SystemExit('scored here')\n"
         "c.CountdownDataset.score_answer = refuse\n"
         "config = TaskConfig(name='reasoning_gym:countdown', size=8, evaluation_size=4, reward_timeout_s=20.0)\n"

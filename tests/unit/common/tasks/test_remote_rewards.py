@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import new_key
 from heterorl.common.process.config import InvalidConfig, load
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards.judge import JudgeStore, filled, question_digest, score_of
 from heterorl.common.tasks.rewards.remote import is_signed, sign
 from heterorl.common.tasks.rewards.service import MAX_REPLY_BYTES, MAX_WORDS
-from heterorl.common.tasks.task import Message, score_group
+from heterorl.common.tasks.task import Message, close_task, score_group
 from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.config import LearnerConfig
 from tests.support.reward_service import localhost_tls, serving

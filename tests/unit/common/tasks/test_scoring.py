@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
-from heterorl.common.tasks.task import FailureRow, Prompt, score_group
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task import FailureRow, Prompt, close_task, score_group
 from heterorl.common.text.conversation import try_answers, try_reward
 from heterorl.common.types.rollout import RewardPart
 

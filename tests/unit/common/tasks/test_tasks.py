@@ -12,10 +12,11 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards import matching
 from heterorl.common.tasks.rewards.matching import MAX_MEMORY_BYTES, MathVerifier
 from heterorl.common.tasks.rewards.process import SCRIPT
+from heterorl.common.tasks.task import close_task
 
 
 def test_arithmetic_shows_every_pair_once_and_holds_some_out():
@@ -232,9 +233,9 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path, m
     try:
         # What takes too long to compare is wrong, and another machine may have had the time.
         assert verifier.verify(answer="$2$", completion=HANGS) is False
-        assert verifier.is_uncertain(answer="$2$", completion=HANGS)
+        assert verifier.near.names("correct", "$2$", HANGS)
         assert verifier.verify(answer="$2$", completion="$2$") is True
-        assert not verifier.is_uncertain(answer="$2$", completion="$2$")
+        assert not verifier.near.names("correct", "$2$", "$2$")
         with pytest.raises(RewardError, match="cannot be parsed"):
             verifier.verify(answer="", completion="$2$")
         # An answer that cannot be parsed in time is no fault of the completion.
@@ -315,7 +316,7 @@ def test_math_worker_that_gets_no_processor_says_nothing_of_the_answer():
         os.kill(worker.process.pid, signal.SIGSTOP)
         with pytest.raises(RewardError, match="no answer in 0.5 s"):
             verifier.verify(answer="$2$", completion="$3$")
-        assert not verifier.is_uncertain(answer="$2$", completion="$3$")
+        assert not verifier.near.names("correct", "$2$", "$3$")
     finally:
         verifier.close()
 

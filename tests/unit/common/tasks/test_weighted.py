@@ -7,9 +7,9 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.process.config import InvalidConfig, load
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task
 from heterorl.common.tasks.rewards.own import TaskApart
-from heterorl.common.tasks.task import score_group
+from heterorl.common.tasks.task import close_task, score_group
 from heterorl.common.types.rollout import MAX_REWARD_PARTS, RewardPart, total_reward, weighted_sum
 from heterorl.learner.config import LearnerConfig
 

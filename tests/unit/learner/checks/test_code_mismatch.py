@@ -8,10 +8,11 @@ import pytest
 
 from heterorl.common.errors import RewardError
 from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+from heterorl.common.tasks.task import Doubts, close_task
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
 from heterorl.learner.checks.rewards import judge_rewards
 from tests.support.learner_world import queued
@@ -28,8 +29,8 @@ class Coins(CodeReward):
     def score(self, prompt, completion):
         return (RewardPart(name="reward", value=self.values.pop(0)),)
 
-    def is_uncertain(self, prompt, completion):
-        return self.is_slow
+    def doubts(self, prompt, completion):
+        return Doubts(near=("reward",) if self.is_slow else (), by_code=("reward",))
 
 
 def task_with(coins):

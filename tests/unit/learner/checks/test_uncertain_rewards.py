@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import RewardError
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards import matching
+from heterorl.common.tasks.task import close_task
 from heterorl.common.types.rollout import DropReason, RewardPart
 from heterorl.learner.checks.rewards import judge_rewards
 from tests.support.run import Run, rollout

@@ -12,8 +12,9 @@ from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, Rewa
 from heterorl.common.generation.engine import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.building import Room
 from heterorl.common.process import metrics
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards import matching
+from heterorl.common.tasks.task import close_task
 from heterorl.common.text.conversation import try_prompts
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.rollout import ReturnReason, RewardPart

@@ -11,8 +11,8 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.tiny import EOS, write_tiny_model
 from heterorl.common.model.tensors import store
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task import Prompt, close_task
 from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignment  # fmt: skip

@@ -18,7 +18,7 @@ from heterorl.common.tasks.rewards.remote import WHOLE
 from heterorl.common.tasks.rewards.sandbox.gym import SERVE_TIMEOUT_S, limit_of
 from heterorl.common.tasks.rewards.sandbox.serve import Entries, NoEntries
 from heterorl.common.tasks.rewards.sandbox.unit_tests import COLUMNS, tests_of
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Doubts, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -64,17 +64,15 @@ class CodeReward:
             reply = self.pool.ask(
                 {"answer": prompt.answer, "columns": _beside(prompt), "completion": answer_of(completion)}
             )
-        except LoadFailed as error:
-            raise RewardError(f"the sandbox does not start again: {error}") from error
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
         if reply["share"] > NEAR:
             self._near.add(prompt.index, completion)
         return (RewardPart(name=WHOLE, value=float(reply["value"])),)
 
-    def is_uncertain(self, prompt: Prompt, completion: str) -> bool:
-        """Whether the score that was given took so long that another machine's may differ without fault."""
-        return self._near.has(prompt.index, completion)
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """The score is what code comes to, and may have taken nearly all its time."""
+        return Doubts(near=self._near.names(WHOLE, prompt.index, completion), by_code=(WHOLE,))
 
     def answer_problem(self, prompt: Prompt) -> str:
         """Why a prompt's answer holds no tests; empty where it does."""
@@ -134,7 +132,6 @@ class ReasoningGymTask:
         self._entries = Entries(reasoning_gym, name=name, size=max(size, evaluation_size), seed=seed)
         self._limit_s = limit_of(timeout_s)
         self._near = NearLimit()
-        self._has_scored = False
         self.num_workers = num_workers
         self.num_prompts = size
         self.num_evaluation_prompts = evaluation_size
@@ -174,20 +171,17 @@ class ReasoningGymTask:
         try:
             reply = self.pool.ask({"index": prompt.index, "prompt": prompt.text, "completion": answer_of(completion)})
         except LoadFailed as error:
-            if self._has_scored:
-                raise RewardError(f"the process that scores does not start again: {error}") from error
             action = "docs/rewards.md says what a sandbox needs, and what task.sandbox = false gives away"
             raise ConfigError("task.name", str(error), action=action) from error
         except RewardError as error:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
-        self._has_scored = True
         if reply["share"] > NEAR:
             self._near.add(prompt.index, completion)
         return (RewardPart(name=_PART, value=float(reply["value"])),)
 
-    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
-        """Rewards, by name, of which another machine may give this completion another value without fault."""
-        return (_PART,) if self._near.has(prompt.index, completion) else ()
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """Whether the score took nearly all its time."""
+        return Doubts(near=self._near.names(_PART, prompt.index, completion))
 
     def close(self) -> None:
         """Kill the processes, with what runs inside."""

@@ -9,8 +9,8 @@ from heterorl.common.model.building import Room
 from heterorl.common.process.config import load
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.task import environment_of, environments_of, seed_of
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
-from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task
+from heterorl.common.tasks.task import Message, Prompt, close_task
 from heterorl.common.text.conversation import try_prompts, try_reward
 from heterorl.common.text.prompts import Prompter
 from heterorl.learner.config import LearnerConfig

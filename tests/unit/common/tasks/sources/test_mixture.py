@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task
 from heterorl.common.tasks.rewards.process import NearLimit
 from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
-from heterorl.common.tasks.task import source_of
+from heterorl.common.tasks.task import Doubts, close_task, source_of
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.completions import by_source
 from tests.support.learner_world import make_group
@@ -214,5 +214,6 @@ def test_what_may_have_another_value_elsewhere_is_that_of_the_prompts_own_source
     plain, coded = task.prompt(0), task.prompt(task.num_prompts - 1)
     code._near.add(coded.inner.index, "x")
 
-    assert task.uncertain(coded, "x") == ("tests",)
-    assert task.uncertain(coded, "y") == task.uncertain(plain, "x") == ()
+    assert task.doubts(coded, "x") == Doubts(near=("tests",), by_code=("tests",))
+    assert task.doubts(coded, "y") == Doubts(by_code=("tests",))
+    assert task.doubts(plain, "x") == Doubts()

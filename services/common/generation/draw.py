@@ -71,26 +71,13 @@ KEY_BYTES = 16
 
 
 def group_key(*, seed: int, state_root: str, prompt_index: int) -> int:
-    """Key of a group's noise, 128 bits.
-
-    Args:
-        seed: of the group's assignment.
-        state_root: of the weights that it is generated with.
-        prompt_index: position of the prompt in the task.
-    """
+    """Key of a group's noise, 128 bits, from the seed of its assignment and the weights that it is generated with."""
     text = f"heterorl-gumbel-1/{seed}/{state_root}/{prompt_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest(), "little")
 
 
 def gumbel_noise(key: int, *, sample: int, position: int, vocab_size: int) -> Float32Array:
-    """Standard Gumbel noise [V] of one token.
-
-    Args:
-        key: of the group.
-        sample: place of the rollout in the group, from 0.
-        position: of the token in the completion, from 0.
-        vocab_size: number of token ids.
-    """
+    """Standard Gumbel noise [V] of one token; `sample` and `position` count from 0, in the group and the completion."""
     name = key.to_bytes(KEY_BYTES, "little") + sample.to_bytes(4, "little") + position.to_bytes(4, "little")
     words = np.frombuffer(hashlib.blake2b(name, digest_size=KEY_BYTES).digest(), "<u8")
     raw = np.random.Philox(key=words).random_raw((vocab_size + 1) // 2)

@@ -52,17 +52,9 @@ class HfEngine:
     ) -> None:
         """Load the model.
 
-        Args:
-            model_dir: Hugging Face directory or hub id.
-            published_dtype: type of the weights that it takes.
-            compute_dtype: fp32 or bf16.
-            device: where it computes.
-            sampling: how tokens are drawn.
-            batch_rows: completions that are computed at once.
-            end_token_ids: each ends a completion, and stays its last token; nothing else does.
-            lora: adapters to take instead of all weights.
-            is_seeded: the seeds of `generate` are keys of heterorl.common.generation.draw.
-            records_routing: completions have the experts of their tokens.
+        `published_dtype` is that of the weights that it takes, `compute_dtype` fp32 or bf16. Each of `end_token_ids`
+        ends a completion, and stays its last token; nothing else does. With `is_seeded` seeds are keys of
+        `draw.gumbel_noise`.
 
         Raises:
             ConfigError: it cannot be loaded, or has no routers that can be recorded.
@@ -128,11 +120,7 @@ class HfEngine:
 
     @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score one text after another: few and short.
-
-        Raises:
-            EngineError: the device has no room for them beside what is under way, or the model fails.
-        """
+        """Score one text after another: few and short."""
         try:
             return self._scores(texts)
         except Exception as error:
@@ -152,12 +140,7 @@ class HfEngine:
         """Nothing: it computes in this process."""
 
     def submit(self, request: Request) -> None:
-        """Take a request: its completions join what is computed, all together, as soon as there is room for them.
-
-        Raises:
-            PromptTooLong: the prompt leaves no room for a completion.
-            PromptRefused: it has a token that is none of the model's.
-        """
+        """Take a request: its completions join what is computed, all together, as soon as there is room for them."""
         sampling = request.sampling or self._sampling
         self._room.check(request.prompt, sampling.max_new_tokens)
         with self._guard:
@@ -165,11 +148,7 @@ class HfEngine:
 
     @torch.inference_mode()
     def collect(self) -> list[Finished | Lost]:
-        """Compute, in this thread, until a completion ends.
-
-        Raises:
-            EngineError: the device has too little memory, or the model fails; everything under way is given up.
-        """
+        """Compute, in this thread, until a completion ends."""
         num_cancels = self._num_cancels
         try:
             while True:

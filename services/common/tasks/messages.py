@@ -73,11 +73,7 @@ class SystemPromptTask(TaskOver):
         return self._with_system(self.inner.evaluation_prompt(index))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The task's own parts.
-
-        Raises:
-            RewardError: the verifier failed; that is not a score.
-        """
+        """The task's own parts."""
         return self.inner.score(prompt, completion)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
@@ -85,11 +81,7 @@ class SystemPromptTask(TaskOver):
         return doubts_of(self.inner, prompt, completion)
 
     def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion of a prompt can be scored; empty where they can.
-
-        Raises:
-            RewardError: nothing is known.
-        """
+        """Why no completion of a prompt can be scored; empty where they can."""
         return answer_problem_of(self.inner, prompt)
 
     def close(self) -> None:

@@ -175,10 +175,8 @@ class TaskConfig(SourceConfig):
 def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: Path | None = None) -> Task:
     """The task that a configuration names.
 
-    Args:
-        config: the configuration.
-        measure: counts a prompt's tokens, for data sets whose prompts are bounded.
-        notes: file that keeps which commits branches of the hub stood at; None keeps none.
+    `measure` counts a prompt's tokens, for data sets whose prompts are bounded. The file `notes` keeps which commits
+    branches of the hub stood at.
 
     Raises:
         ConfigError: the name is unknown, or its data cannot be read.

@@ -83,10 +83,7 @@ def parse_action(text: str, *, parser: Parser) -> Said:
 def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], setting: Parser | Literal["auto"]) -> Parser:
     """How calls are read in a run.
 
-    Args:
-        prompter: of the run; a template is asked how it writes a call.
-        tools: JSON schemas of what may be called.
-        setting: of `task.tool_parser`; `auto` takes what reads the template's form, or `hermes` where it has none.
+    `auto` takes what reads the template's form, or `hermes` where it has none.
 
     Raises:
         ConfigError: no parser reads the template's form, or the tokenizer leaves the tags out of decoded text.

@@ -52,10 +52,6 @@ class Conversation:
 
         Calls that cannot be read are not shown to the environment: the policy reads what is wrong with them.
 
-        Args:
-            episode: of the environment.
-            turn: drawn ids.
-
         Raises:
             EpisodeError: the episode has ended without a reward.
             PromptRefused: the template does not write what the environment says.
@@ -64,20 +60,12 @@ class Conversation:
         return None if said.done else self.given(said, turn)
 
     def answer(self, episode: Episode, turn: Int32Array) -> Observation:
-        """What is said to drawn ids; see `step`.
-
-        Raises:
-            EpisodeError: the episode has ended without a reward.
-        """
+        """What is said to drawn ids; see `step`."""
         is_cut = self._is_cut(turn)
         return answer_to(self.prompter.decode(turn), episode=episode, parser=self.parser, is_cut=is_cut)
 
     def given(self, said: Observation, turn: Int32Array) -> Int32Array:
-        """The ids of what is said to drawn ids.
-
-        Raises:
-            PromptRefused: the template does not write it.
-        """
+        """The ids of what is said to drawn ids."""
         return self.prompter.given(said.messages, is_cut=self._is_cut(turn))
 
     def _is_cut(self, turn: Int32Array) -> bool:
@@ -85,13 +73,7 @@ class Conversation:
 
 
 def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: bool) -> Observation:
-    """What is said to the text of a turn.
-
-    Args:
-        text: of the turn.
-        episode: of the environment.
-        parser: reads calls of tools; None where the environment has none.
-        is_cut: whether the turn ended at its longest length.
+    """What is said to the text of a turn; without a parser the environment has no tools.
 
     Raises:
         EpisodeError: the episode has ended without a reward.
@@ -116,12 +98,6 @@ class Conversations:
         tool_parser: Parser | Literal["auto"] = "auto",
     ) -> None:
         """Prove that the template writes turns and tools.
-
-        Args:
-            task: has the environments.
-            prompter: of the run.
-            end_token_ids: of the run.
-            tool_parser: `task.tool_parser`.
 
         Raises:
             ConfigError: it does not.
@@ -208,12 +184,6 @@ def tried_prompts(task: Task) -> Iterator[Prompt]:
 def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: int) -> None:
     """Write some prompts; a task of which the model can be asked none is not begun, single ones are left out later.
 
-    Args:
-        task: whose prompts they are.
-        prompter: writes them.
-        room: of the model.
-        max_new_tokens: of a completion.
-
     Raises:
         ConfigError: all of them were refused.
     """
@@ -237,10 +207,7 @@ def try_turns(
 ) -> Parser | None:
     """Prove for an environment that the template writes turns one behind another, whatever stands before them.
 
-    Args:
-        prompter: writes them.
-        tools: JSON schemas of what the policy may call; with them the template must write tools and their results too.
-        tool_parser: the key of the task: how calls are read.
+    With tools, the template must write them and their results too.
 
     Returns:
         How calls are read; None without tools.
@@ -297,9 +264,7 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
 
     An environment is told the answer as the only turn of an episode, or TRIED_TURN where the row has none.
 
-    Args:
-        task: whose prompt it is.
-        prompter: through whose tokens the answer goes; None takes its text as it is.
+    The answer goes through the tokens of a prompter; without one its text is taken as it is.
 
     Raises:
         ConfigError: the reward failed.

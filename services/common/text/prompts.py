@@ -49,10 +49,7 @@ class Prompter:
     ) -> None:
         """Load the tokenizer.
 
-        Args:
-            model_dir: a directory, or a name of the hub.
-            use_chat_template: prompts are messages to the model's template.
-            template_arguments: what the template is given beside them, such as enable_thinking.
+        `template_arguments` is what the template is given beside messages, such as enable_thinking.
 
         Raises:
             ConfigError: there is no tokenizer, no template that can be used, or it takes no such arguments.
@@ -125,9 +122,7 @@ class Prompter:
     def encode_prompt(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> Int32Array:
         """Token ids of a task's prompt, int32, with all its messages.
 
-        Args:
-            prompt: what is asked.
-            tools: JSON schemas of what the policy may call, which the template writes; `check_tools` says if it can.
+        The template writes the JSON schemas `tools` of what the policy may call; `check_tools` says if it can.
 
         Raises:
             PromptRefused: its task refuses it, or it is messages, and no template is used or this one refuses them.
@@ -185,11 +180,7 @@ class Prompter:
         return np.array(self._between().ids(messages, is_cut=is_cut), np.int32)
 
     def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Why messages of a role cannot be given between turns, with tools and without; empty where they can.
-
-        Raises:
-            ConfigError: prompts go through no template, or it ends an answer by no special token.
-        """
+        """Why messages of a role cannot be given between turns, with tools and without; empty where they can."""
         return self._between().problem(role, tools=tools)
 
     def _between(self) -> GivenTokens:

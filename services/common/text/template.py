@@ -70,9 +70,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, *, arguments: Mapping[str, Any]) -> None:
         """Compile it.
 
-        Args:
-            tokenizer: whose template it is; its special tokens are the template's variables.
-            arguments: other variables; CLOCK among them is a date, or a date and a time, by ISO 8601.
+        The tokenizer's special tokens and `arguments` are the template's variables; CLOCK among them is a date, or a
+        date and a time, by ISO 8601.
 
         Raises:
             ConfigError: it is no template, or draws at random; or CLOCK is no date.
@@ -108,20 +107,12 @@ class ChatTemplate:
         return self._template.render({**self._variables, **variables})
 
     def answer_end(self) -> str:
-        """What is written behind an assistant's answer.
-
-        Raises:
-            TemplateError: it writes no such turn; what it computes may raise what Python raises.
-        """
+        """What is written behind an assistant's answer."""
         turns = [{"role": "user", "content": _ANSWER}, {"role": "assistant", "content": _ANSWER}]
         return self.write(turns, begins_answer=False).rpartition(_ANSWER)[2]
 
     def call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What is written for an assistant's turn that calls a tool; a template that knows no calls leaves it out.
-
-        Raises:
-            TemplateError: it writes no such turn; what it computes may raise what Python raises.
-        """
+        """What is written for an assistant's turn that calls a tool; a template that knows no calls leaves it out."""
         asked = {"role": "user", "content": _ANSWER}
         made = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         calling = {"role": "assistant", "content": "", "tool_calls": [made]}
@@ -190,9 +181,7 @@ class GivenTokens:
 
         A text that spells a special token becomes that token, as in prompts.
 
-        Args:
-            messages: what is said to the turn; at least one.
-            is_cut: the turn ended at its token limit, so that its end token is given too.
+        `is_cut`: the turn ended at its token limit, so that its end token is given too.
 
         Raises:
             PromptRefused: the template cannot write such messages behind an answer.
@@ -211,12 +200,8 @@ class GivenTokens:
         return ids if is_cut else ids[1:]
 
     def problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Why messages of a role cannot be given; empty where they can.
-
-        Args:
-            role: of the messages.
-            tools: schemas of the run's tools; with them the histories are tried with tools too.
-        """
+        """Why messages of a role cannot be given; empty where they can. Histories are tried with tools too, if there
+        are any."""
         if role not in GIVEN_ROLES:
             return f"no message of the role {role} is given between turns, only of {', '.join(GIVEN_ROLES)}"
         for messages in _tried(role):

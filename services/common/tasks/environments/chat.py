@@ -203,15 +203,7 @@ def _call(entry: Any, place: str) -> tuple[str, str, str]:
 
 
 def completion(message: Mapping[str, Any], request: Request, *, number: int, is_cut: bool, created: int) -> Any:
-    """The answer to a request as a `chat.completion`, its tokens not counted.
-
-    Args:
-        message: of the assistant.
-        request: that it answers.
-        number: of the turn.
-        is_cut: whether the turn ended at its longest length.
-        created: seconds since 1970.
-    """
+    """The answer to a request as a `chat.completion`, its tokens not counted; `created` in seconds since 1970."""
     choice = {"index": 0, "message": dict(message), "logprobs": None, "finish_reason": _reason(message, is_cut)}
     return {**_head("chat.completion", request, number, created), "choices": [choice], "usage": _USAGE}
 

@@ -58,9 +58,8 @@ class Endpoint:
     def __init__(self, on_request: Callable[[tuple[Message, ...]], None], *, keepalive_s: float = KEEPALIVE_S) -> None:
         """Take a port of 127.0.0.1; `start` answers at it.
 
-        Args:
-            on_request: is told what each new request adds to the conversation, in its thread.
-            keepalive_s: between two signs of life of a stream, seconds.
+        `on_request` is told, in the request's thread, what each new request adds to the conversation. `keepalive_s` is
+        between two signs of life of a stream.
         """
         self.api_key = secrets.token_urlsafe(24)
         self.keepalive_s = keepalive_s

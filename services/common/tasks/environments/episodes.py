@@ -68,13 +68,8 @@ class Episodes:
     ) -> None:
         """Load it once.
 
-        Args:
-            name: `package.module:Class`, `file.py`, `textarena:ID`, `program:COMMAND` or `openenv:URL`.
-            directory: where class or file are looked for.
-            step_timeout_s: processor time of one call, seconds.
-            memory_bytes: address space that a process may take beyond what it has once it is loaded.
-            max_observation_chars: of all messages that answer one turn.
-            num_processes: most processes at once.
+        `name` is as `task.environment` writes it. `memory_bytes` is what a process may take beyond what it has once it
+        is loaded, `max_observation_chars` of all messages that answer one turn.
 
         Raises:
             ConfigError: it cannot be found or loaded.

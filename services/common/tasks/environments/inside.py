@@ -29,9 +29,7 @@ _NEEDED = ("reset", "step", "score")
 def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
     """What answers requests, and what is known of the environment.
 
-    Args:
-        job: kind of the environment and limits; see episodes.py.
-        found: the class, or the function `score` of a file of tools; None of a game.
+    `found` is the class, or the function `score` of a file of tools; None of a game.
 
     Raises:
         ImportError: the package of games is not installed.
@@ -81,11 +79,7 @@ class Episodes:
         self._live: dict[int, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request.
-
-        Raises:
-            ValueError: the environment returned what it should not.
-        """
+        """The answer to one request."""
         number, what = request["episode"], request["do"]
         if what == "open":
             return self._opened(number, request["row"], request["seed"])

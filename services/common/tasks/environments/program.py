@@ -43,9 +43,7 @@ _LIBC = ctypes.CDLL(None)
 def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], dict[str, Any]]:
     """What makes the episodes of a program, and what is known of it. Nothing of it is run.
 
-    Args:
-        name: `file.py:function`, or a command.
-        directory: where it lies and runs.
+    `name` is `file.py:function`, or a command, which runs in the directory.
 
     Raises:
         ValueError: there is no such file, function or command.
@@ -67,11 +65,7 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
 
 
 def _read(file: Path, function: str) -> bool:
-    """Whether a file says that its function is deterministic.
-
-    Raises:
-        ValueError: it is no file with such a function.
-    """
+    """Whether a file says that its function is deterministic."""
     try:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError) as error:

@@ -107,13 +107,7 @@ def environments_of(task: object) -> tuple[Episodes, ...]:
 
 
 def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
-    """The seed of a prompt's episodes, 32 bits: no training prompt of a task has that of a held-out one.
-
-    Args:
-        index: position of the prompt.
-        is_held_out: on which side it is.
-        seed: of the task.
-    """
+    """The seed of a prompt's episodes, 32 bits: no training prompt of a task has that of a held-out one."""
     return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF
 
 
@@ -123,12 +117,7 @@ class EnvironmentTask(TaskOver):
     def __init__(self, task: Task, episodes: Episodes, limits: Limits, *, seed: int, system_prompt: str = "") -> None:
         """Look at the first row.
 
-        Args:
-            task: whose rows they are, with its system prompt if there is one.
-            episodes: of the environment.
-            limits: of each episode.
-            seed: which episodes they are.
-            system_prompt: before first messages that the environment gives, unless they begin with one.
+        The system prompt stands before first messages that the environment gives, unless they begin with one.
 
         Raises:
             ConfigError: rows lack a column that its score needs, or no episode of the first one shows the tools.
@@ -154,11 +143,7 @@ class EnvironmentTask(TaskOver):
         return self._asked(self.inner.evaluation_prompt(index), is_held_out=True)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The score of an episode in which the completion is the only turn.
-
-        Raises:
-            RewardError: the episode ended without a score.
-        """
+        """The score of an episode in which the completion is the only turn."""
         spec = self.environment_of(prompt)
         try:
             with spec.open() as episode:
@@ -233,13 +218,7 @@ class SeedsTask:
     """Implements heterorl.common.tasks.task.Task for an environment's sake: it has no texts and no score of its own."""
 
     def __init__(self, *, size: int, evaluation_size: int, seed: int) -> None:
-        """Count them.
-
-        Args:
-            size: number of training prompts.
-            evaluation_size: number of held-out prompts.
-            seed: which numbers they are.
-        """
+        """Count them; `seed` says which numbers they are."""
         self.num_prompts, self.num_evaluation_prompts, self._seed = size, evaluation_size, seed
         self.digest: Digest = bytes_digest(f"seeds 1 {size} {evaluation_size} {seed}".encode())
 
@@ -252,11 +231,7 @@ class SeedsTask:
         return self._prompt(index, is_held_out=True)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
-        """There is none.
-
-        Raises:
-            RewardError: always.
-        """
+        """There is none."""
         raise RewardError("rows of seeds have no score of their own")
 
     def _prompt(self, index: int, *, is_held_out: bool) -> Prompt:

@@ -123,13 +123,7 @@ def _described(tool: Tool) -> tuple[str, dict[str, str]]:
 
 
 def answer_calls(tools: Sequence[Tool], calls: Sequence[ToolCall], *, most: int) -> tuple[Message, ...]:
-    """A message of each call, in order: the result, or what is wrong with the call.
-
-    Args:
-        tools: functions, or methods of an object.
-        calls: of one turn.
-        most: characters of all messages together.
-    """
+    """A message of each call, in order, of `most` characters together: the result, or what is wrong with the call."""
     named = {tool.__name__: tool for tool in tools}
     messages = []
     for call in calls:

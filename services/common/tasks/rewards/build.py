@@ -31,12 +31,6 @@ MAX_RUBRIC_BYTES = 1 << 16
 def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: float, num_workers: int) -> WeightedTask:
     """A task with the weighted sum of the rewards that a configuration names.
 
-    Args:
-        task: whose prompts they are.
-        rewards: at least one.
-        timeout_s: for one reward of one completion, seconds.
-        num_workers: most processes of each reward.
-
     Raises:
         ConfigError: two have one name, or one cannot be loaded.
     """

@@ -68,10 +68,7 @@ class JudgeStore:
     def take_place(self, server: str, *, interval_s: float, longest_s: float) -> float | None:
         """Take the next place in the row of those who ask a server.
 
-        Args:
-            server: its name.
-            interval_s: seconds between two places.
-            longest_s: most that the caller waits; for longer, no place is taken.
+        Places are `interval_s` apart. For longer than `longest_s` nobody waits, and no place is taken.
 
         Returns:
             seconds until it is there; None where that is too long. 0 where the file cannot be used.

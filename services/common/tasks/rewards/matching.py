@@ -26,12 +26,7 @@ class MathVerifier:
     """Compares answers as mathematics; may be used from several threads."""
 
     def __init__(self, *, timeout_s: float, num_workers: int = 1) -> None:
-        """Start nothing yet.
-
-        Args:
-            timeout_s: processor time for one completion, seconds.
-            num_workers: most completions at once.
-        """
+        """Start nothing yet; `timeout_s` is processor time for one completion."""
         job = {"kind": "math_verify", "max_memory_bytes": MAX_MEMORY_BYTES}
         self._cpu_s = timeout_s
         self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
@@ -62,12 +57,7 @@ class MathVerifier:
         return bool(reply["correct"])
 
     def _problem(self, answer: str) -> str:
-        """Why no completion can be compared with an answer; empty where they can.
-
-        Raises:
-            DependencyMissing: the package is not installed.
-            RewardError: the worker crashed or timed out; that says nothing of the answer.
-        """
+        """Why no completion can be compared with an answer; empty where they can."""
         try:
             return "" if self._asked(self.reader, {"answer": answer})["readable"] else _UNREADABLE
         except OutOfTime:
@@ -102,11 +92,7 @@ class Matcher:
         self.num_workers = num_workers if self._verifier else 1
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 for a matching answer, else 0; mathematics that take too long to compare match nothing.
-
-        Raises:
-            RewardError: the verifier crashed or timed out.
-        """
+        """1 for a matching answer, else 0; mathematics that take too long to compare match nothing."""
         given = answer_of(completion)
         if self._verifier is None:
             is_right = given.strip() == prompt.answer.strip()

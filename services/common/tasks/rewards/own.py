@@ -25,12 +25,8 @@ class OwnReward:
     ) -> None:
         """Load it once.
 
-        Args:
-            path: `package.module:function`.
-            directory: where it is looked for beside what is installed.
-            timeout_s: processor time for one completion, seconds.
-            num_workers: most processes.
-            key: of the configuration that names it.
+        It is looked for in the directory beside what is installed. `timeout_s` is processor time for one completion,
+        `key` that of the configuration which names it.
 
         Raises:
             ConfigError: it cannot be found, imported or called.
@@ -97,11 +93,7 @@ class OwnReward:
 def loaded_facts(pool: RewardPool, path: str, *, key: str, path_key: str) -> dict[str, Any]:
     """Start the first worker of foreign code; what it says of what it loaded.
 
-    Args:
-        pool: of the workers.
-        path: of the code, as the configuration names it.
-        key: of the configuration that names it.
-        path_key: of the configuration that names its directory.
+    `key` names the code in the configuration, `path_key` its directory.
 
     Raises:
         ConfigError: it cannot be found, imported or called.
@@ -150,11 +142,7 @@ class RewardedTask(TaskOver):
         self._reward = reward
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The function's value, as named parts.
-
-        Raises:
-            RewardError: the function failed; that is not a score.
-        """
+        """The function's value, as named parts."""
         return self._reward.score(prompt, completion)
 
     def close(self) -> None:
@@ -173,14 +161,7 @@ class TaskApart(TaskOver):
     """A task's prompts here and its score elsewhere; implements Task."""
 
     def __init__(self, task: Task, job: Mapping[str, Any], *, timeout_s: float, num_workers: int) -> None:
-        """Nothing starts before the first score.
-
-        Args:
-            task: whose prompts these are.
-            job: what a process loads to score as the task does; see heterorl.common.tasks.rewards.worker.
-            timeout_s: processor time for one completion, seconds.
-            num_workers: most processes.
-        """
+        """Nothing starts before the first score; `job` is what a worker loads to score as the task does."""
         super().__init__(task, digest=task.digest, num_workers=num_workers)
         self.pool = RewardPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
 

@@ -110,9 +110,7 @@ class RewardProcess:
     def ask(self, request: Mapping[str, Any], *, starts: bool = True) -> dict[str, Any]:
         """The answer to one request.
 
-        Args:
-            request: what is asked.
-            starts: whether a process that has ended is started again; false where it held something.
+        A process that has ended is not started again where it held something (`starts` is false).
 
         Raises:
             OutOfTime: it took all its processor time.
@@ -174,13 +172,9 @@ class RewardPool:
     ) -> None:
         """Start nothing yet.
 
-        Args:
-            job: what a worker loads; see heterorl.common.tasks.rewards.worker.
-            timeout_s: most time for one answer by the clock, seconds.
-            cpu_s: most processor time of a worker for one answer, seconds; 0 bounds none.
-            num_workers: most processes.
-            start_after_s: how long callers wait for a process that runs before another is started, seconds; None is
-                START_AFTER_S.
+        `job` is what a worker loads (`worker.py`). One answer takes at most `timeout_s` by the clock and `cpu_s` of
+        processor time, where 0 bounds none. Callers wait `start_after_s` for a process that runs before another is
+        started; None is START_AFTER_S.
         """
         self._start_after_s = start_after_s
         self.workers = [RewardProcess(job, timeout_s=timeout_s, cpu_s=cpu_s) for _ in range(num_workers)]
@@ -294,12 +288,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-    """Write a line and read one, both within one limit: the other side may read nothing while it hangs.
-
-    Args:
-        process: its two pipes do not block.
-        line: what is asked.
-        timeout_s: limit, seconds.
+    """Write a line and read one, both within one limit: the other side may read nothing while it hangs. Its pipes do
+    not block.
 
     Raises:
         OSError: it ended.

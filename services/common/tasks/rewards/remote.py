@@ -91,14 +91,8 @@ class RemoteReward:
     ) -> None:
         """Nothing is asked yet.
 
-        Args:
-            job: what a process loads; see heterorl.common.tasks.rewards.worker.
-            terms: of its values.
-            digest: of all that they depend on, as far as anybody here can know.
-            key: of the configuration that names it.
-            by_group: whether all completions of a prompt are one question.
-            timeout_s: for one question, seconds.
-            num_workers: most questions at once.
+        `digest` is of all that values depend on, as far as anybody here can know. With `by_group` all completions of a
+        prompt are one question, which has `timeout_s`.
         """
         self.terms = terms
         self.digest = digest
@@ -108,12 +102,7 @@ class RemoteReward:
         self._key = key
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The value of one completion.
-
-        Raises:
-            ConfigError: its key or its cache cannot be had here.
-            RewardError: it was not to be had; that is not a score.
-        """
+        """The value of one completion."""
         return (self.score_all(prompt, [completion])[0],)
 
     def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[RewardPart]:

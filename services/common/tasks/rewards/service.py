@@ -104,9 +104,7 @@ class Server:
     def post(self, document: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
         """The object that it answers with.
 
-        Args:
-            document: to send, as JSON.
-            deadline: by the monotonic clock; failures that may pass are tried again until then, ever more rarely.
+        Failures that may pass are tried again until the deadline by the monotonic clock, ever more rarely.
 
         Raises:
             Refused: it answered with a status that repeats, or with no JSON object, or with too much.

@@ -69,11 +69,7 @@ class NamedReward:
     is_own_score: bool = False
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """Its parts, by name and weight.
-
-        Raises:
-            RewardError: it could not be computed.
-        """
+        """Its parts, by name and weight."""
         try:
             parts = self.source.score(prompt, completion)
         except RewardError as error:
@@ -90,11 +86,7 @@ class NamedReward:
         return int(getattr(self.source, "num_workers", 1))
 
     def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
-        """The parts of all completions of a prompt, in order.
-
-        Raises:
-            RewardError: one could not be computed.
-        """
+        """The parts of all completions of a prompt, in order."""
         if not isinstance(self.source, RemoteReward) or not self.source.by_group:
             return list(score_group(self, prompt, completions))
         try:
@@ -112,12 +104,7 @@ class WeightedTask(TaskOver):
     """A task's prompts with a weighted sum of rewards; implements Task."""
 
     def __init__(self, task: Task, rewards: Sequence[NamedReward]) -> None:
-        """Join them.
-
-        Args:
-            task: whose prompts they are, and whose own score one of the rewards may be.
-            rewards: in the order in which their parts stand.
-        """
+        """Join rewards, whose parts stand in this order; one of them may be the task's own score."""
         stated = [(reward.name, reward.weight, reward.source.digest) for reward in rewards]
         digest = bytes_digest(f"{task.digest}\nrewards 1\n{json.dumps(stated)}".encode())
         super().__init__(task, digest=digest, num_workers=max(reward.num_workers for reward in rewards))
@@ -139,20 +126,12 @@ class WeightedTask(TaskOver):
         )
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of rewards that are what a completion's code comes to, from another run of it.
-
-        Raises:
-            RewardError: one of them could not be computed.
-        """
+        """The parts of rewards that are what a completion's code comes to, from another run of it."""
         rewards = [each for each in self.rewards if isinstance(each.source, CodeReward)]
         return tuple(part for reward in rewards for part in reward.score(prompt, completion))
 
     def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion of a prompt can be scored; empty where they can.
-
-        Raises:
-            RewardError: nothing is known.
-        """
+        """Why no completion of a prompt can be scored; empty where they can."""
         every = (answer_problem_of(each.source, prompt) for each in self.rewards)
         return next((problem for problem in every if problem), "")
 
@@ -170,19 +149,11 @@ class WeightedTask(TaskOver):
         return WeightedTask(task, rewards)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of all rewards, with their weights.
-
-        Raises:
-            RewardError: one of them could not be computed.
-        """
+        """The parts of all rewards, with their weights."""
         return _allowed(tuple(part for reward in self.rewards for part in reward.score(prompt, completion)))
 
     def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
-        """The parts of all completions of a prompt, in order; a service that wants them together is asked once.
-
-        Raises:
-            RewardError: one could not be computed.
-        """
+        """The parts of all completions of a prompt, in order; a service that wants them together is asked once."""
         rows = [reward.score_all(prompt, completions) for reward in self.rewards]
         return [_allowed(tuple(part for parts in column for part in parts)) for column in zip(*rows, strict=True)]
 

@@ -23,10 +23,7 @@ class Columns:
     def __init__(self, table: Any, config: DataConfig, needs_answers: bool) -> None:
         """Check the types.
 
-        Args:
-            table: pyarrow.Table.
-            config: which columns.
-            needs_answers: whether a row without an answer gets no reward.
+        Of a pyarrow.Table; a row without an answer gets no reward where `needs_answers`.
 
         Raises:
             ConfigError: a column is not there, or holds something else.

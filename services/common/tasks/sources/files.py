@@ -46,12 +46,7 @@ def load_directory(
 
 
 def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
-    """The rows of Parquet files, in the order of their names.
-
-    Raises:
-        ConfigError: no file is there, or one is not Parquet.
-        DependencyMissing: the library is not installed.
-    """
+    """The rows of Parquet files, in the order of their names."""
     found = sorted(glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207 - wildcards may stand in any part
     if not found:
         raise ConfigError(key, f"there is no file {pattern}")
@@ -59,11 +54,7 @@ def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
 
 
 def library() -> Any:
-    """The datasets library, without its progress bars.
-
-    Raises:
-        DependencyMissing: it is not installed.
-    """
+    """The datasets library, without its progress bars."""
     try:
         import datasets
     except ImportError as error:
@@ -138,10 +129,7 @@ def _words(error: BaseException) -> str:
 def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:
     """Rows to train on, and those of the held-out split where one is named.
 
-    Args:
-        text: `NAME@REVISION[split]`, or a directory with its split.
-        config: which subset and files.
-        notes: see `revision.pinned`.
+    `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `hub.pinned`.
 
     Raises:
         ConfigError: no such set, revision, subset or split.
@@ -165,12 +153,7 @@ def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tup
 
 
 def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:
-    """Rows of one Parquet file or of all that a pattern names, and those of a held-out one.
-
-    Raises:
-        ConfigError: a file is not there, or not Parquet.
-        DependencyMissing: the datasets library is not installed.
-    """
+    """Rows of one Parquet file or of all that a pattern names, and those of a held-out one."""
     if config.evaluation_split:
         raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
     held_out = None

@@ -72,11 +72,8 @@ _LOG = logging.getLogger(__name__)
 def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> str:
     """The commit to read.
 
-    Args:
-        key: of the configuration, for errors.
-        name: what it says; a commit is taken as it is.
-        notes: file of what was resolved before; None keeps no notes.
-        cache_dir: where downloads lie; empty is the library's own place.
+    The file `notes` has what was resolved before, and errors name `key`. An empty `cache_dir` is the library's own
+    place.
 
     Raises:
         ConfigError: no revision is named, or it cannot be resolved.
@@ -113,11 +110,7 @@ def _read(key: str, notes: Path | None) -> dict[str, str]:
 
 
 def commit_of(key: str, name: HubName, *, cache_dir: str) -> str:
-    """The commit that a branch or tag stands at: as the hub says or, without it, the cache.
-
-    Raises:
-        ConfigError: neither knows it.
-    """
+    """The commit that a branch or tag stands at: as the hub says or, without it, the cache."""
     # Of a directory of the cache the name is the commit; one small file brings it.
     return _download(key, name, name.revision, files=("README.md",), cache_dir=cache_dir).name
 
@@ -125,15 +118,7 @@ def commit_of(key: str, name: HubName, *, cache_dir: str) -> str:
 def snapshot(key: str, name: HubName, commit: str, *, files: Sequence[str], cache_dir: str) -> Path:
     """The directory of a repository at a commit.
 
-    Args:
-        key: of the configuration, for errors.
-        name: the repository.
-        commit: which state of it.
-        files: patterns of what is downloaded; none takes everything.
-        cache_dir: where downloads lie; empty is the library's own place.
-
-    Raises:
-        ConfigError: it is not in the cache and cannot be downloaded.
+    Only what the patterns `files` name is downloaded, and everything where there are none.
     """
     return _download(key, name, commit, files=(*files, "README.md") if files else (), cache_dir=cache_dir)
 

@@ -69,14 +69,8 @@ class JsonlTask(MatchedTask):
     ) -> None:
         """Read it.
 
-        Args:
-            path: of the file.
-            evaluation_path: of held-out prompts; None holds out some of the others.
-            evaluation_size: how many different prompts are held out of `path`.
-            matcher: compares answers.
-            data: which fields, and how long a prompt may be.
-            measure: counts tokens, where the configuration bounds them.
-            needs_answers: whether a row without an answer gets no reward.
+        Without `evaluation_path` some of the prompts are held out, `evaluation_size` different ones. A row without an
+        answer gets no reward where `needs_answers`.
 
         Raises:
             ConfigError: a line is not what it should be, or too few are left.

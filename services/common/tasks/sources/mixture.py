@@ -114,11 +114,7 @@ class MixtureTask:
         return environment_of(*self._asked(prompt))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of the prompt's own task.
-
-        Raises:
-            RewardError: the verifier failed; that is not a score.
-        """
+        """The parts of the prompt's own task."""
         task, inner = self._asked(prompt)
         return task.score(inner, completion)
 
@@ -127,20 +123,12 @@ class MixtureTask:
         return doubts_of(*self._asked(prompt), completion)
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of its rewards that are what a completion's code comes to, from another run of it.
-
-        Raises:
-            RewardError: one of them could not be computed.
-        """
+        """The parts of its rewards that are what a completion's code comes to, from another run of it."""
         task, inner = self._asked(prompt)
         return task.run_again(inner, completion) if isinstance(task, WeightedTask) else ()
 
     def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion of a prompt can be scored; empty where they can.
-
-        Raises:
-            RewardError: nothing is known.
-        """
+        """Why no completion of a prompt can be scored; empty where they can."""
         return answer_problem_of(*self._asked(prompt))
 
     def close(self) -> None:

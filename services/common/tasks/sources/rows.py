@@ -80,12 +80,6 @@ def short_ones(
 ) -> npt.NDArray[np.bool_]:
     """Which of so many prompts have at most `most` tokens; those that the template refuses have no length.
 
-    Args:
-        count: number of prompts.
-        prompt_at: the prompt at a position.
-        most: tokens.
-        measure: counts them.
-
     Raises:
         ConfigError: there is nothing to count with.
     """
@@ -138,10 +132,7 @@ def say_held_out(num: int, *, wanted: int, different: int) -> None:
 
 
 def separated(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """The tasks by label, without the training prompts that another one holds out.
-
-    Args:
-        tasks: as they are built, before rewards and system prompts.
+    """The tasks by label, before rewards and system prompts, without the training prompts that another one holds out.
 
     Raises:
         ConfigError: nothing is left to train on, or two generated tasks hold out different pairs of numbers.

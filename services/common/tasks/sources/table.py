@@ -48,14 +48,8 @@ class TableTask(MatchedTask):
     ) -> None:
         """Choose the rows.
 
-        Args:
-            loaded: rows to train on.
-            held_out: rows to evaluate on; None holds out some of the others.
-            config: which columns and rows.
-            evaluation_size: how many different prompts are held out of `loaded`.
-            matcher: compares answers.
-            measure: counts tokens, where the configuration bounds them.
-            needs_answers: whether a row without an answer gets no reward.
+        Without `held_out` some of the rows are held out, `evaluation_size` different prompts. A row without an answer
+        gets no reward where `needs_answers`.
 
         Raises:
             ConfigError: too few rows are left, or a column is not what it should be.

@@ -194,10 +194,7 @@ class Sandbox:
 def find_sandbox(*, python: str, shown: Sequence[str], limits: Limits) -> Sandbox:
     """A sandbox that was tried.
 
-    Args:
-        python: interpreter; empty: the one that runs this.
-        shown: further directories that foreign code may read.
-        limits: of each run.
+    An empty `python` is the interpreter that runs this; `shown` are further directories that foreign code may read.
 
     Raises:
         NoSandbox: bubblewrap is missing or is not allowed here.

@@ -53,15 +53,7 @@ def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, give
     A test that the time of all of them does not reach has failed: slow code is wrong code. The `share` of a limit that
     was used is 1 then, since a faster machine may have passed it.
 
-    Args:
-        code: of the completion.
-        tests: of its prompt.
-        sandbox: its limits hold for one test.
-        cpu_s: processor time for all tests, seconds.
-        gives_share: whether some tests are worth something.
-
-    Raises:
-        NoSandbox: the sandbox could not be built.
+    `cpu_s` is processor time for all tests; the limits of the sandbox hold for one.
     """
     most = sandbox.limits
     num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0
@@ -84,11 +76,7 @@ def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, give
 
 
 def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, Outcome]:
-    """Whether code passes one test, in a process of its own, and how that ended.
-
-    Raises:
-        NoSandbox: the sandbox could not be built.
-    """
+    """Whether code passes one test, in a process of its own, and how that ended."""
     if test.standard_output is not None:
         outcome = sandbox.run(_order("program", code), b"", standard_input=test.standard_input.encode(errors="replace"))
         is_right = _lines(outcome.output.decode(errors="replace")) == _lines(test.standard_output)

@@ -89,10 +89,7 @@ class Server:
     def score(self, question: dict[str, Any], completion: str, *, timeout_s: float) -> dict[str, Any]:
         """The value of a completion, and the share of its time that it took.
 
-        Args:
-            question: the prompt's index and text.
-            completion: what is scored.
-            timeout_s: its time by the clock, seconds; another start and the search for its prompt are not part of it.
+        `timeout_s` is by the clock; another start and the search for its prompt are not part of it.
 
         Raises:
             ValueError: there is no such prompt, or nothing that scores.

@@ -62,13 +62,8 @@ def outcome_of(
 ) -> Outcome:  # fmt: skip
     """Start bubblewrap, and wait until it and all processes of its namespace have ended; one at a time in a process.
 
-    Args:
-        command: of three descriptors: what is read as orders, what reports are written to, what bubblewrap writes to.
-        limits: of the foreign code.
-        first: orders.
-        second: orders that are sent when the first ones are reported as loaded; empty: none.
-        standard_input: of the foreign code.
-        errors: as subprocess takes it for the standard error.
+    `command` takes three descriptors: what is read as orders, what reports are written to, what bubblewrap writes to.
+    `second` is sent when `first` is reported as loaded; empty: never. `errors` is as subprocess takes it.
     """
     before_s = _used_s()
     with _Pipes() as pipes, _adopting():
@@ -129,11 +124,8 @@ def _adopting() -> Iterator[None]:
 
 
 def _end_namespace(info: int) -> None:
-    """Kill the first process of a namespace, with which all others there die, and wait for it.
-
-    Args:
-        info: descriptor of what bubblewrap, which has ended, said of it.
-    """
+    """Kill the first process of a namespace, with which all others there die, and wait for it; bubblewrap, which has
+    ended, said its number to `info`."""
     os.set_blocking(info, False)
     try:
         number = json.loads(os.read(info, 4096))["child-pid"]

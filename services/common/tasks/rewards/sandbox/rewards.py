@@ -28,13 +28,7 @@ class CodeReward:
     """Whether the code of a completion passes its prompt's tests; implements RewardSource."""
 
     def __init__(self, config: CodeRewardConfig, *, key: str, timeout_s: float, num_workers: int) -> None:
-        """Try the sandbox once.
-
-        Args:
-            config: of the reward.
-            key: that names it.
-            timeout_s: processor time for all tests of one completion, seconds.
-            num_workers: most completions at once.
+        """Try the sandbox once; `timeout_s` is processor time for all tests of one completion.
 
         Raises:
             ConfigError: foreign code can be run here by nobody.
@@ -109,16 +103,7 @@ class ReasoningGymTask:
         num_workers: int,
         sandbox: bool = True,
     ) -> None:
-        """Nothing starts before the first score.
-
-        Args:
-            name: of the data set.
-            size: number of training prompts.
-            evaluation_size: number of held-out prompts.
-            seed: of the data set.
-            timeout_s: of whose half a completion has at most 2 s of processor time, seconds.
-            num_workers: most processes that score.
-            sandbox: whether completions are scored inside one.
+        """Nothing starts before the first score; a completion has half of `timeout_s`, at most 2 s of processor time.
 
         Raises:
             ConfigError: the data set is unknown, or too small to be split.

@@ -52,14 +52,7 @@ class Entries:
     """Entries on the wrong side of the split are drawn again."""
 
     def __init__(self, gym: Any, *, name: str, size: int, seed: int) -> None:
-        """Nothing is made before it is asked for.
-
-        Args:
-            gym: the package reasoning_gym.
-            name: of the data set.
-            size: of it; part of what its entries are.
-            seed: of its first entry.
-        """
+        """Nothing is made before it is asked for; `size` is part of what entries are, `seed` that of the first one."""
         self._gym, self._name, self._size, self._seed = gym, name, size, seed
         self._datasets: list[Any] = []
         # A learner evaluates and checks rewards in two threads: made twice, a data set would take the next one's place.
@@ -108,13 +101,8 @@ _MSG_INFO, _SHM_INFO, _SEM_INFO = 12, 14, 19
 
 
 def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
-    """Load a data set and score completions until there are no more orders.
-
-    Args:
-        order: see heterorl.common.tasks.rewards.sandbox.gym.
-        orders: binary file of lines.
-        report: number of the descriptor that lines are written to.
-    """
+    """Load a data set and score completions until there are no more orders; lines are written to the descriptor
+    `report`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -173,11 +161,7 @@ def _load(order: dict[str, Any]) -> Entries:
 
 
 def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_s: float) -> tuple[str, float]:
-    """What a child says of a completion in its time, and the share of its time; then nothing of it is left.
-
-    Raises:
-        OSError: there is no room for a process.
-    """
+    """What a child says of a completion in its time, and the share of its time; then nothing of it is left."""
     answer_out, answer_in = os.pipe()
     try:
         child = os.fork()

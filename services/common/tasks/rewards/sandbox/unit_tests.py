@@ -76,10 +76,6 @@ class Test:
 def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
     """The tests that an answer holds.
 
-    Args:
-        answer: of the row.
-        columns: of the row; those of COLUMNS count.
-
     Raises:
         ValueError: none, too many, or what is no test.
     """

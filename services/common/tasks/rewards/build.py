@@ -82,38 +82,17 @@ def own_reward(path: str, *, task: Task, directory: str, key: str, timeout_s: fl
 def _remote(
     reward: HttpRewardConfig | JudgeRewardConfig, *, key: str, timeout_s: float, num_workers: int
 ) -> RemoteReward:
-    job: dict[str, Any] = {
-        "name": reward.name,
-        "url": reward.url,
-        "low": reward.low,
-        "high": reward.high,
-        "key_env": reward.api_key_env,
-        "key_file": reward.api_key_file,
-        "ca_file": reward.ca_file,
-    }
+    job: dict[str, Any] = reward.model_dump(mode="json")
     if isinstance(reward, HttpRewardConfig):
         stated: list[object] = [reward.low, reward.high, reward.batch, reward.version]
         terms = Terms(name=reward.name, low=reward.low, high=reward.high, signed_by=reward.signed_by)
-        job["kind"] = "service"
     else:
         rubric = _rubric(reward, key=key)
         question = [rubric, reward.model, reward.field, reward.pattern, reward.temperature, reward.max_tokens]
         stated = [*question, reward.low, reward.high]
         # A judge's scale is the reward's 0 to 1.
         terms = Terms(name=reward.name, low=0.0, high=1.0)
-        job |= {
-            "kind": "judge",
-            "model": reward.model,
-            "rubric": rubric,
-            "question": question,
-            "field": reward.field,
-            "pattern": reward.pattern,
-            "temperature": reward.temperature,
-            "max_tokens": reward.max_tokens,
-            "cache_file": reward.cache_file,
-            "cache_entries": reward.cache_entries,
-            "requests_per_minute": reward.requests_per_minute,
-        }
+        job |= {"rubric": rubric, "question": question}
     return RemoteReward(
         job,
         terms=terms,

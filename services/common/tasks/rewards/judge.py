@@ -114,7 +114,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     Raises:
         ValueError: its key cannot be read, or its cache not opened.
     """
-    key = read_key(job["key_env"], job["key_file"])
+    key = read_key(job["api_key_env"], job["api_key_file"])
     server = Server(url=f"{job['url'].rstrip('/')}/chat/completions", key=key, ca_file=job["ca_file"])
     store = JudgeStore(job["cache_file"], max_entries=job["cache_entries"])
 

@@ -40,7 +40,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     Raises:
         ValueError: its key cannot be read.
     """
-    server = Server(url=job["url"], key=read_key(job["key_env"], job["key_file"]), ca_file=job["ca_file"])
+    server = Server(url=job["url"], key=read_key(job["api_key_env"], job["api_key_file"]), ca_file=job["ca_file"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         document = {"version": VERSION, "reward": job["name"], **{name: request[name] for name in _ASKED}}

@@ -27,7 +27,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 MAX_WORDS = 300
 """Characters of an error's text."""
 _MODULES = {
-    "math_verify": "rewards.expressions", "exact": "completions", "task": "registry", "service": "rewards.service",
+    "math_verify": "rewards.expressions", "exact": "completions", "task": "registry", "http": "rewards.service",
     "judge": "rewards.judge", "code": "rewards.sandbox.code", "gym": "rewards.sandbox.gym",
 }  # fmt: skip
 """Below heterorl.common.tasks, by the kind of a job; each has `load(job)`, which gives an Answer and facts.

@@ -77,11 +77,7 @@ class Lost:
 
 
 def in_order(finished: Sequence[Finished], requests: Sequence[Request]) -> list[list[Completion]]:
-    """The completions of each request, in the order of the requests and of their members.
-
-    Raises:
-        KeyError: one of them has not ended.
-    """
+    """The completions of each request, in the order of the requests and of their members."""
     by_name = {(one.key, one.member): one.completion for one in finished}
     return [[by_name[request.key, member] for member in range(request.num_completions)] for request in requests]
 

@@ -73,11 +73,7 @@ class Conversation:
 
 
 def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: bool) -> Observation:
-    """What is said to the text of a turn; without a parser the environment has no tools.
-
-    Raises:
-        EpisodeError: the episode has ended without a reward.
-    """
+    """What is said to the text of a turn; without a parser the environment has no tools."""
     if parser is None:
         return episode.step(Action(text, (), is_cut))
     read = parse_action(text, parser=parser)
@@ -97,11 +93,7 @@ class Conversations:
         end_token_ids: Collection[int],
         tool_parser: Parser | Literal["auto"] = "auto",
     ) -> None:
-        """Prove that the template writes turns and tools.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Prove that the template writes turns and tools."""
         self._task, self._prompter, self._end_token_ids = task, prompter, frozenset(end_token_ids)
         environments = environments_of(task)
         self._parsers = {
@@ -152,11 +144,7 @@ class Conversations:
 def open_conversations(
     task: Task, prompter: Prompter, *, end_token_ids: Collection[int], tool_parser: Parser | Literal["auto"]
 ) -> Conversations | None:
-    """The environments of a task, each tried by a short episode; None where no prompt has one.
-
-    Raises:
-        ConfigError: an environment or its score fails, or the template does not write what it says.
-    """
+    """The environments of a task, each tried by a short episode; None where no prompt has one."""
     if not environments_of(task):
         return None
     found = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)

@@ -152,11 +152,7 @@ class Prompter:
             raise ConfigError("task.environment", problem, action=_NO_TOOLS)
 
     def written_call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a turn that calls a tool in the template's own form; empty where the template has none.
-
-        Raises:
-            ConfigError: prompts go through no template.
-        """
+        """The text of a turn that calls a tool in the template's own form; empty where the template has none."""
         if self._template is None:
             raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
         try:

@@ -189,23 +189,13 @@ class Episode:
         self.close()
 
     def step(self, action: Action) -> Observation:
-        """What the environment says to a turn.
-
-        Raises:
-            EnvironmentFailed: its code raised, or said too much.
-            ToolLost: its process took too long or died.
-        """
+        """What the environment says to a turn."""
         calls = [[call.name, dict(call.arguments)] for call in action.tool_calls]
         reply = self.ask("step", action={"text": action.text, "tool_calls": calls, "is_cut": action.is_cut})
         return Observation(_messages(reply["messages"]), bool(reply["done"]))
 
     def score(self) -> tuple[RewardPart, ...]:
-        """The reward in its parts, also of an episode that a limit ended.
-
-        Raises:
-            EnvironmentFailed: its code raised, or gave no number.
-            ToolLost: its process took too long or died.
-        """
+        """The reward in its parts, also of an episode that a limit ended."""
         reply = self.ask("score")
         try:
             return parts_of(reply["parts"])

@@ -119,11 +119,7 @@ class Episodes:
 
 
 def observation_of(said: Step) -> Observation:
-    """What `step` returned, as an observation.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """What `step` returned, as an observation."""
     if said is None:
         return Observation((), done=True)
     if isinstance(said, str):

@@ -87,9 +87,9 @@ def _files_of(path: str, directory: str) -> str:
     importlib.invalidate_caches()
     top = path.removesuffix(".py").partition("/")[0]
     files = reward_files(top)
-    if files.place != os.path.realpath(directory):
-        raise ValueError(f"the name {top} stands for {files.place} too: rename the file")
-    return files.digest
+    if files["place"] != os.path.realpath(directory):
+        raise ValueError(f"the name {top} stands for {files['place']} too: rename the file")
+    return str(files["digest"])
 
 
 def _named_files(command: Sequence[str], directory: str) -> str:

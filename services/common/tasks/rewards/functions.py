@@ -22,7 +22,6 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +128,8 @@ OURS = "heterorl"
 """The package that this file is of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardFiles:
-    """The digest of the files' names and bytes, how many they are, and the directory that they lie in."""
-
-    digest: str
-    count: int
-    place: str
-
-
-def reward_files(top: str) -> RewardFiles:
-    """The files behind the module or package `top`, which can be imported."""
+def reward_files(top: str) -> dict[str, Any]:
+    """The files behind a module or package that can be imported: `digest` of names and bytes, `num_files`, `place`."""
     found = _home(top)
     assert found is not None, "it was imported"
     root = found.parent
@@ -171,7 +161,7 @@ def reward_files(top: str) -> RewardFiles:
     for name in sorted(files):
         content = hashlib.blake2b(files[name].read_bytes(), digest_size=32).hexdigest()
         total.update(f"{name}\0{content}\n".encode(errors="surrogateescape"))
-    return RewardFiles(digest=total.hexdigest(), count=len(files), place=str(root))
+    return {"digest": total.hexdigest(), "num_files": len(files), "place": str(root)}
 
 
 def _home(top: str) -> Path | None:

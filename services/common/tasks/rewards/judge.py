@@ -109,11 +109,7 @@ _TRIES = 2
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests.
-
-    Raises:
-        ValueError: its key cannot be read, or its cache not opened.
-    """
+    """What answers requests."""
     key = read_key(job["api_key_env"], job["api_key_file"])
     server = Server(url=f"{job['url'].rstrip('/')}/chat/completions", key=key, ca_file=job["ca_file"])
     store = JudgeStore(job["cache_file"], max_entries=job["cache_entries"])
@@ -182,11 +178,7 @@ def filled(rubric: str, texts: dict[str, Any]) -> str:
 
 
 def words_of(reply: dict[str, Any]) -> str:
-    """The text of a chat completion.
-
-    Raises:
-        Refused: it has none.
-    """
+    """The text of a chat completion."""
     try:
         words = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -107,12 +107,7 @@ class Matcher:
         return Doubts(near=self._verifier.near.names(_PART, prompt.answer, answer_of(completion)))
 
     def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion can be compared with the prompt's answer; empty where they can.
-
-        Raises:
-            DependencyMissing: the package that compares is not installed.
-            RewardError: nothing is known.
-        """
+        """Why no completion can be compared with the prompt's answer; empty where they can."""
         return "" if self._verifier is None else self._verifier.problem(prompt.answer)
 
     def close(self) -> None:

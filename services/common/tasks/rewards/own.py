@@ -94,9 +94,6 @@ def loaded_facts(pool: RewardPool, path: str, *, key: str, path_key: str) -> dic
     """Start the first worker of foreign code; what it says of what it loaded.
 
     `key` names the code in the configuration, `path_key` its directory.
-
-    Raises:
-        ConfigError: it cannot be found, imported or called.
     """
     try:
         return pool.start()

@@ -35,11 +35,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests.
-
-    Raises:
-        ValueError: its key cannot be read.
-    """
+    """What answers requests."""
     server = Server(url=job["url"], key=read_key(job["api_key_env"], job["api_key_file"]), ca_file=job["ca_file"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

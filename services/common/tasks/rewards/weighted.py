@@ -17,6 +17,7 @@ from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
 from heterorl.common.tasks.task import (
     Doubts,
     Prompt,
+    Scores,
     Task,
     TaskOver,
     answer_problem_of,
@@ -32,20 +33,12 @@ ABSENT = math.nan
 """The value of a reward that is not computed here."""
 
 
-class RewardSource(Protocol):
+class RewardSource(Scores, Protocol):
     """What gives the values of one reward; a task does."""
 
     @property
     def digest(self) -> Digest:
         """Digest of all that its values depend on, but for prompt and completion."""
-        ...
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """Values, named where there are several.
-
-        Raises:
-            RewardError: there is none; that is not a score.
-        """
         ...
 
 

@@ -142,8 +142,8 @@ def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 def _files_of(module: str) -> dict[str, Any]:
-    files = _beside("functions").reward_files(module.partition(".")[0])
-    return {"digest": files.digest, "num_files": files.count, "place": files.place}
+    files: dict[str, Any] = _beside("functions").reward_files(module.partition(".")[0])
+    return files
 
 
 def load_function(module: str, name: str, directory: str, what: str = "function") -> Callable[..., Any]:

@@ -24,9 +24,6 @@ class Columns:
         """Check the types.
 
         Of a pyarrow.Table; a row without an answer gets no reward where `needs_answers`.
-
-        Raises:
-            ConfigError: a column is not there, or holds something else.
         """
         import pyarrow as pa
 

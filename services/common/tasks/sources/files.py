@@ -13,7 +13,7 @@ import blake3
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.tasks.sources.config import DataConfig
-from heterorl.common.tasks.sources.hub import parse, pinned, snapshot
+from heterorl.common.tasks.sources.hub import download, parse, pinned
 
 _SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves."""
@@ -141,7 +141,8 @@ def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tup
         directory = Path(name.place).expanduser()
     else:
         commit = pinned(key, name, notes=notes, cache_dir=config.cache_dir)
-        directory = snapshot(key, name, commit, files=config.files, cache_dir=config.cache_dir)
+        files = (*config.files, "README.md") if config.files else ()
+        directory = download(key, name, commit, files=files, cache_dir=config.cache_dir)
 
     def load(key: str, split: str) -> Loaded:
         return load_directory(

@@ -87,7 +87,8 @@ def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> st
     written = f"{name.place}@{name.revision}"
     if written in known:
         return known[written]
-    commit = commit_of(key, name, cache_dir=cache_dir)
+    # Of a directory of the cache the name is the commit; one small file brings it.
+    commit = download(key, name, name.revision, files=("README.md",), cache_dir=cache_dir).name
     _LOG.warning(
         "%s: %s of %s is commit %s from now on; %s says so on every node",
         key, name.revision, name.place, commit, name.at(commit),
@@ -109,21 +110,15 @@ def _read(key: str, notes: Path | None) -> dict[str, str]:
     return {str(written): str(commit) for written, commit in known.items()}
 
 
-def commit_of(key: str, name: HubName, *, cache_dir: str) -> str:
-    """The commit that a branch or tag stands at: as the hub says or, without it, the cache."""
-    # Of a directory of the cache the name is the commit; one small file brings it.
-    return _download(key, name, name.revision, files=("README.md",), cache_dir=cache_dir).name
-
-
-def snapshot(key: str, name: HubName, commit: str, *, files: Sequence[str], cache_dir: str) -> Path:
-    """The directory of a repository at a commit.
+def download(key: str, name: HubName, revision: str, *, files: Sequence[str], cache_dir: str) -> Path:
+    """The directory of a repository at a revision: as the hub says or, without it, the cache.
 
     Only what the patterns `files` name is downloaded, and everything where there are none.
+
+    Raises:
+        ConfigError: it is not in the cache and cannot be downloaded.
+        DependencyMissing: the library of the hub is not installed.
     """
-    return _download(key, name, commit, files=(*files, "README.md") if files else (), cache_dir=cache_dir)
-
-
-def _download(key: str, name: HubName, revision: str, *, files: Sequence[str], cache_dir: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

@@ -71,9 +71,6 @@ class JsonlTask(MatchedTask):
 
         Without `evaluation_path` some of the prompts are held out, `evaluation_size` different ones. A row without an
         answer gets no reward where `needs_answers`.
-
-        Raises:
-            ConfigError: a line is not what it should be, or too few are left.
         """
 
         def read(key: str, path: Path) -> list[Row]:

@@ -23,11 +23,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests, and the version of its Python.
-
-    Raises:
-        ValueError: foreign code can be run here by nobody.
-    """
+    """What answers requests, and the version of its Python."""
     limits = Limits(
         cpu_s=job["test_timeout_s"], timeout_s=PATIENCE * job["test_timeout_s"], memory_bytes=job["memory_bytes"],
         work_bytes=job["work_bytes"], output_bytes=job["output_bytes"], num_processes=job["num_processes"],

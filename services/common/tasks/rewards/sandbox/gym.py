@@ -45,11 +45,7 @@ def limit_of(timeout_s: float) -> float:
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests.
-
-    Raises:
-        ValueError: completions can be scored here by nobody.
-    """
+    """What answers requests."""
     paths, shown = _places()
     command = [sys.executable, "-I", "-B", str(SERVE)]
     if job["sandbox"]:

@@ -250,11 +250,7 @@ def _value(answer: str) -> float:
 
 
 def _state(libc: Any) -> list[Any]:
-    """What a completion could change for those after it.
-
-    Raises:
-        OSError: it cannot be read any more.
-    """
+    """What a completion could change for those after it."""
     if not _is_contained():
         return []
     words = (ctypes.c_int * 64)()

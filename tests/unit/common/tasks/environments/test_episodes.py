@@ -442,7 +442,7 @@ paths = {**sysconfig.get_paths(), "purelib": packages}
 sysconfig.get_paths = lambda: paths
 sys.path[:0] = [place, packages]
 import play
-print(runpy.run_path(files, run_name="functions")["reward_files"]("play").count)
+print(runpy.run_path(files, run_name="functions")["reward_files"]("play")["num_files"])
 """
     command = [sys.executable, "-c", script, str(tmp_path), functions.__file__, str(tmp_path / ".venv/lib/packages")]
     # coverage starts in every child, and would import this folder's empty heterorl.

@@ -117,14 +117,14 @@ class Keeper(Worker):
         """Write a snapshot when one is due; returns whether it did."""
         merged_into = functools.partial(self._merges.into, flavour=flavour)
         way = await self._ask(flavour, lambda chain: index.way_of_joiner(chain, merged_into))
-        due = decide_snapshot(
+        is_due, reason = decide_snapshot(
             way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
         )
-        if not due.is_due:
+        if not is_due:
             return False
         # A longer way is shortened by a snapshot on it.
         work = await self._ask(flavour, lambda chain: index.work(chain, way[:MAX_PAYLOADS]))
-        _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, due.reason)
+        _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, reason)
         scratch = self._rebuilt / "snapshot"
         try:
             async with self._copies.at_hand(_stored(work)):

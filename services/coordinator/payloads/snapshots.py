@@ -36,16 +36,8 @@ class Work:
     manifests: tuple[Manifest, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """Whether a snapshot of the head is worth its bytes, and why."""
-
-    is_due: bool
-    reason: str
-
-
-def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int) -> Due:
-    """Decide by the way that a new sampler would take: the snapshot first, then deltas to the head.
+def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int) -> tuple[bool, str]:
+    """Whether a snapshot of the head is due, and why, by the way of a new sampler: a snapshot, then deltas to the head.
 
     Its deltas cost D = sum(bytes), its snapshot S bytes. With the snapshot renewed at D = r S, r = `snapshot_ratio`,
     deltas add at most a share r to what a new sampler pulls, and a run whose merged deltas grow to r S in k versions
@@ -53,18 +45,18 @@ def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window:
     since the deltas that the way needs could not be deleted.
     """
     if not way or way[0].kind is not PayloadKind.SNAPSHOT:
-        return Due(is_due=False, reason="there is no snapshot to start from")
+        return False, "there is no snapshot to start from"
     deltas = way[1:]
     if not deltas:
-        return Due(is_due=False, reason="the head has a snapshot")
+        return False, "the head has a snapshot"
     cost = sum(payload.num_bytes for payload in deltas)
     limit = snapshot_ratio * way[0].num_bytes
     versions = deltas[-1].to_version - way[0].to_version
     if cost > limit:
-        return Due(is_due=True, reason=f"{len(deltas)} deltas cost {cost} bytes, the snapshot {way[0].num_bytes}")
+        return True, f"{len(deltas)} deltas cost {cost} bytes, the snapshot {way[0].num_bytes}"
     if versions > window:
-        return Due(is_due=True, reason=f"the newest snapshot is {versions} versions old, {window} are kept")
-    return Due(is_due=False, reason=f"{len(deltas)} deltas cost {cost} bytes, {limit:.0f} are the bound")
+        return True, f"the newest snapshot is {versions} versions old, {window} are kept"
+    return False, f"{len(deltas)} deltas cost {cost} bytes, {limit:.0f} are the bound"
 
 
 def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk: Callable[[], None]) -> None:

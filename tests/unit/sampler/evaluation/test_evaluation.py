@@ -169,6 +169,45 @@ async def test_a_drained_run_evaluates_its_last_version_before_the_sampler_ends(
     assert (await found(world, 1)).state is EvaluationState.DONE
 
 
+async def test_a_drained_sampler_waits_for_the_last_version_before_it_evaluates_it(world):
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    failures = [Unreachable("the link is down")] * 3
+
+    async def late(**values):
+        if failures:
+            raise failures.pop()
+        return await world.core.plan_pull(**values)
+
+    world.link.replaced["plan_pull"] = late
+    await world.run.publish()
+    await world.core.drain(reason="the end")
+    await world.end()
+
+    assert (await found(world, 1)).state is EvaluationState.DONE
+
+
+async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(world, caplog):
+    world.settings["evaluation_hold_s"] = 20.0
+
+    async def nothing(**_):
+        raise Unreachable("the link is down")
+
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    world.link.replaced["plan_pull"] = nothing
+    await world.run.publish()
+    await world.core.drain(reason="the end")
+    drained_at = world.clock.monotonic()
+    await world.end()
+
+    assert world.clock.monotonic() - drained_at >= 20.0
+    assert (await found(world, 1)).state is EvaluationState.OPEN
+    assert "draining without the last evaluation: its weights did not come" in caplog.text
+
+
 async def test_a_drain_waits_for_the_last_evaluation_though_the_coordinator_is_away_for_a_moment(world):
     await world.run.publish()
     world.start()

@@ -99,7 +99,7 @@ MAX_REWARD = 1e6
 class RewardPart:
     """One named component of a reward: its value adds `weight` times to the reward.
 
-    `signature` is that of a reward service over its value (heterorl.common.tasks.rewards.proof); empty of most parts.
+    `signature` is that of a reward service over its value (heterorl.common.tasks.rewards.remote); empty of most parts.
     """
 
     name: str

@@ -65,16 +65,9 @@ def issue_node(
     now: datetime.datetime,
     lifetime: datetime.timedelta,
 ) -> Pair:
-    """Issue a certificate with a key of its own.
+    """Issue a certificate with a key of its own, from `now` on, at the longest to the authority's own end.
 
-    Args:
-        authority: who signs.
-        run: the run that the node belongs to.
-        site: name of the node's site.
-        role: what the node is.
-        hosts: DNS names and IP addresses that a coordinator or a relay is dialled by.
-        now: the beginning of the lifetime, an aware instant.
-        lifetime: how long it is valid; cut at the authority's own end.
+    `hosts` are DNS names and IP addresses that a coordinator or a relay is dialled by.
 
     Raises:
         ConfigError: the authority has expired or cannot be read, a name is not allowed, or hosts do not fit the role.
@@ -105,7 +98,6 @@ def sign_node(
     """
     _check_name("RUN", run)
     _check_name("SITE", site)
-    issuer, issuer_key = _load(authority, now=now)
     if hosts and role not in SERVING:
         raise ConfigError("--host", f"a {role} serves nobody", action="only the coordinator and relays have hosts")
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(spiffe_uri(run=run, site=site, role=role))]
@@ -113,17 +105,10 @@ def sign_node(
     if role in SERVING:
         usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         names += [_host(host) for host in dict.fromkeys((*hosts, *LOCAL_HOSTS))]
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{role} {site}"[:64])])
-    until = min(now + lifetime, issuer.not_valid_after_utc)
-    return (
-        _builder(subject, issuer.subject, public_key, now=now, until=until, serial=serial)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(is_authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-        .add_extension(_issuer_id(issuer), critical=False)
-        .sign(issuer_key, hashes.SHA256())
-    )
+    return _signed(
+        authority, subject=f"{role} {site}"[:64], public_key=public_key, names=names, usages=usages, now=now,
+        until=now + lifetime, serial=serial,
+    )  # fmt: skip
 
 
 def issue_desk(authority: Pair, *, now: datetime.datetime) -> Pair:
@@ -132,22 +117,26 @@ def issue_desk(authority: Pair, *, now: datetime.datetime) -> Pair:
     Raises:
         ConfigError: the authority has expired or cannot be read.
     """
-    issuer, issuer_key = _load(authority, now=now)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, DESK_NAME)])
-    certificate = (
-        _builder(subject, issuer.subject, key.public_key(), now=now, until=issuer.not_valid_after_utc)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(DESK_NAME)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(is_authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(_issuer_id(issuer), critical=False)
-        .sign(issuer_key, hashes.SHA256())
-    )
+    certificate = _signed(
+        authority, subject=DESK_NAME, public_key=key.public_key(), names=[x509.DNSName(DESK_NAME)],
+        usages=[ExtendedKeyUsageOID.SERVER_AUTH], now=now,
+    )  # fmt: skip
     return _pair(certificate, key)
 
 
-def _load(authority: Pair, *, now: datetime.datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _signed(
+    authority: Pair,
+    *,
+    subject: str,
+    public_key: ec.EllipticCurvePublicKey,
+    names: Sequence[x509.GeneralName],
+    usages: Sequence[x509.ObjectIdentifier],
+    now: datetime.datetime,
+    until: datetime.datetime | None = None,
+    serial: int = 0,
+) -> x509.Certificate:
+    """A certificate under the authority, at the longest until the authority's own end."""
     try:
         issuer = x509.load_pem_x509_certificate(authority.cert)
         issuer_key = load_pem_private_key(authority.key, password=None)
@@ -157,7 +146,18 @@ def _load(authority: Pair, *, now: datetime.datetime) -> tuple[x509.Certificate,
         raise ConfigError("--dir", "the authority's key is not ECDSA")
     if now >= issuer.not_valid_after_utc:
         raise ConfigError("--dir", "the authority has expired", action="heterorl certs init in a new directory")
-    return issuer, issuer_key
+    end = issuer.not_valid_after_utc
+    issuer_id = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+    return (
+        _builder(name, issuer.subject, public_key, now=now, until=min(until or end, end), serial=serial)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(is_authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_id), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
 
 
 def hosts_of(pem: bytes) -> tuple[str, ...]:
@@ -203,11 +203,6 @@ def _usage(*, is_authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _issuer_id(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    own = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from heterorl.certs.authority import LOCAL_HOSTS, SERVING, Pair, hosts_of, issue
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import parse_serials
 from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
-from heterorl.common.process.files import sync_directory
+from heterorl.common.process.files import replacing
 
 REVOKED = "revoked"
 """The list's name here and in a coordinator's directory."""
@@ -100,7 +99,7 @@ class Authority:
                 action = f"heterorl certs renew {target}, with --host for other names"
                 raise ConfigError("--out", f"{target} holds a certificate", action=action)
             pair = issue_node(
-                self._pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
+                self.pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
             )
             self._hand_out(pair, target)
             if role in SERVING:
@@ -110,13 +109,9 @@ class Authority:
     def renew(
         self, target: Path, *, hosts: Sequence[str] = (), now: datetime.datetime, lifetime: datetime.timedelta
     ) -> Identity:
-        """Replace a node's certificate and key by new ones for the same identity; returns the one that was replaced.
+        """Replace certificate and key in a node's directory, for the same identity; returns the one that was replaced.
 
-        Args:
-            target: the node's directory.
-            hosts: names and addresses of the new certificate; none are those of the old one.
-            now: an aware instant.
-            lifetime: of the new one.
+        Without `hosts` the new certificate has those of the old one.
 
         Raises:
             ConfigError: there is no certificate of this authority, it is revoked, or hosts do not fit the role.
@@ -129,13 +124,13 @@ class Authority:
                     action="let it join by a new token into a new directory: heterorl certs token create",
                 )
             identity = self._read(target / "node.crt")
-            if not self._book(identity.serial).exists():
+            if not self.path_of(identity.serial).exists():
                 raise ConfigError("DIRECTORY", f"{target} holds no certificate of this authority")
-            if identity.serial in self._revoked():
+            if self.is_revoked(identity.serial):
                 raise ConfigError("DIRECTORY", f"certificate {identity.serial:x} is revoked", action="issue a new one")
             hosts = hosts or hosts_of((target / "node.crt").read_bytes())
             pair = issue_node(
-                self._pair(),
+                self.pair(),
                 run=identity.run,
                 site=identity.site,
                 role=identity.role,
@@ -149,9 +144,8 @@ class Authority:
     def revoke(self, what: str) -> list[Identity]:
         """Refuse certificates from now on; returns them.
 
-        Args:
-            what: a serial number or a certificate's file names one certificate; a node's directory means all that its
-                role and site ever got, so that a copy of an older key is worth nothing either.
+        A serial number or a certificate's file names one certificate. A node's directory means all that its role and
+        site ever got, so that a copy of an older key is worth nothing either.
 
         Raises:
             ConfigError: this authority issued no such certificate.
@@ -162,9 +156,9 @@ class Authority:
                 node = self._read(path / "node.crt")
                 return self._refuse(self._all_of(role=node.role, site=node.site))
             serial = self._read(path).serial if path.is_file() else _serial(what)
-            if not self._book(serial).exists():
+            if not self.path_of(serial).exists():
                 raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority")
-            return self._refuse([self._read(self._book(serial))])
+            return self._refuse([self._read(self.path_of(serial))])
 
     def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
         """Refuse all certificates that a role and site ever got, joined by token or issued; returns them.
@@ -212,12 +206,12 @@ class Authority:
         Raises:
             ConfigError: there is none.
         """
-        self._existing()
-        return self._pair()
+        directory = self._existing()
+        return Pair(cert=(directory / "ca.crt").read_bytes(), key=(directory / "ca.key").read_bytes())
 
     def path_of(self, serial: int) -> Path:
         """Where the book keeps a certificate."""
-        return self._book(serial)
+        return self._directory / "issued" / f"{serial:x}.crt"
 
     def is_revoked(self, serial: int) -> bool:
         """Whether a certificate is no longer accepted."""
@@ -243,12 +237,6 @@ class Authority:
             raise ConfigError("--dir", f"{self._directory} holds no authority", action="heterorl certs init RUN first")
         return self._directory
 
-    def _pair(self) -> Pair:
-        return Pair(cert=(self._directory / "ca.crt").read_bytes(), key=(self._directory / "ca.key").read_bytes())
-
-    def _book(self, serial: int) -> Path:
-        return self._directory / "issued" / f"{serial:x}.crt"
-
     def _revoked(self) -> frozenset[int]:
         try:
             return parse_serials(self.revoked_path.read_text(encoding="ascii"))
@@ -268,7 +256,7 @@ class Authority:
         identity = read_identity(pair.cert)
         assert isinstance(identity, Identity)
         # Into the book first: what a node holds can always be found and revoked.
-        write_file(self._book(identity.serial), pair.cert, mode=PUBLIC)
+        write_file(self.path_of(identity.serial), pair.cert, mode=PUBLIC)
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_file(target / "ca.crt", (self._directory / "ca.crt").read_bytes(), mode=PUBLIC)
         write_file(target / "node.key", pair.key, mode=SECRET)
@@ -284,18 +272,8 @@ def _serial(text: str) -> int:
 
 def write_file(path: Path, data: bytes, *, mode: int) -> None:
     """Replace a file atomically and durably; its mode holds from the first byte on."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    with replacing(path, mode=mode) as file:
+        file.write(data)
 
 
 @contextlib.contextmanager

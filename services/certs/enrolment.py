@@ -31,7 +31,7 @@ from heterorl.certs.tokens import (
     Kept,
     Refused,
     Token,
-    decide,
+    check_token,
     pin_of,
     secret_digest,
 )
@@ -115,10 +115,8 @@ class Enrolment:
         with locked(self._directory):
             now = wall_time()
             kept = self._read(self._path(number))
-            verdict, reason = decide(kept, secret=secret, uri=request.uri, key=request.key, now=now)
-            if verdict.refused is not None or kept is None:
-                raise JoinRefused(verdict.refused or Refused.TOKEN, reason)
-            if not verdict.is_again:
+            kept = check_token(kept, secret=secret, uri=request.uri, key=request.key, now=now)
+            if not kept.key:
                 # First of all, durably: from here on this token is this key's, whatever happens.
                 kept = dataclasses.replace(kept, key=request.key, serial=x509.random_serial_number())
                 self._write(number, kept)

@@ -13,7 +13,6 @@ import hmac
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -51,14 +50,6 @@ class WrongAuthority(OperatorError):
     action = "compare the address with the operator's; if it is right, somebody is in between"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Issued:
-    """What the desk gave: certificates of the authority and of the node, DER."""
-
-    authority: x509.Certificate
-    certificate: x509.Certificate
-
-
 async def join(
     token: Token, *, address: str, out: Path, timeout_s: float = JOIN_S, wall_time: Callable[[], float] = time.time
 ) -> None:
@@ -75,18 +66,20 @@ async def join(
     key = _own_key(out)
     try:
         async with asyncio.timeout(timeout_s):
-            issued = await ask(token, address=address, key=key, now=wall_time())
+            authority, certificate = await ask(token, address=address, key=key, now=wall_time())
     except TimeoutError as error:
         raise _unreachable(address, f"no answer in {timeout_s:g} s") from error
     except (OSError, BrokenFrame) as error:
         raise _unreachable(address, str(error)) from error
-    write_file(out / "ca.crt", issued.authority.public_bytes(Encoding.PEM), mode=PUBLIC)
+    write_file(out / "ca.crt", authority.public_bytes(Encoding.PEM), mode=PUBLIC)
     # Last: its presence says that the node has joined.
-    write_file(out / "node.crt", issued.certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
+    write_file(out / "node.crt", certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
 
 
-async def ask(token: Token, *, address: str, key: ec.EllipticCurvePrivateKey, now: float) -> Issued:
-    """Have a key certified; arguments and errors as of `join`, time and transport are the caller's."""
+async def ask(
+    token: Token, *, address: str, key: ec.EllipticCurvePrivateKey, now: float
+) -> tuple[x509.Certificate, x509.Certificate]:
+    """The authority's certificate and the key's own; arguments and errors of `join`, the caller bounds the time."""
     host, _, port = address.rpartition(":")
     # The desk proves itself by the pin, not by a name and an authority that this machine believes.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -114,7 +107,7 @@ async def ask(token: Token, *, address: str, key: ec.EllipticCurvePrivateKey, no
         key.public_key().public_bytes(*form)
     ):
         raise WrongAuthority("the certificate that came is not this key's, or not the authority's")
-    return Issued(authority=authority, certificate=certificate)
+    return authority, certificate
 
 
 def signing_request(key: ec.EllipticCurvePrivateKey, *, uri: str) -> bytes:

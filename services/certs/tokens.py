@@ -106,14 +106,6 @@ class Kept:
     serial: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Whether a certificate is due: refused, or issued for the first time, or handed out again to the same key."""
-
-    refused: Refused | None
-    is_again: bool = False
-
-
 def parse_token(text: str) -> Token:
     """Read a token.
 
@@ -157,28 +149,25 @@ def pin_of(certificate: bytes) -> bytes:
     return hashlib.sha256(certificate).digest()
 
 
-def decide(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) -> tuple[Verdict, str]:
-    """Decide on a request; who does not know the secret learns nothing about the token.
+def check_token(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) -> Kept:
+    """The row of a token that counts for a request; a caller without the secret learns nothing about the token.
 
-    Args:
-        kept: the authority's row; None for a number that it does not know.
-        secret: what the caller sent.
-        uri: the identity in the caller's signing request.
-        key: digest of the caller's public key, who has proven to hold the private one.
-        now: seconds since the epoch.
+    `kept` is None for a number that the authority does not know. `key` is the digest of the caller's public key; the
+    caller has proven to hold the private one.
+
+    Raises:
+        JoinRefused: it does not count.
     """
     if kept is None or not hmac.compare_digest(kept.secret_digest, secret_digest(secret)):
-        return Verdict(refused=Refused.TOKEN), "the token is not of this authority"
+        raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
     if uri != kept.uri:
-        return Verdict(refused=Refused.IDENTITY), f"the token is for {kept.uri}, the request for {uri[:200]}"
-    if kept.key:
-        if hmac.compare_digest(kept.key, key):
-            # Its answer was lost: nobody gets more than was given already.
-            return Verdict(refused=None, is_again=True), f"{kept.uri} asks again with the same key"
-        return Verdict(refused=Refused.USED), "the token was used, by another key"
-    if now >= kept.expires:
-        return Verdict(refused=Refused.EXPIRED), "the token has expired"
-    return Verdict(refused=None), f"{kept.uri} joins"
+        raise JoinRefused(Refused.IDENTITY, f"the token is for {kept.uri}, the request for {uri[:200]}")
+    # The same key asks again where its answer was lost: nobody gets more than was given already.
+    if kept.key and not hmac.compare_digest(kept.key, key):
+        raise JoinRefused(Refused.USED, "the token was used, by another key")
+    if not kept.key and now >= kept.expires:
+        raise JoinRefused(Refused.EXPIRED, "the token has expired")
+    return kept
 
 
 def _sum(body: bytes) -> bytes:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.certs.desk import GuessLimit
-from heterorl.certs.tokens import PREFIX, Kept, Refused, Token, decide, parse_token, secret_digest
+from heterorl.certs.tokens import PREFIX, JoinRefused, Kept, Refused, Token, check_token, parse_token, secret_digest
 from heterorl.cli.certs import parse_duration
 from heterorl.common.errors import ConfigError
 
@@ -73,29 +73,31 @@ def test_token_of_no_node_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kept", "changes", "refused", "is_again"),
+    ("kept", "changes", "refused"),
     [
-        (KEPT, {}, None, False),
-        (KEPT, {"now": 99.9}, None, False),
-        (KEPT, {"now": 100.0}, Refused.EXPIRED, False),
-        (None, {}, Refused.TOKEN, False),
-        (KEPT, {"secret": b"x" * 32}, Refused.TOKEN, False),
+        (KEPT, {}, None),
+        (KEPT, {"now": 99.9}, None),
+        (KEPT, {"now": 100.0}, Refused.EXPIRED),
+        (None, {}, Refused.TOKEN),
+        (KEPT, {"secret": b"x" * 32}, Refused.TOKEN),
         # Who does not know the secret does not learn that the token was used or has expired.
-        (USED, {"secret": b"x" * 32, "now": 200.0}, Refused.TOKEN, False),
-        (KEPT, {"uri": "spiffe://run/site/eu-2/role/sampler"}, Refused.IDENTITY, False),
-        (KEPT, {"uri": "spiffe://run/site/eu-1/role/learner"}, Refused.IDENTITY, False),
-        (USED, {}, Refused.USED, False),
-        (USED, {"key": "mine"}, None, True),
+        (USED, {"secret": b"x" * 32, "now": 200.0}, Refused.TOKEN),
+        (KEPT, {"uri": "spiffe://run/site/eu-2/role/sampler"}, Refused.IDENTITY),
+        (KEPT, {"uri": "spiffe://run/site/eu-1/role/learner"}, Refused.IDENTITY),
+        (USED, {}, Refused.USED),
+        (USED, {"key": "mine"}, None),
         # An answer that was lost may be asked for late.
-        (USED, {"key": "mine", "now": 200.0}, None, True),
+        (USED, {"key": "mine", "now": 200.0}, None),
     ],
 )
-def test_when_a_token_counts(kept, changes, refused, is_again):
+def test_when_a_token_counts(kept, changes, refused):
     values = {"secret": TOKEN.secret, "uri": URI, "key": "other", "now": 0.0, **changes}
-    verdict, reason = decide(kept, **values)
-
-    assert (verdict.refused, verdict.is_again) == (refused, is_again)
-    assert reason
+    if refused is None:
+        assert check_token(kept, **values) is kept
+        return
+    with pytest.raises(JoinRefused) as error:
+        check_token(kept, **values)
+    assert error.value.reason is refused
 
 
 def test_guesses_are_bounded_by_address_and_token_and_forgotten_with_time():

@@ -27,7 +27,7 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.vllm.arguments import VllmOptions
+from heterorl.sampler.config import VllmEngineConfig
 from heterorl.sampler.vllm.engine import VllmEngine
 from heterorl.sampler.vllm.source import VllmSource
 
@@ -99,8 +99,8 @@ def main() -> None:
 
         def vllm() -> Made:
             source = VllmSource(**common, weights_dir=Path(name))
-            options = VllmOptions(compute_dtype="fp32", batch_rows=num_rows, kv_cache_bytes=256 << 20)
-            return VllmEngine(source, end_token_ids=(EOS,), options=options), source.base(), source.vocab_size
+            options = VllmEngineConfig(compute_dtype="fp32", batch_rows=num_rows, kv_cache_bytes=256 << 20)
+            return VllmEngine(source, end_token_ids=(EOS,), settings=options), source.base(), source.vocab_size
 
         makers: list[Callable[[], Made]] = [hf]
         if find_spec("vllm") is not None:

@@ -88,7 +88,7 @@ class Site:
             )
             for number, (draft, completions) in enumerate(zip(drafts, made, strict=True), start=1 + start):
                 draft.completions = dict(enumerate(completions))
-                draft.scores = {member: maker.score(draft.prompt, one) for member, one in enumerate(completions)}
+                draft.scores = dict(enumerate(maker.score_all(draft.prompt, completions)))
                 group = maker.group(draft, state_roots={engine.version: self.state_root})
                 groups.append(dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=number)))
         return groups

@@ -35,7 +35,7 @@ from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.engines import FlavouredEngine, build_engines
+from heterorl.sampler.engines import build_engines, take_flavour
 from heterorl.sampler.evaluation.drawing import SiteSet
 from heterorl.sampler.evaluation.drawing import open_set as open_site_set
 
@@ -174,13 +174,13 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Subject, Callable[[], Arena
     with TemporaryDirectory(prefix="heterorl-engine-") as directory:
         own = config.model_copy(update={"state_dir": Path(directory)})
         engines = build_engines(own, config.sampling.semantics(), end_token_ids=ends)
-        flavoured = FlavouredEngine(engines.engine, config.flavour) if config.flavour else None
+        taken = take_flavour(engines, config.flavour)
         try:
             subject = Subject(
-                name="", version=NO_VERSION, engine=flavoured or engines.engine, prompter=prompter, end_token_ids=ends,
+                name="", version=NO_VERSION, engine=taken.engine, prompter=prompter, end_token_ids=ends,
                 max_trajectory_tokens=config.sampling.max_trajectory_tokens,
             )  # fmt: skip
-            yield subject, flavoured.base_of(engines.base) if flavoured else engines.base
+            yield subject, taken.base
         finally:
             engines.close()
 

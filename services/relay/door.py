@@ -44,13 +44,8 @@ class Node:
 class Door:
     """Admits nodes. Belongs to the event loop.
 
-    Args:
-        own: this relay's identity, as it is now; None on loopback without certificates.
-        revoked: serials that are refused.
-        places: calls under way at once.
-        places_of_node: those of one certificate.
-        budget: room for messages.
-        wall_time: seconds since the epoch; only for lifetimes of certificates.
+    `own` is this relay's identity as it is now, None on loopback without certificates; `places` bounds calls under way,
+    `places_of_node` those of one certificate; `wall_time` serves lifetimes of certificates alone.
     """
 
     def __init__(

@@ -204,14 +204,9 @@ class _Again(Exception):
 
 
 class Arrival:
-    """One payload that is being fetched into `path`.
+    """One payload that is being fetched into `path`, a file that grows; `bell` rings when bytes arrive.
 
-    Args:
-        ref: the payload.
-        path: the file that grows.
-        fetching: ends when the payload is whole and has moved into the cache, or with what went wrong.
-        bell: rings when bytes arrive.
-        clock: for looks between rings.
+    `fetching` ends when the payload is whole and has moved into the cache, or with the error.
     """
 
     def __init__(

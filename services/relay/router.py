@@ -135,7 +135,7 @@ class Router(grpc.GenericRpcHandler):
 
     async def _watch_head(self, data: bytes) -> AsyncIterator[bytes]:
         request = _parse(policy_pb2.WatchHeadRequest, data)
-        async for update in self._weights.watch_head(after_version=request.after_version):
+        async for update in self._weights.head.watch(after_version=request.after_version):
             yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s).SerializeToString()
 
     async def _get_manifest(self, data: bytes) -> AsyncIterator[bytes]:
@@ -164,7 +164,7 @@ class Router(grpc.GenericRpcHandler):
 
     async def _read_payload(self, data: bytes) -> AsyncIterator[bytes]:
         request = _parse(policy_pb2.ReadPayloadRequest, data)
-        frames = self._weights.read_payload(
+        frames = self._weights.payloads.read(
             digest=digest_field("digest", request.digest),
             offset=request.offset,
             stop=request.stop if request.HasField("stop") else None,

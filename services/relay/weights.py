@@ -23,7 +23,6 @@ from heterorl.common.api import WeightsApi
 from heterorl.common.errors import Draining, HeterorlError, Unreachable
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, HeadUpdate, PullPlan, SignedManifest
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.payloads import Payloads
@@ -53,10 +52,6 @@ class Weights:
             clock=clock, keep_s=MANIFEST_S, max_bytes=MANIFEST_BYTES, size=lambda found: 256 + sum(map(len, found))
         )
         self.payloads = Payloads(api=api, cache=cache, clock=clock, on_gone=self._plans.clear)
-
-    def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
-        """Yield every head that passes the cursor."""
-        return self.head.watch(after_version=after_version)
 
     async def get_signed_manifest(self, *, version: int, flavour: str) -> SignedManifest:
         """The exact bytes of a manifest and its signature."""
@@ -92,10 +87,6 @@ class Weights:
         self.payloads.note(plan)
         return plan
 
-    def read_payload(self, *, digest: Digest, offset: int, stop: int | None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload."""
-        return self.payloads.read(digest=digest, offset=offset, stop=stop)
-
     def _head_changed(self, went_back: bool) -> None:
         if went_back:
             for kept in (self._plans, self._signed, self._lists):
@@ -117,14 +108,7 @@ class _Entry(Generic[ValueT]):
 
 
 class Answers(Generic[ValueT]):
-    """Answers of one kind.
-
-    Args:
-        clock: tells their age.
-        keep_s: how long one is given without asking again, seconds.
-        max_bytes: of all of them.
-        size: bytes of one.
-    """
+    """Answers of one kind, each given for `keep_s` without asking again; `size` is the bytes of one."""
 
     def __init__(self, *, clock: Clock, keep_s: float, max_bytes: int, size: Callable[[ValueT], int]) -> None:
         self._clock = clock

@@ -114,15 +114,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
 def build(
     config: SamplerConfig, api: SamplerApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
 ) -> Sampler:
-    """Load what the configuration names and join it to a coordinator. Blocking.
-
-    Args:
-        config: the sampler's.
-        api: the coordinator, over gRPC or in process.
-        outbox: the spool; closed by the caller.
-        clock: the only source of time of every loop.
-        rng: source of jitter.
-    """
+    """Load what the configuration names and join it to a coordinator. Blocking; the caller closes the outbox."""
     # Before the model is loaded: what is wrong with state_dir is said at once.
     record = VersionRecord(config.state_dir / record_name(config.flavour))
     parts = assemble(config)
@@ -264,7 +256,7 @@ class Sampler:
         await self._say_end()
 
     async def _say_end(self) -> None:
-        level = await asyncio.to_thread(self.outbox.level)
+        level = self.outbox.level()
         if self.generation.spooling.num_waiting:
             _LOG.error(
                 "%d groups are lost, there was no room to spool them: %s; their prompts are handed out again",

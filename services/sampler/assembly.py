@@ -19,7 +19,7 @@ from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.engines import FlavouredEngine, build_engines
+from heterorl.sampler.engines import build_engines, take_flavour
 from heterorl.sampler.evaluation.drawing import SiteSet, open_set, with_workers
 
 
@@ -44,11 +44,7 @@ class Parts:
 
 
 def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
-    """Load model, tokenizer and task.
-
-    Args:
-        config: the sampler's.
-        scores_here: compute the task's own score in this process, as the lab does on virtual time.
+    """Load model, tokenizer and task; with `scores_here` the task's own score is computed in this process.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -81,11 +77,12 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()
     engines = build_engines(config, sampling, end_token_ids=end_token_ids)
-    engine = engines.engine
+    # The contract is the trained weights': a flavour is another form of the same run.
+    taken = take_flavour(engines, config.flavour)
     contract = build_contract(
         text=prompter.digests,
         task=task,
-        layout_id=engine.layout.layout_id,
+        layout_id=engines.engine.layout.layout_id,
         vocab_size=engines.vocab_size,
         group_size=config.group_size,
         max_turns=config.task.max_turns_of_all,
@@ -97,7 +94,6 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         lora=engines.lora,
         routed_token_bytes=engines.routed_token_bytes,
     )
-    flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
 
     def close() -> None:
         for each in (task, *(one.task for one in sets)):
@@ -105,13 +101,12 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         engines.close()
 
     return Parts(
-        # The contract is the trained weights': a flavour is another form of the same run.
-        engine=flavoured or engine,
+        engine=taken.engine,
         task=task,
         prompter=prompter,
         contract=contract,
         conversations=conversations,
-        base=flavoured.base_of(engines.base) if flavoured else engines.base,
+        base=taken.base,
         canary=canary_texts(task, prompter),
         sets=sets,
         close=close,

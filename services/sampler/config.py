@@ -28,8 +28,16 @@ from heterorl.common.rpc.options import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.common.tasks.rewards.config import from_file
 from heterorl.sampler.delay import DelayConfig, NoDelay
-from heterorl.sampler.vllm.arguments import OWN_ARGUMENTS
 
+OWN_ARGUMENTS = frozenset(
+    {
+        "model", "dtype", "tensor_parallel_size", "data_parallel_size", "device_ids", "enforce_eager",
+        "enable_prefix_caching", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
+        "logprobs_mode", "generation_config", "skip_tokenizer_init", "disable_log_stats", "worker_extension_cls",
+        "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
+    }
+)  # fmt: skip
+"""Of vLLM's arguments those that have keys of their own here, or that an engine depends on."""
 _FILES = ("jsonl:", "parquet:")
 Engines = Annotated[int, Field(ge=1, le=64)]
 
@@ -262,15 +270,9 @@ class SamplerConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _explain_changes(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            if "groups_per_batch" in data:
-                raise ValueError(
-                    "groups_per_batch is no key any more: engine.batch_rows says how many completions are generated at"
-                    " once, and refilled as each ends"
-                )
-            if data.get("seeded_sampling") is True:
-                return {"swap": "drain", **data}
+    def _drain_for_seeds(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("seeded_sampling") is True:
+            return {"swap": "drain", **data}
         return data
 
     @model_validator(mode="after")

@@ -337,12 +337,7 @@ def max_group_delay_s(config: DelayConfig) -> float:
 
 
 def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
-    """How many versions a sampler is behind at heads 0, 1, ... count - 1, each of which it hears of; a pure function.
-
-    Args:
-        config: a delay in versions, or none.
-        seed: the sampler's.
-        count: heads.
+    """How many versions a sampler is behind at heads 0, 1, ... count - 1, each of which it hears of. Pure.
 
     Raises:
         ValueError: the delay counts seconds, so the lag depends on when versions are made.

@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -43,25 +43,18 @@ class _Member:
         return sum(self.under_way.values()) / self.engine.max_running
 
 
-@contextmanager
-def _nothing(_: Arena) -> Iterator[None]:
-    yield
-
-
 class EngineGroup:
     """Implements heterorl.common.generation.engine.Engine around several of one kind."""
 
     def __init__(
-        self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] = _nothing
+        self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] | None = None
     ) -> None:
-        """Take engines, which `close` does not close.
+        """Take at least one engine of one layout, name and dtype; `close` does not close them.
 
-        Args:
-            engines: at least one; they have one layout, name and dtype.
-            staged: entered around a load of all: what it makes of the weights is made once.
+        `staged` is entered around a load of all: what it makes of the weights is made once.
         """
         self._members = [_Member(number, engine) for number, engine in enumerate(engines)]
-        self._staged = staged
+        self._staged = staged or (lambda _: nullcontext())
         self._version = engines[0].version
         # Of all below, and of the members.
         self._news = threading.Condition()
@@ -110,11 +103,7 @@ class EngineGroup:
         return len(self._living()) == len(self._members)
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights of all; with the version that they have, start those again that are out.
-
-        Raises:
-            EngineError: none of them has taken it.
-        """
+        """Swap the weights of all; with the version that they have, start those again that are out."""
         # A new version does not wait for one that is out: it would cost the others the time of a start.
         is_out = [member for member in self._members if member.is_out]
         wanted = is_out if version == self._version else self._living() or self._members
@@ -127,11 +116,7 @@ class EngineGroup:
         raise next((failure for failure in failures if failure is not None), EngineError("all engines are out"))
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """What the engine says that is farthest from the median of all: one wrong engine is the group's word.
-
-        Raises:
-            EngineError: none of them answers.
-        """
+        """What the engine says that is farthest from the median of all: one wrong engine is the group's word."""
         answers: list[list[Float32Array]] = []
         failure: EngineError | None = None
         for member in self._living():
@@ -145,12 +130,7 @@ class EngineGroup:
         return _farthest(answers)
 
     def submit(self, request: Request) -> None:
-        """Give a request to the engine with the least under way.
-
-        Raises:
-            PromptTooLong: the prompt leaves no room for a completion.
-            EngineError: all engines are out.
-        """
+        """Give a request to the engine with the least under way."""
         with self._news:
             while living := self._living():
                 member = min(living, key=lambda one: one.load_share)
@@ -167,11 +147,7 @@ class EngineGroup:
         raise EngineError("all engines are out: nothing is generated before a version is loaded")
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait until a completion of any of them ended, or one is out; all that ended.
-
-        Raises:
-            EngineError: the last engine is out.
-        """
+        """Wait until a completion of any of them ended, or one is out; all that ended."""
         with self._news:
             num_cancels = self._num_cancels
             self._news.wait_for(

@@ -6,18 +6,18 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, cast
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.engine import Engine, Finished, Lost, Request, ScoredText
+from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
-from heterorl.common.types.common import Float32Array, LoraSettings, SamplingSemantics
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.types.common import LoraSettings, SamplingSemantics
+from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import HfEngineConfig, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.engine_group import EngineGroup
-from heterorl.sampler.vllm.arguments import VllmOptions
 from heterorl.sampler.vllm.engine import VllmEngine
 from heterorl.sampler.vllm.source import VllmSource
 
@@ -96,7 +96,7 @@ def _vllm(
         canary_device=settings.canary_device,
     )
     try:
-        engine, close = start_vllm(source, vllm_options(settings), end_token_ids=end_token_ids)
+        engine, close = start_vllm(source, vllm_settings(settings), end_token_ids=end_token_ids)
     except BaseException:
         source.close()
         raise
@@ -111,41 +111,26 @@ def _vllm(
     )
 
 
-def vllm_options(settings: VllmEngineConfig) -> list[VllmOptions]:
-    """How each engine computes."""
+def vllm_settings(settings: VllmEngineConfig) -> list[VllmEngineConfig]:
+    """The settings of each engine, with the devices that it has."""
     size = settings.tensor_parallel_size
     devices = [settings.devices[first : first + size] for first in range(0, len(settings.devices), size)]
-    return [
-        VllmOptions(
-            compute_dtype=settings.compute_dtype,
-            batch_rows=settings.batch_rows,
-            tensor_parallel_size=size,
-            devices=own,
-            enforce_eager=settings.enforce_eager,
-            has_prefix_cache=settings.prefix_cache,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            memory_share=settings.memory_share,
-            canary_tolerance=settings.canary_tolerance,
-            extra=settings.extra,
-        )
-        for own in devices or [()] * settings.engines
-    ]
+    return [settings.model_copy(update={"devices": own}) for own in devices or [()] * settings.engines]
 
 
 def start_vllm(
-    source: VllmSource, options: Sequence[VllmOptions], *, end_token_ids: Sequence[int]
+    source: VllmSource, settings: Sequence[VllmEngineConfig], *, end_token_ids: Sequence[int]
 ) -> tuple[Engine, Callable[[], None]]:
-    """Start an engine for each of the options, side by side; and what ends all of them and the source.
+    """Start an engine for each of the settings, side by side; and what ends all of them and the source.
 
     Raises:
         EngineDied: one of them does not start; the others are ended.
     """
-    if len(options) > 1:
+    if len(settings) > 1:
         # A process that is forked while another thread holds a lock inherits a lock that nobody gives back.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with ThreadPoolExecutor(len(options)) as threads, ExitStack() as started:
-        futures = [threads.submit(VllmEngine, source, end_token_ids=end_token_ids, options=one) for one in options]
+    with ThreadPoolExecutor(len(settings)) as threads, ExitStack() as started:
+        futures = [threads.submit(VllmEngine, source, end_token_ids=end_token_ids, settings=one) for one in settings]
         failures = []
         engines = []
         for future in futures:
@@ -167,33 +152,36 @@ def start_vllm(
     return group, ends_last.close
 
 
-class FlavouredEngine:
-    """Implements heterorl.common.generation.engine.Engine around another engine."""
+def take_flavour(engines: Engines, flavour: Flavour | Literal[""]) -> Engines:
+    """Engines that take a flavour of the weights, made whole again before they load it; empty: the weights themselves.
+
+    What they compute with is what the flavour stands for, in the published type and on every machine the same bits.
+    """
+    if not flavour:
+        return engines
+
+    def base() -> Arena | None:
+        # With the scales that a run begins with.
+        if (whole := engines.base()) is None:
+            return None
+        arena = Arena(taken.layout)
+        quantise(whole, arena, flavour)
+        return arena
+
+    taken = _FlavouredEngine(engines.engine, flavour)
+    return replace(engines, engine=cast("Engine", taken), base=base)
+
+
+class _FlavouredEngine:
+    """heterorl.common.generation.engine.Engine: but for layout and load it is the engine behind it."""
 
     def __init__(self, engine: Engine, flavour: Flavour) -> None:
         self._engine = engine
         self._flavour: Flavour = flavour
-        self._layout = flavour_layout(engine.layout, flavour)
+        self.layout = flavour_layout(engine.layout, flavour)
 
-    @property
-    def layout(self) -> Layout:
-        """Layout of the flavour."""
-        return self._layout
-
-    @property
-    def name(self) -> str:
-        """Name of the engine behind."""
-        return self._engine.name
-
-    @property
-    def dtype(self) -> str:
-        """Data type of the computation."""
-        return self._engine.dtype
-
-    @property
-    def version(self) -> int:
-        """Version of the loaded weights."""
-        return self._engine.version
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights for what a state of the flavour stands for."""
@@ -201,42 +189,3 @@ class FlavouredEngine:
         whole = Arena(self._engine.layout)
         dequantise(arena, whole, self._flavour)
         self._engine.load(whole, version)
-
-    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Log-probs under the loaded weights."""
-        return self._engine.score(texts)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of it computes."""
-        return self._engine.is_whole
-
-    @property
-    def max_running(self) -> int:
-        """Completions computed at once."""
-        return self._engine.max_running
-
-    def submit(self, request: Request) -> None:
-        """Take a request."""
-        self._engine.submit(request)
-
-    def collect(self) -> list[Finished | Lost]:
-        """Completions that ended."""
-        return self._engine.collect()
-
-    def cancel(self) -> None:
-        """Give up everything under way."""
-        self._engine.cancel()
-
-    def base_of(self, base: Callable[[], Arena | None]) -> Callable[[], Arena | None]:
-        """The flavour of the weights that a node has without the run, with the scales that a run begins with."""
-
-        def flavoured() -> Arena | None:
-            whole = base()
-            if whole is None:
-                return None
-            arena = Arena(self._layout)
-            quantise(whole, arena, self._flavour)
-            return arena
-
-        return flavoured

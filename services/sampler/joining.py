@@ -208,11 +208,7 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
 
 
 def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:
-    """See that every file, data set and function that a stated task names is accepted.
-
-    Args:
-        task: the stated keys of [task] that this node would adopt.
-        join: what its operator accepts.
+    """See that every file, data set and function that the adopted keys of a stated task name is accepted.
 
     Raises:
         ConfigError: names the key of [join] and what to add to it.

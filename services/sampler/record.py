@@ -193,11 +193,7 @@ def record_name(flavour: str) -> str:
 
 
 def check_head(head_version: int, *, seen_version: int) -> None:
-    """Refuse a head that went back.
-
-    Args:
-        head_version: what the coordinator calls its newest version.
-        seen_version: newest version that this sampler knew of before it asked.
+    """Refuse a head below the newest version that this sampler knew of before it asked.
 
     Raises:
         RunReplaced: versions that existed are gone.
@@ -212,8 +208,8 @@ async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mappi
     Args:
         data: exact bytes of the new version's manifest.
         newest: the highest version used; None accepts whatever comes first.
-        known: manifests at hand by version, exact bytes; trusted no more than fetched ones.
-        fetch: gets the exact bytes of other manifests.
+        known: manifests at hand by version; trusted no more than fetched ones.
+        fetch: gets others.
 
     Raises:
         RunReplaced: the version is older, of another run, or descends from a sibling of `newest`.

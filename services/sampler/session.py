@@ -153,7 +153,7 @@ class Session:
                 there is no version to generate with.
         """
         while True:
-            level = await asyncio.to_thread(self._outbox.level)
+            level = self._outbox.level()
             state = reported()
             report = Heartbeat(
                 site=self.registration.site,

@@ -55,7 +55,7 @@ class PolicySync:
         patience: Patience,
     ) -> None:
         self._api = api
-        self._puller = puller
+        self.puller = puller
         self._visibility = visibility
         self._record = record
         self._trust = trust
@@ -77,21 +77,6 @@ class PolicySync:
         """The staged version, when it is another than `current`."""
         staged = self._staged
         return staged if staged is not None and staged.version != current else None
-
-    @property
-    def apply_s(self) -> float:
-        """Seconds that applying and verifying the newest weights took; 0 before the first."""
-        return self._puller.apply_s
-
-    @property
-    def fetch_s(self) -> float:
-        """Seconds that fetching the newest weights took; 0 where nothing was fetched."""
-        return self._puller.fetch_s
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes of the newest weights' payloads."""
-        return self._puller.fetched_bytes
 
     def age_s(self, version: int) -> float | None:
         """Seconds since a version was published; None for one whose news was never heard."""
@@ -195,7 +180,7 @@ class PolicySync:
         target = max(target, self._record.highest_version, self._skipped_to)
         for version in range(target, self.head_version):
             try:
-                pulled = await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
+                pulled = await self.puller.pull(held=self._staged, want_version=version, admit=self._admit)
             except UnknownVersion as error:
                 _LOG.debug("version %d is skipped: %s", version, error)
                 if version - target + 1 >= MAX_SKIPPED:
@@ -208,7 +193,7 @@ class PolicySync:
                 _LOG.info("versions %d to %d are skipped", target, version - 1)
             return pulled
         want = max(target, self.head_version)
-        pulled = await self._puller.pull(held=self._staged, want_version=want, admit=self._admit)
+        pulled = await self.puller.pull(held=self._staged, want_version=want, admit=self._admit)
         self._skipped_to = 0
         return pulled
 
@@ -225,7 +210,7 @@ class PolicySync:
             target,
             newest=self._record.newest,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
-            fetch=self._puller.way.list,
+            fetch=self.puller.way.list,
         )
         if abandoned:
             _LOG.warning(

@@ -4,9 +4,9 @@ import psutil
 import pytest
 
 from heterorl.common.generation.engine import Finished, Lost, Request, generate_all
+from heterorl.sampler.config import VllmEngineConfig
 from heterorl.sampler.engines import start_vllm
 from heterorl.sampler.vllm import source as weights
-from heterorl.sampler.vllm.arguments import VllmOptions
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, semantics, vllm_source, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -29,7 +29,7 @@ def test_one_engine_is_killed_and_the_other_goes_on(tmp_path, monkeypatch):
     model_dir = write_model(tmp_path / "model")
     source = vllm_source(model_dir, tmp_path / "weights", max_new_tokens=LIMIT)
     base, truth, before = source.base(), Truth(model_dir), children()
-    options = VllmOptions(compute_dtype="fp32", batch_rows=16, kv_cache_bytes=32 << 20)
+    options = VllmEngineConfig(compute_dtype="fp32", batch_rows=16, kv_cache_bytes=32 << 20)
     group, close = start_vllm(source, [options] * 2, end_token_ids=(EOS,))
     try:
         written = []

@@ -53,7 +53,7 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
 
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
-    from heterorl.sampler.vllm.arguments import VllmOptions
+    from heterorl.sampler.config import VllmEngineConfig
     from heterorl.sampler.vllm.engine import VllmEngine
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
@@ -69,7 +69,7 @@ def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
             super().close()
             source.close()
 
-    return Alone(source, end_token_ids=ends, options=VllmOptions(**values))
+    return Alone(source, end_token_ids=ends, settings=VllmEngineConfig(**values))
 
 
 def vllm_source(model_dir: Path, weights_dir: Path, *, lora: LoraConfig = ALL_WEIGHTS, **changes: Any) -> Any:

@@ -135,7 +135,7 @@ class Delivery:
     async def _forget(self, settled: Sequence[int]) -> None:
         for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._now()):
             metrics.PUSH_DELAY_SECONDS.observe(stay_s)
-        level = await asyncio.to_thread(self._outbox.level)
+        level = self._outbox.level()
         metrics.OUTBOX_GROUPS.set(level.num_groups)
         metrics.OUTBOX_BYTES.set(level.num_bytes)
 

@@ -52,7 +52,7 @@ class Outbox:
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}
         # Kept in memory: a loop asks at every completion, and the spool may be writing.
-        self._gauge = Gauge()
+        self._level = Level(num_groups=0, num_bytes=0)
         self._next = 1
         self._site = ""
         self.incarnation = ""
@@ -126,15 +126,12 @@ class Outbox:
             self.turns.drop(self._connection, [group.assignment for group in groups])
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
         self._next = first + len(rows)
-        self._gauge.change(len(rows), sum(row[2] for row in rows))
+        self._change_level(len(rows), sum(row[2] for row in rows))
 
     def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
-        """Groups to push now, oldest first, and the instant at which the next one is due.
+        """Groups to push at an instant of `put`'s clock, oldest first, and the instant at which the next one is due.
 
-        Args:
-            now: an instant on the clock of `put`'s releases.
-            limit: most groups.
-            max_bytes: most bytes; one group is always returned if any is due.
+        At most `limit` groups and `max_bytes`; one group is always returned if any is due.
         """
         chosen: list[tuple[int, bytes, bytes]] = []
         num_bytes = 0
@@ -174,7 +171,7 @@ class Outbox:
                 for sequence in sequences
                 for (size,) in self._connection.execute(statement, (sequence,)).fetchall()
             ]
-        self._gauge.change(-len(sizes), -sum(sizes))
+        self._change_level(-len(sizes), -sum(sizes))
         starts = [self._spooled.pop(sequence) for sequence in sequences if sequence in self._spooled]
         return [] if now is None else [max(0.0, now - start) for start in starts]
 
@@ -187,7 +184,7 @@ class Outbox:
 
     def level(self) -> Level:
         """How full the outbox is; waits for nothing."""
-        return self._gauge.level
+        return self._level
 
     def close(self) -> None:
         """Close the spool and let go of it."""
@@ -258,7 +255,7 @@ class Outbox:
                     "UPDATE groups SET num_bytes = ?, payload = ?, checksum = ? WHERE sequence = ?",
                     (len(data), data, checksum_of(sequence, data), sequence),
                 )
-            self._gauge.change(0, len(data) - before)
+            self._change_level(0, len(data) - before)
             return True
         return False
 
@@ -268,7 +265,12 @@ class Outbox:
     def _count(self) -> None:
         with self._reading():
             row = self._connection.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM groups").fetchone()
-        self._gauge.level = Level(num_groups=row[0], num_bytes=row[1])
+        self._level = Level(num_groups=row[0], num_bytes=row[1])
+
+    def _change_level(self, num_groups: int, num_bytes: int) -> None:
+        with self._mutex:
+            before = self._level
+            self._level = Level(num_groups=before.num_groups + num_groups, num_bytes=before.num_bytes + num_bytes)
 
     def _meta(self, key: str, default: str) -> str:
         with self._reading():
@@ -382,20 +384,6 @@ class Level:
 
     num_groups: int
     num_bytes: int
-
-
-class Gauge:
-    """The level of one outbox, changed by several threads."""
-
-    def __init__(self) -> None:
-        self.level = Level(num_groups=0, num_bytes=0)
-        self._lock = threading.Lock()
-
-    def change(self, num_groups: int, num_bytes: int) -> None:
-        """Count groups that came, or went where the numbers are negative."""
-        with self._lock:
-            before = self.level
-            self.level = Level(num_groups=before.num_groups + num_groups, num_bytes=before.num_bytes + num_bytes)
 
 
 def checksum_of(sequence: int, data: bytes) -> bytes:

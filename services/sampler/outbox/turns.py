@@ -115,10 +115,9 @@ class Turns:
         connection.executemany("DELETE FROM turns WHERE assignment = ?", rows)
 
     def take(self, *, since: float) -> list[KeptGroup]:
-        """The groups that can go on, each counted as taken up once more; the others are deleted.
+        """The groups that can go on, each counted as taken up once more.
 
-        Args:
-            since: groups that were begun before are deleted: they took too long.
+        The others are deleted: taken up MAX_RESUMED times, damaged, or begun before `since`.
         """
         groups = []
         with self._transaction() as connection:

@@ -194,16 +194,7 @@ class Journal:
         now: Callable[[], float],
         news: Bell,
     ) -> None:
-        """Join it.
-
-        Args:
-            turns: on the disk.
-            left: see above.
-            state_roots: of every version that a turn may be of.
-            clock: time.
-            now: an instant that a later process understands.
-            news: rings when there is something to write.
-        """
+        """`now` is an instant that a later process understands; `news` rings when there is something to write."""
         self.left = left
         self._turns = turns
         self._state_roots = state_roots
@@ -223,15 +214,7 @@ class Journal:
         return self._clock.monotonic() - max(0.0, self._now() - left.first.begun)
 
     def note(self, draft: Draft, member: int, number: int, given: Int32Array, turn: Completion) -> None:
-        """Note that a member's turn ended.
-
-        Args:
-            draft: the group.
-            member: of the group.
-            number: of the turn, from 0.
-            given: what was given in front of it.
-            turn: as it was drawn.
-        """
+        """Note that a member's turn, numbered from 0, ended; `given` is what was given in front of it."""
         if draft.conversation is None or not draft.conversation.spec.is_deterministic:
             return
         draft.is_noted = True

@@ -68,20 +68,7 @@ class Harvest:
         held_out: HeldOut,
         journal: Journal,
     ) -> None:
-        """Join it.
-
-        Args:
-            engine: that computes completions.
-            maker: that scores them.
-            spooling: that takes groups.
-            swap: that knows the versions.
-            work: that takes assignments back.
-            clock: time.
-            bell: rings when there is more in the outbox.
-            news: rings when anything happened to a group under way.
-            held_out: what else is in the engine.
-            journal: of the turns of the groups under way.
-        """
+        """`bell` rings when there is more in the outbox, `news` when anything happened to a group under way."""
         self.drafts = Drafts(group_size=maker.group_size)
         self.tokens, self.groups = TokenRate(), GroupRate()
         self.log = WorkLog()
@@ -219,12 +206,15 @@ class Harvest:
         if self._player is not None and draft.conversation is not None:
             self._follow(draft, self._play(functools.partial(self._player.play, draft, member, completion)), tasks)
             return
-        self.drafts.end(draft, member, completion)
-        if len(draft.completions) == self._maker.group_size:
-            metrics.GENERATE_SECONDS.observe(draft.generation_s)
+        self._note_ended(draft, member, completion)
         members = self._scorer.ready(draft, member)
         if members:
             self._follow(draft, self._score(draft, members), tasks)
+
+    def _note_ended(self, draft: Draft, member: int, completion: Completion) -> None:
+        self.drafts.end(draft, member, completion)
+        if len(draft.completions) == self._maker.group_size:
+            metrics.GENERATE_SECONDS.observe(draft.generation_s)
 
     def _follow(self, draft: Draft, work: Coroutine[Any, Any, None], tasks: asyncio.TaskGroup) -> None:
         self._scoring.setdefault(draft.key, []).append(tasks.create_task(work))
@@ -259,9 +249,7 @@ class Harvest:
             self.turns.append(came)
             return
         draft.ended_at = self._clock.monotonic()
-        self.drafts.end(draft, came.member, came.completion)
-        if len(draft.completions) == self._maker.group_size:
-            metrics.GENERATE_SECONDS.observe(draft.generation_s)
+        self._note_ended(draft, came.member, came.completion)
         self._note_score(draft, came.member, came.parts)
 
     async def _score(self, draft: Draft, members: Sequence[int]) -> None:
@@ -402,16 +390,7 @@ class WorkLog:
         self._rewards += sum(rollout.reward for rollout in rollouts)
 
     def say(self, *, tokens_per_s: float, now: float, version: int, head: int, level: Level, num_ahead: int) -> None:
-        """Say so when there is something and the last line is a minute old.
-
-        Args:
-            tokens_per_s: of the last minute.
-            now: an instant of the monotonic clock.
-            version: that is generated with.
-            head: the newest version.
-            level: of the outbox.
-            num_ahead: assignments of the reserve.
-        """
+        """Say so when there is something and the last line is a minute old; `tokens_per_s` is of the last minute."""
         if now - self._said_at < LOG_EVERY_S or not (self._num_groups or self._num_failed):
             return
         reward = f"{self._rewards / self._num_rollouts:.3f}" if self._num_rollouts else "none"

@@ -77,13 +77,7 @@ class RolloutMaker:
     def begin(
         self, work: Sequence[WorkAssignment], *, version: int, state_root: Digest
     ) -> tuple[list[Draft], list[Refused]]:
-        """A draft for each assignment, begun with a version, but for those whose prompts are refused.
-
-        Args:
-            work: what to generate.
-            version: loaded now.
-            state_root: of that version.
-        """
+        """A draft for each assignment, begun with the version that is loaded; and the assignments that are refused."""
         now = self.clock.monotonic()
         drafts: list[Draft] = []
         refused: list[Refused] = []
@@ -113,11 +107,9 @@ class RolloutMaker:
         return drafts, refused
 
     def resume(self, left: KeptGroup, *, begun_at: float) -> Draft | None:
-        """The draft of a group that an earlier process had under way; None where its prompt is another one now.
+        """The draft of a group of an earlier process, which began it at `begun_at` by this one's clock.
 
-        Args:
-            left: the group.
-            begun_at: when that process began it, by the clock of this one.
+        None where its prompt is another one now.
         """
         first = left.first.turn
         prompt = self.task.prompt(first.prompt_index) if first.prompt_index < self.task.num_prompts else None
@@ -144,14 +136,6 @@ class RolloutMaker:
             is_noted=True,
         )
 
-    def score(self, prompt: Prompt, completion: Completion) -> tuple[RewardPart, ...]:
-        """The parts of a completion's reward.
-
-        Raises:
-            RewardError: it could not be computed.
-        """
-        return self.score_all(prompt, [completion])[0]
-
     def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
         """The parts of completions' rewards, in order.
 
@@ -168,9 +152,7 @@ class RolloutMaker:
     def group(self, draft: Draft, *, state_roots: Mapping[int, Digest]) -> Group:
         """The group of a draft whose members all have their rewards; an outbox numbers it.
 
-        Args:
-            draft: what was generated and scored.
-            state_roots: of every version that a token of it may be of.
+        `state_roots` has every version that a token of it may be of.
         """
         members = range(self.group_size)
         rollouts = tuple(_rollout(draft.completions[member], draft.scores[member]) for member in members)
@@ -240,11 +222,7 @@ class Scorer:
         return tuple(range(self._maker.group_size)) if is_whole else ()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
-        """The parts of completions' rewards, in order.
-
-        Raises:
-            RewardError: one could not be computed.
-        """
+        """The parts of completions' rewards, in order; RewardError where one could not be computed."""
         if self._threads is None:
             return self._maker.score_all(prompt, completions)
         return await asyncio.get_running_loop().run_in_executor(

@@ -107,14 +107,9 @@ class Player:
         self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock,
         note: Note = lambda *_: None,
     ) -> None:  # fmt: skip
-        """Join it.
+        """Play at most `max_live` episodes at once; `note` is told of each turn that ended.
 
-        Args:
-            max_live: episodes that live at once.
-            max_new_tokens: of a turn.
-            max_trajectory_tokens: of a rollout, drawn and given.
-            clock: time.
-            note: told of each turn that ended; evaluations keep none.
+        `max_new_tokens` bounds a turn, `max_trajectory_tokens` all that a rollout says and hears.
         """
         self._note = note
         self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens
@@ -138,10 +133,7 @@ class Player:
     async def resume(self, draft: Draft, number: int, turns: Sequence[tuple[Int32Array, Completion]]) -> Turn | End:
         """What comes of a member of an earlier process: its environment is stepped through the turns that were drawn.
 
-        Args:
-            draft: the group.
-            number: of the member.
-            turns: what was given in front of each, and the turn as it was drawn.
+        `turns` has what was given in front of each turn, and the turn.
         """
         member = self._members[draft.key, number] = _Member(draft)
         try:

@@ -75,7 +75,7 @@ class Swap:
     def due(self) -> PulledVersion | None:
         """The version that the engine, or one of several, should have and has not, when it may be given it now."""
         now = self._clock.monotonic()
-        newer = self._staged() if now >= self._next_at else None
+        newer = self._policy.take(self.version) if now >= self._next_at else None
         if newer is None and self._is_partly_out and now >= self._mend_at:
             return self._policy.take(NO_VERSION)
         return newer
@@ -87,7 +87,7 @@ class Swap:
     @property
     def wait_s(self) -> float | None:
         """Seconds until a version that waits for another attempt is due; None where none waits."""
-        times = [self._next_at] if self._staged() is not None else []
+        times = [self._next_at] if self._policy.take(self.version) is not None else []
         if self._is_partly_out:
             times.append(self._mend_at)
         return min(times) - self._clock.monotonic() if times else None
@@ -118,9 +118,6 @@ class Swap:
         if age_s is not None:
             metrics.SAMPLER_POLICY_AGE_SECONDS.labels(stage).observe(age_s)
 
-    def _staged(self) -> PulledVersion | None:
-        return self._policy.take(self.version)
-
     async def _load(self, pulled: PulledVersion) -> bool:
         started, is_mend = self._clock.monotonic(), pulled.version == self.version
         # Before the engine has it: what is under way may end with it at once.
@@ -139,10 +136,10 @@ class Swap:
                 )
             )
             return False
-        swap_s = self._clock.monotonic() - started
+        swap_s, puller = self._clock.monotonic() - started, self._policy.puller
         _LOG.info(
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
-            pulled.version, decimal(self._policy.fetched_bytes), self._policy.fetch_s, self._policy.apply_s, swap_s,
+            pulled.version, decimal(puller.fetched_bytes), puller.fetch_s, puller.apply_s, swap_s,
         )  # fmt: skip
         self._patience.reset()
         if self._engine.is_whole:
@@ -156,7 +153,7 @@ class Swap:
             self.reported,
             policy_version=pulled.version,
             state_root=pulled.manifest.state_root,
-            apply_s=self._policy.apply_s,
+            apply_s=puller.apply_s,
         )
         return True
 

@@ -140,17 +140,10 @@ class Reserve:
         news: Bell,
         under_way: Callable[[], Collection[int]],
     ) -> None:
-        """Join it to who asks.
+        """Lease ahead for an engine that computes `room_groups` at once.
 
-        Args:
-            work: who asks.
-            num_prompts: prompts of the task.
-            room_groups: groups that the engine computes at once.
-            work_ahead_s: how far ahead to lease, seconds at the site's own speed, as far as the coordinator grants it.
-            rate: the site's speed.
-            clock: time.
-            news: rings when there is more.
-            under_way: assignments that are begun.
+        `work_ahead_s` is how far the coordinator lets this site go, at the speed of `rate`; `under_way` has the
+        assignments that are begun.
         """
         self.work = work
         self._num_prompts = num_prompts
@@ -219,9 +212,8 @@ class Reserve:
     async def keep(self, *, bell: Bell, may_ask: Callable[[], int | None]) -> None:
         """Keep it filled for ever.
 
-        Args:
-            bell: rings when a version is loaded, or the outbox has room.
-            may_ask: the version to ask with; None while nothing may be generated.
+        `bell` rings when a version is loaded or the outbox has room; `may_ask` is the version to ask with, None while
+        nothing may be generated.
         """
         while True:
             tickets = bell.ticket(), self._news.ticket()

@@ -43,13 +43,7 @@ class Reference:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, device: str = "cpu") -> None:
-        """Take a model on the CPU.
-
-        Args:
-            model: gives up its weights that the layout has.
-            layout: of the arenas to come.
-            device: what computes; it holds one module's weights at a time.
-        """
+        """Take a model on the CPU, which gives up the layout's weights; `device` holds one module at a time."""
         self._model: Any = model.eval()
         self._device = torch.device(device)
         for path, module in model.named_modules():
@@ -66,16 +60,9 @@ class Reference:
     def logprobs(
         self, arena: Arena, sequences: Sequence[Int32Array], starts: Sequence[int], sampling: SamplingSemantics
     ) -> list[Float32Array]:
-        """Log-probs of the tokens of each sequence but the first.
+        """Log-probs, float32 [T - 1], of the tokens of each sequence but the first.
 
-        Args:
-            arena: the weights; they may change after the call.
-            sequences: token ids, [T] each, T at least 2.
-            starts: index of the first token drawn by sampling; tokens before it are of the raw logits.
-            sampling: what the log-prob of a drawn token means.
-
-        Returns:
-            float32 [T - 1] for each sequence.
+        Tokens before a sequence's start are of the raw logits, those from it on have the meaning of `sampling`.
         """
         # Filled up on the right, where nothing that a causal model has read looks.
         ids = torch.zeros((len(sequences), max(sequence.size for sequence in sequences)), dtype=torch.int64)
@@ -141,19 +128,10 @@ def _hooks(
 def check(
     engine: Sequence[Float32Array], reference: Sequence[Float32Array], *, version: int, tolerance: float
 ) -> float:
-    """Compare log-probs token by token.
-
-    Args:
-        engine: what the engine computed, float32 [T - 1] for each sequence.
-        reference: the same of the reference.
-        version: the version that both were given, for the message.
-        tolerance: largest mean absolute difference of a sequence, nats.
-
-    Returns:
-        The largest mean absolute difference.
+    """The largest mean absolute difference of log-probs, float32 [T - 1] for each sequence, nats.
 
     Raises:
-        StaleWeights: a sequence differs by more, or is not finite.
+        StaleWeights: a sequence differs by more than `tolerance`, or is not finite.
     """
     worst = max(float(np.abs(one - other).mean()) for one, other in zip(engine, reference, strict=True))
     # Written so that a NaN is refused too.

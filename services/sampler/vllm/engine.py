@@ -24,8 +24,17 @@ from heterorl.common.errors import EngineDied, EngineError
 from heterorl.common.generation.engine import Completion, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
+from heterorl.sampler.config import VllmEngineConfig
 from heterorl.sampler.vllm import canary
-from heterorl.sampler.vllm.arguments import VllmOptions, chosen, completion, logprobs_mode, seed_of, settings
+from heterorl.sampler.vllm.arguments import (
+    chosen,
+    completion,
+    drawing,
+    engine_arguments,
+    logprobs_mode,
+    seed_of,
+    tolerance,
+)
 from heterorl.sampler.vllm.process import VllmProcess, import_vllm
 from heterorl.sampler.vllm.source import VllmSource
 
@@ -35,13 +44,10 @@ _LOG = logging.getLogger(__name__)
 class VllmEngine:
     """Implements heterorl.common.generation.engine.Engine."""
 
-    def __init__(self, source: VllmSource, *, end_token_ids: Sequence[int], options: VllmOptions) -> None:
+    def __init__(self, source: VllmSource, *, end_token_ids: Sequence[int], settings: VllmEngineConfig) -> None:
         """Start vLLM with the model of a source, which `close` does not close.
 
-        Args:
-            source: the model, and where its versions lie on their way.
-            end_token_ids: each ends a completion, and stays its last token; nothing else does.
-            options: how vLLM computes, and on which devices.
+        Each of `end_token_ids` ends a completion, and stays its last token; nothing else does.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -51,7 +57,7 @@ class VllmEngine:
         package = import_vllm()
         self.source = source
         self._sampling, self._ends = source.sampling, tuple(end_token_ids)
-        self._tolerance = options.tolerance
+        self._tolerance = tolerance(settings)
         self._version = -1
         self._is_trusted = True
         # Of all below, and of the version.
@@ -62,13 +68,15 @@ class VllmEngine:
         self._ended: list[Finished | Lost] = []
         self._failure: EngineError | None = None
         self.name = f"vllm-{package.__version__}"
-        self.dtype: str = options.compute_dtype
+        self.dtype: str = settings.compute_dtype
         self.canary_difference = 0.0
-        self.max_running = options.batch_rows
-        self.max_model_len = source.longest(options.max_model_len)
+        self.max_running = settings.batch_rows
+        self.max_model_len = source.longest(settings.max_model_len)
         self._room = replace(source.room, positions=self.max_model_len, key="engine.max_model_len")
         self._arguments = {
-            **options.arguments(max_model_len=self.max_model_len, logprobs_mode=logprobs_mode(source.sampling)),
+            **engine_arguments(
+                settings, max_model_len=self.max_model_len, logprobs_mode=logprobs_mode(source.sampling)
+            ),
             **source.weights.arguments(),
         }
         self._process: VllmProcess | None = self._start(source.model_dir)
@@ -91,11 +99,7 @@ class VllmEngine:
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; what is under way goes on with them from its next token.
 
-        What ended meanwhile is returned by `collect` only when the canary agrees.
-
-        Raises:
-            StaleWeights: the engine computes something else than the weights say.
-            EngineDied: its process does not do what it is asked.
+        What ended meanwhile is returned by `collect` only when the canary agrees: StaleWeights where it does not.
         """
         # A disk that is full leaves the engine with what it has.
         with self.source.written(arena):
@@ -127,13 +131,7 @@ class VllmEngine:
         self._check(arena, version)
 
     def submit(self, request: Request) -> None:
-        """Take a request; during a swap too.
-
-        Raises:
-            PromptTooLong: the prompt leaves no room for a completion.
-            PromptRefused: it has a token that is none of the model's.
-            EngineError: the weights are not those of a version, or the process ended.
-        """
+        """Take a request; during a swap too."""
         sampling = request.sampling or self._sampling
         limit = sampling.max_new_tokens
         self._room.check(request.prompt, limit)
@@ -143,7 +141,7 @@ class VllmEngine:
                 raise EngineError("the engine generates nothing: its weights are not those of a version")
             process, epoch = self._alive(), self._epoch
             for member in range(request.num_completions):
-                asked = settings(
+                asked = drawing(
                     sampling,
                     seed=seed_of(request.seed, member),
                     max_tokens=limit,
@@ -153,11 +151,7 @@ class VllmEngine:
                 self._num_open += 1
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait until a completion ended and no swap is under way; all that ended.
-
-        Raises:
-            EngineError: a swap failed or the process ended: everything under way is given up.
-        """
+        """Wait until a completion ended and no swap is under way; all that ended."""
         with self._news:
             epoch = self._epoch
             self._news.wait_for(
@@ -216,14 +210,10 @@ class VllmEngine:
         self._news.notify_all()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score texts in one batch; empty where vLLM cannot: what it says of given tokens knows no temperature.
-
-        Raises:
-            EngineDied: the process ended.
-        """
+        """Score texts in one batch; empty where vLLM cannot: what it says of given tokens knows no temperature."""
         if self._sampling.logprob_temperature != 1.0:
             return []
-        forced = settings(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
+        forced = drawing(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
         sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]
         try:
             outputs = self._alive().ask([(ids.tolist(), forced) for ids in sequences])
@@ -258,7 +248,7 @@ class VllmEngine:
     def _check(self, arena: Arena, version: int) -> None:
         room = self.max_model_len - canary.NUM_NEW_TOKENS
         prompts = canary.canary_prompts(self.source.room.vocab_size, max_length=room)
-        forced = settings(self._sampling, seed=canary.SEED, max_tokens=canary.NUM_NEW_TOKENS, prompt_logprobs=0)
+        forced = drawing(self._sampling, seed=canary.SEED, max_tokens=canary.NUM_NEW_TOKENS, prompt_logprobs=0)
         outputs = self._alive().ask([(prompt.tolist(), forced) for prompt in prompts])
         drawn = [output.outputs[0] for output in outputs]
         sequences = [

@@ -50,11 +50,10 @@ class VllmProcess:
     """One running engine; a fresh one is made to start again."""
 
     def __init__(self, arguments: Mapping[str, Any], *, max_running: int) -> None:
-        """Start the engine's process and load its model.
+        """Start the engine's process with arguments of vLLM's AsyncEngineArgs, and load its model.
 
-        Args:
-            arguments: of vLLM's AsyncEngineArgs; `max_num_seqs` above `max_running` is room for urgent requests.
-            max_running: requests handed to vLLM at once; what waits for its turn here belongs to no version yet.
+        vLLM is handed `max_running` requests at once: what waits for its turn here belongs to no version yet.
+        `max_num_seqs` above it is room for urgent requests.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -127,11 +126,7 @@ class VllmProcess:
     def swap(self, method: str, *arguments: str | Mapping[str, str], num_tensors: int, label: str) -> None:
         """Change the weights between two tokens: requests under way are kept, and go on with the new ones.
 
-        Args:
-            method: of the worker extension, which answers the number of tensors that it read.
-            arguments: its arguments.
-            num_tensors: what every worker must answer.
-            label: version of the tokens from now on.
+        The method of the worker extension answers `num_tensors`, in every worker; tokens have the label from now on.
 
         Raises:
             EngineDied: a worker failed or read something else; nothing goes on before `give_up`.
@@ -139,11 +134,7 @@ class VllmProcess:
         self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
 
     def swap_adapter(self, directory: str, *, label: str) -> None:
-        """Change the adapter over the base model between two tokens, as `swap` changes weights.
-
-        Args:
-            directory: with `peft`'s files.
-            label: version of the tokens from now on.
+        """Change the adapter over the base model, in `peft`'s files, as `swap` changes weights.
 
         Raises:
             EngineDied: vLLM does not take it; nothing goes on before `give_up`.

@@ -64,10 +64,10 @@ class VllmSource:
         Args:
             model_dir: Hugging Face directory or hub id.
             published_dtype: type of the weights that engines take.
-            sampling: what a log-prob means.
+            sampling: meaning of a log-prob.
             weights_dir: where a private directory for the weights on their way is made.
             lora: adapters to take instead of all weights; the base model stays, in vLLM and in the reference.
-            canary_device: what computes the reference, a module's weights at a time.
+            canary_device: computes the reference, a module's weights at a time.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -237,18 +237,10 @@ class WeightsOnTheWay:
 def write_weights(
     arena: Arena, path: Path, *, names: Sequence[str], rename: Callable[[str], str] = lambda name: name
 ) -> int:
-    """Write tensors of an arena as a safetensors file, without a second copy of them in memory.
+    """Write tensors of an arena as a safetensors file, without a second copy of them in memory; returns its bytes.
 
-    Only this user may read the file, which appears complete or not at all.
-
-    Args:
-        arena: the weights.
-        path: the file, replaced if it is there.
-        names: the tensors; of tied ones the name to store them under (`stored_names`).
-        rename: from a tensor's name to that in the file.
-
-    Returns:
-        Size of the file, bytes.
+    Only this user may read the file, which appears complete or not at all. Tied tensors are stored under one name
+    (`stored_names`); `rename` leads from a tensor's name to that in the file.
     """
     specs = [arena.layout.spec(name) for name in names]
     plan = FilePlan([(rename(name), _TYPES[spec.dtype], spec.shape) for name, spec in zip(names, specs, strict=True)])
@@ -261,12 +253,7 @@ def write_weights(
 
 
 def stored_names(layout: Layout, is_derived: Callable[[str], bool]) -> list[str]:
-    """One name for each storage: of tied tensors the first that is not derived from another, as checkpoints have it.
-
-    Args:
-        layout: the tensors.
-        is_derived: whether a model makes the tensor of this name out of another one.
-    """
+    """One name for each storage: of tied tensors the first that is not derived from another, as checkpoints have it."""
     chosen: dict[str, str] = {}
     for spec in layout.specs:
         owner = spec.alias_of or spec.name

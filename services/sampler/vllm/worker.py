@@ -22,14 +22,10 @@ class ArenaWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`), whose attributes it uses; called by `collective_rpc`."""
 
     def load_arena_file(self, path: str, aliases: Mapping[str, str]) -> int:
-        """Replace the model's weights by those of a safetensors file with Hugging Face names.
+        """Replace the model's weights by those of a safetensors file with Hugging Face names; returns the tensors read.
 
-        Args:
-            path: file that all workers of this machine can read; each takes its own shard of every tensor.
-            aliases: names of tied tensors that the file does not have, and the names it has them under.
-
-        Returns:
-            The number of tensors read.
+        All workers of the machine read the file, each its own shard of every tensor. `aliases` leads from tied tensors
+        that the file does not have to the names it has them under.
 
         Raises:
             RuntimeError: the file has a tensor that the model lacks, or lacks one that the model has.

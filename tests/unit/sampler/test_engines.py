@@ -5,10 +5,10 @@ import pytest
 from heterorl.common.errors import ConfigError, EngineDied
 from heterorl.common.process.config import load
 from heterorl.sampler import engines
-from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.config import OWN_ARGUMENTS, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.engine_group import EngineGroup
-from heterorl.sampler.engines import build_engines, start_vllm, vllm_options
-from heterorl.sampler.vllm.arguments import OWN_ARGUMENTS, VllmOptions
+from heterorl.sampler.engines import build_engines, start_vllm, vllm_settings
+from heterorl.sampler.vllm.arguments import engine_arguments
 from tests.support.engines import EOS, semantics, write_model
 
 
@@ -17,8 +17,8 @@ def config(*overrides):
 
 
 def arguments(*overrides):
-    made = vllm_options(config("engine.kind=vllm", *overrides).engine)
-    return [one.arguments(max_model_len=128, logprobs_mode="raw_logprobs") for one in made]
+    made = vllm_settings(config("engine.kind=vllm", *overrides).engine)
+    return [engine_arguments(one, max_model_len=128, logprobs_mode="raw_logprobs") for one in made]
 
 
 def test_each_engine_has_its_own_devices():
@@ -39,9 +39,9 @@ def test_arguments_of_vllm_are_passed_through():
 
 
 def test_every_argument_that_is_set_here_is_refused_from_outside():
-    options = VllmOptions(compute_dtype="bf16", batch_rows=8, devices=(0,), enforce_eager=True)
+    options = VllmEngineConfig(compute_dtype="bf16", batch_rows=8, devices=(0,), enforce_eager=True)
 
-    assert options.arguments(max_model_len=8, logprobs_mode="raw_logprobs").keys() <= OWN_ARGUMENTS
+    assert engine_arguments(options, max_model_len=8, logprobs_mode="raw_logprobs").keys() <= OWN_ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_one_engine_that_does_not_start_ends_the_others(monkeypatch):
     ended = []
 
     class Starting:
-        def __init__(self, source, *, options, **_):
-            self.devices = options.devices
+        def __init__(self, source, *, settings, **_):
+            self.devices = settings.devices
             if self.devices == (1,):
                 raise EngineDied("no memory")
 
@@ -91,7 +91,7 @@ def test_one_engine_that_does_not_start_ends_the_others(monkeypatch):
             ended.append(self.devices)
 
     monkeypatch.setattr(engines, "VllmEngine", Starting)
-    options = [VllmOptions(compute_dtype="bf16", batch_rows=8, devices=(device,)) for device in range(3)]
+    options = [VllmEngineConfig(compute_dtype="bf16", batch_rows=8, devices=(device,)) for device in range(3)]
 
     with pytest.raises(EngineDied, match="no memory"):
         start_vllm(None, options, end_token_ids=(EOS,))

@@ -1,16 +1,9 @@
-"""What a sampler's configuration says of the loop, and of keys that are gone."""
+"""What a sampler's configuration says of the loop."""
 
 import pytest
 
 from heterorl.common.process.config import InvalidConfig, load
 from heterorl.sampler.config import SamplerConfig
-
-
-def test_key_that_is_gone_names_its_successor(tmp_path):
-    path = tmp_path / "site.toml"
-    path.write_text("groups_per_batch = 8\n")
-    with pytest.raises(InvalidConfig, match="groups_per_batch is no key any more: engine.batch_rows"):
-        load(SamplerConfig, path)
 
 
 def test_weights_are_swapped_in_flight_unless_draws_are_named_by_one_version():

@@ -88,7 +88,9 @@ def made(parts, maker, assignments):
     for draft, completions in zip(drafts, members, strict=True):
         draft.completions = dict(enumerate(completions))
         try:
-            draft.scores = {number: maker.score(draft.prompt, one) for number, one in draft.completions.items()}
+            draft.scores = {
+                number: maker.score_all(draft.prompt, [one])[0] for number, one in draft.completions.items()
+            }
         except RewardError:
             failed.append(draft.assignment.id)
             continue

@@ -24,7 +24,7 @@ import numpy as np
 from heterorl.common.errors import EngineError
 from heterorl.common.generation.engine import Engine, Finished, Lost, Request, ScoredText
 from heterorl.common.types.common import Float32Array
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,7 +55,9 @@ class EngineGroup:
         """
         self._members = [_Member(number, engine) for number, engine in enumerate(engines)]
         self._staged = staged or (lambda _: nullcontext())
-        self._version = engines[0].version
+        self.layout, self.name, self.dtype = engines[0].layout, engines[0].name, engines[0].dtype
+        self.version = engines[0].version
+        """That all that are not out have; -1 before the first `load`, and when all are out."""
         # Of all below, and of the members.
         self._news = threading.Condition()
         self._ended: list[Finished | Lost] = []
@@ -73,26 +75,6 @@ class EngineGroup:
             thread.start()
 
     @property
-    def layout(self) -> Layout:
-        """Layout of the weights it takes."""
-        return self._members[0].engine.layout
-
-    @property
-    def name(self) -> str:
-        """Name and version of one of them."""
-        return self._members[0].engine.name
-
-    @property
-    def dtype(self) -> str:
-        """Data type of the computation."""
-        return self._members[0].engine.dtype
-
-    @property
-    def version(self) -> int:
-        """Version that all that are not out have; -1 before the first `load`, and when all are out."""
-        return self._version
-
-    @property
     def max_running(self) -> int:
         """Completions computed at once by those that are not out."""
         return sum(member.engine.max_running for member in self._living() or self._members)
@@ -106,12 +88,12 @@ class EngineGroup:
         """Swap the weights of all; with the version that they have, start those again that are out."""
         # A new version does not wait for one that is out: it would cost the others the time of a start.
         is_out = [member for member in self._members if member.is_out]
-        wanted = is_out if version == self._version else self._living() or self._members
+        wanted = is_out if version == self.version else self._living() or self._members
         with self._staged(arena), ThreadPoolExecutor(len(self._members)) as threads:
             failures = list(threads.map(lambda member: self._loaded(member, arena, version), wanted))
         with self._news:
             if self._living():
-                self._version = version
+                self.version = version
                 return
         raise next((failure for failure in failures if failure is not None), EngineError("all engines are out"))
 
@@ -236,7 +218,7 @@ class EngineGroup:
             member.engine.cancel()
             self._ended += [Lost(key=self._keys.pop(number)) for number in lost]
             if not self._living():
-                self._version = -1
+                self.version = -1
                 finished: list[Finished | Lost] = [one for one in self._ended if isinstance(one, Finished)]
                 # The error says more than that each is lost.
                 if len(finished) < len(self._ended):

@@ -53,7 +53,8 @@ class Outbox:
         self._spooled: dict[int, float] = {}
         # Kept in memory: a loop asks at every completion, and the spool may be writing.
         self._level = Level(num_groups=0, num_bytes=0)
-        self._next = 1
+        self.next_sequence = 1
+        """Of the next group."""
         self._site = ""
         self.incarnation = ""
         try:
@@ -68,16 +69,11 @@ class Outbox:
             self._lock_file.close()
             raise
 
-    @property
-    def next_sequence(self) -> int:
-        """Sequence of the next group."""
-        return self._next
-
     def lowest_sequence(self) -> int:
         """Lowest sequence that may still be pushed: all below it are settled or were never used."""
         with self._reading():
             # The next one is read first: what is put meanwhile is not below it.
-            following = self._next
+            following = self.next_sequence
             (lowest,) = self._connection.execute("SELECT min(sequence) FROM groups").fetchone()
         return following if lowest is None else min(following, int(lowest))
 
@@ -99,9 +95,9 @@ class Outbox:
         """
         if sequence > MAX_SEQUENCE:
             raise MalformedPayload(f"the coordinator knows of sequence {sequence}", action="distrust the coordinator")
-        if sequence > self._next:
+        if sequence > self.next_sequence:
             self._write("UPDATE meta SET value = ? WHERE key = 'next_sequence'", [(str(sequence),)])
-            self._next = sequence
+            self.next_sequence = sequence
 
     def put(self, groups: Sequence[Group], *, release: Sequence[float]) -> None:
         """Spool groups whose sequences continue from `next_sequence`, and forget their turns; durable when it returns.
@@ -109,7 +105,7 @@ class Outbox:
         Raises:
             DiskFull: nothing was spooled.
         """
-        first = self._next
+        first = self.next_sequence
         assert [group.id.sequence for group in groups] == list(range(first, first + len(groups))), "sequences are dense"
         rows = []
         for group, at in zip(groups, release, strict=True):
@@ -125,7 +121,7 @@ class Outbox:
             self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
             self.turns.drop(self._connection, [group.assignment for group in groups])
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
-        self._next = first + len(rows)
+        self.next_sequence = first + len(rows)
         self._change_level(len(rows), sum(row[2] for row in rows))
 
     def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
@@ -213,7 +209,7 @@ class Outbox:
             self._connection = open_spool(self._path.parent)
             self._count()
         self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
-        self._next = int(self._meta("next_sequence", "1"))
+        self.next_sequence = int(self._meta("next_sequence", "1"))
         self._site = site or owner
         if self._site:
             self._meta("site", self._site)

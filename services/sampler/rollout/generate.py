@@ -29,7 +29,6 @@ from heterorl.sampler.outbox.turns import KeptGroup
 from heterorl.sampler.rollout.drafts import Draft, HeldOut, Journal, UnderWay
 from heterorl.sampler.rollout.harvest import Harvest
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker
-from heterorl.sampler.rollout.player import Turn
 from heterorl.sampler.rollout.swap import Swap
 from heterorl.sampler.rollout.work import Reserve, Work
 from heterorl.sampler.session import Reported, Session
@@ -254,30 +253,38 @@ class Generation:
         keys = [next(self._maker.keys) for _ in turns]
         for key, turn in zip(keys, turns, strict=True):
             self._drafts.begin_turn(key, turn.draft, turn.member)
-        count, too_long, error = await asyncio.to_thread(self._submit_turns, keys, turns)
+        requests = [
+            Request(key=key, prompt=turn.context, seed=turn.seed, num_completions=1)
+            for key, turn in zip(keys, turns, strict=True)
+        ]
+        count, too_long, error = await asyncio.to_thread(self._submit_all, requests)
         for place in too_long:
             if self._drafts.lose(keys[place]) is not None:
                 self.harvest.end_turn(turns[place], FinishReason.CONTEXT, tasks)
         if error is not None:
             left = [place for place in range(count, len(turns)) if self._drafts.lose(keys[place]) is not None]
             self.harvest.turns += [turns[place] for place in left]
-            if not self.is_swapping and self.swap.version >= 0:
-                self.swap.note_failure(error)
+            self._note_failure(error)
         if count:
             self.news.ring()
         return count > 0
 
-    def _submit_turns(self, keys: Sequence[int], turns: Sequence[Turn]) -> tuple[int, list[int], EngineError | None]:
+    def _submit_all(self, requests: Sequence[Request]) -> tuple[int, dict[int, PromptRefused], EngineError | None]:
         """How many of them the engine has seen, which of these are too long, and why not all; in a thread."""
-        too_long = []
-        for place, (key, turn) in enumerate(zip(keys, turns, strict=True)):
+        too_long = {}
+        for place, request in enumerate(requests):
             try:
-                self._engine.submit(Request(key=key, prompt=turn.context, seed=turn.seed, num_completions=1))
-            except PromptRefused:
-                too_long.append(place)
+                self._engine.submit(request)
+            except PromptRefused as error:
+                too_long[place] = error
             except EngineError as error:
                 return place, too_long, error
-        return len(turns), too_long, None
+        return len(requests), too_long, None
+
+    def _note_failure(self, error: EngineError) -> None:
+        # During a swap the engine takes nothing; a swap that failed says so itself.
+        if not self.is_swapping and self.swap.version >= 0:
+            self.swap.note_failure(error)
 
     async def _begin(self) -> bool:
         """Give the engine what it has room for; whether anything was done."""
@@ -326,16 +333,23 @@ class Generation:
         """Hand requests to the engine, and prompts back that were refused; whether anything became of them."""
         if drafts:
             self.harvest.begin(drafts)
-        under_way = self._under_way_now()
-        count, too_long, error = await asyncio.to_thread(self._submitted, drafts, under_way)
-        found = [(draft.assignment, why) for draft, why in too_long if self._drafts.withdraw(draft)]
+        under_way, size = self._under_way_now(), self._maker.group_size
+        requests = [
+            Request(key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed, num_completions=size)
+            for draft in drafts
+        ]
+
+        def submit() -> tuple[int, dict[int, PromptRefused], EngineError | None]:
+            self._under_way.note(under_way)
+            return self._submit_all(requests)
+
+        count, too_long, error = await asyncio.to_thread(submit)
+        found = [(drafts[n].assignment, why) for n, why in too_long.items() if self._drafts.withdraw(drafts[n])]
         self.harvest.refuse([*refused, *found])
         if error is not None:
             untaken = [draft for draft in drafts[count:] if self._drafts.withdraw(draft)]
             self.reserve.put_back([draft.assignment for draft in untaken])
-            # During a swap it takes none; a swap that failed says so itself.
-            if not self.is_swapping and self.swap.version >= 0:
-                self.swap.note_failure(error)
+            self._note_failure(error)
         if count > len(too_long):
             self.harvest.refusals.passed()
             self.news.ring()
@@ -343,23 +357,6 @@ class Generation:
             # Data that is refused row by row is not asked for without a pause.
             self._work.ask_time = max(self._work.ask_time, self._clock.monotonic() + REFUSED_S)
         return count > 0 or bool(refused)
-
-    def _submitted(
-        self, drafts: Sequence[Draft], under_way: Sequence[int]
-    ) -> tuple[int, list[tuple[Draft, PromptRefused]], EngineError | None]:
-        """How many of them the engine has seen, which of these are too long, and why not all; in a thread."""
-        self._under_way.note(under_way)
-        too_long, size = [], self._maker.group_size
-        for number, draft in enumerate(drafts):
-            try:
-                self._engine.submit(
-                    Request(key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed, num_completions=size)
-                )
-            except PromptRefused as error:
-                too_long.append((draft, error))
-            except EngineError as error:
-                return number, too_long, error
-        return len(drafts), too_long, None
 
     def _return_reserve(self) -> None:
         self.harvest.give_back(self.reserve.clear())

@@ -131,7 +131,7 @@ class Harvest:
     @property
     def problem(self) -> str:
         """Why no group comes of what is begun; empty while some does."""
-        return self.refusals.problem or self._scorer.problem
+        return self.refusals.problem or self._scorer.failures.problem
 
     def loops(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start the loops; they never end by themselves."""
@@ -273,7 +273,9 @@ class Harvest:
         if draft.num_lost > self._maker.group_size - (self._maker.min_members or self._maker.group_size):
             if self.drafts.give_up(draft.key) is not None:
                 lost = draft.completions[member].finish_reason
-                self._scorer.failed(draft, error or EpisodeError(f"its members are lost, the last one by {lost.value}"))
+                error = error or EpisodeError(f"its members are lost, the last one by {lost.value}")
+                self._scorer.failures.failed(error)
+                _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)
                 self.log.note_failed()
                 self.groups.add(1, self._clock.monotonic())
                 self._give_up(draft, _RETURNED_AS[lost])
@@ -281,7 +283,7 @@ class Harvest:
         whole = self.drafts.score(draft.key, member, parts)
         if whole is not None:
             self._scoring.pop(draft.key, None)
-            self._scorer.passed()
+            self._scorer.failures.passed()
             self._whole.append(self._maker.group(whole, state_roots=self._swap.state_roots))
 
     async def _leave(self) -> None:

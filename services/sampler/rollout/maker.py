@@ -212,7 +212,7 @@ class Scorer:
         num_workers = int(getattr(maker.task, "num_workers", 0))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward") if num_workers else None
         self._by_group = bool(getattr(maker.task, "by_group", False))
-        self._failures = FailureRow()
+        self.failures = FailureRow()
 
     def ready(self, draft: Draft, member: int) -> tuple[int, ...]:
         """The members that can be scored now that one has ended: itself, or all where they are scored together."""
@@ -229,38 +229,25 @@ class Scorer:
             self._threads, self._maker.score_all, prompt, completions
         )
 
-    def failed(self, draft: Draft, error: Exception) -> None:
-        """Note that a group has no reward."""
-        self._failures.failed(error)
-        _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)
-
-    @property
-    def problem(self) -> str:
-        """Why no group gets its rewards; empty while some do."""
-        return self._failures.problem
-
-    def passed(self) -> None:
-        """Note that a group has its rewards."""
-        self._failures.passed()
-
     def close(self) -> None:
         """Ask for nothing more; what is being asked ends with the task's processes."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(slots=True)
-class Refusals:
-    """What became of prompts, in the order in which they were to begin."""
+@dataclass(slots=True, kw_only=True)
+class Refusals(FailureRow):
+    """Prompts of which nothing can be generated: counted, logged once a row, and loudly where no other is left."""
 
-    _row: FailureRow = field(default_factory=lambda: FailureRow(missing="PROMPT", cure=CURE))
+    missing: str = "PROMPT"
+    cure: str = CURE
     _named: set[int] = field(default_factory=set)
 
     def note(self, assignment: WorkAssignment, error: PromptRefused) -> ReturnReason:
         """Count a prompt that was refused; the reason for its return."""
         reason = _REASONS.get(type(error), ReturnReason.PROMPT_REFUSED)
         metrics.REFUSED_PROMPTS.labels(reason.value).inc()
-        self._row.failed(error)
+        self.failed(error)
         index = assignment.prompt_index
         if index not in self._named and len(self._named) < MAX_LINES:
             self._named.add(index)
@@ -268,12 +255,3 @@ class Refusals:
             if len(self._named) == MAX_LINES:
                 _LOG.warning("%d prompts are refused; further ones are not named", MAX_LINES)
         return reason
-
-    def passed(self) -> None:
-        """Note that a prompt was taken."""
-        self._row.passed()
-
-    @property
-    def problem(self) -> str:
-        """Why nothing is generated; empty while prompts are taken."""
-        return self._row.problem

@@ -23,7 +23,7 @@ import numpy as np
 from heterorl.common.errors import EngineDied, EngineError
 from heterorl.common.generation.engine import Completion, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import VllmEngineConfig
 from heterorl.sampler.vllm import canary
 from heterorl.sampler.vllm.arguments import (
@@ -58,8 +58,11 @@ class VllmEngine:
         self.source = source
         self._sampling, self._ends = source.sampling, tuple(end_token_ids)
         self._tolerance = tolerance(settings)
-        self._version = -1
-        self._is_trusted = True
+        self.layout = source.layout
+        self.version = -1
+        """Of the loaded weights; -1 before the first `load` and after one that failed."""
+        self.is_whole = True
+        """Whether the process runs and has a version, as far as it was asked."""
         # Of all below, and of the version.
         self._news = threading.Condition()
         self._is_loading = False
@@ -81,21 +84,6 @@ class VllmEngine:
         }
         self._process: VllmProcess | None = self._start(source.model_dir)
 
-    @property
-    def layout(self) -> Layout:
-        """Layout of the weights it takes."""
-        return self.source.layout
-
-    @property
-    def version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load` and after one that failed."""
-        return self._version
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the process runs and has a version, as far as it was asked."""
-        return self._is_trusted
-
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; what is under way goes on with them from its next token.
 
@@ -114,7 +102,7 @@ class VllmEngine:
                 raise
             else:
                 with self._news:
-                    self._version, self._is_trusted = version, True
+                    self.version, self.is_whole = version, True
             finally:
                 with self._news:
                     self._is_loading = False
@@ -122,7 +110,7 @@ class VllmEngine:
 
     def _load(self, arena: Arena, version: int) -> None:
         label = str(version)
-        is_running = self._is_trusted and self._process is not None
+        is_running = self.is_whole and self._process is not None
         if not is_running:
             self._start_again()
             self._alive().set_version(label)
@@ -137,7 +125,7 @@ class VllmEngine:
         self._room.check(request.prompt, limit)
         ids = request.prompt.tolist()
         with self._news:
-            if not self._is_trusted:
+            if not self.is_whole:
                 raise EngineError("the engine generates nothing: its weights are not those of a version")
             process, epoch = self._alive(), self._epoch
             for member in range(request.num_completions):
@@ -198,7 +186,7 @@ class VllmEngine:
         with self._news:
             # One death is told several times; what was under way when it was told first must still be given up.
             is_heard = self._num_open > 0 or self._failure is not None
-            self._version, self._is_trusted = -1, False
+            self.version, self.is_whole = -1, False
             self._drop()
             self._failure = error if is_heard else None
 
@@ -228,7 +216,7 @@ class VllmEngine:
     def close(self) -> None:
         """End the process."""
         with self._news:
-            self._is_trusted = False
+            self.is_whole = False
             self._drop()
         if self._process is not None:
             self._process.close()

@@ -12,7 +12,7 @@ def engine_with(num_open):
     """An engine whose process is gone: nothing else of it is needed to tell so."""
     engine = VllmEngine.__new__(VllmEngine)
     engine._news, engine._process = threading.Condition(), None
-    engine._version, engine._is_trusted, engine._is_loading = 3, True, False
+    engine.version, engine.is_whole, engine._is_loading = 3, True, False
     engine._epoch, engine._num_open, engine._ended, engine._failure = 0, num_open, [], None
     return engine
 

@@ -167,4 +167,4 @@ def test_snapshot_is_due_when_the_deltas_after_it_cost_a_quarter_of_it(sizes, ve
     way = [snapshot(0), *(delta(0 if n == 0 else steps[n - 1], steps[n], size) for n, size in enumerate(sizes))]
 
     assert decide_snapshot(way, snapshot_ratio=0.25, window=4)[0] is expected
-    assert not decide_snapshot(way[1:], snapshot_ratio=0.25, window=4).is_due
+    assert not decide_snapshot(way[1:], snapshot_ratio=0.25, window=4)[0]

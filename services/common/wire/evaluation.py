@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.common import SiteId
 from heterorl.common.types.evaluation import (
     MAX_TEXT,
     Estimate,
@@ -21,7 +21,7 @@ from heterorl.common.types.evaluation import (
     ScoredSample,
 )
 from heterorl.common.types.rollout import MAX_REWARD
-from heterorl.common.wire.common import MAX_INT64
+from heterorl.common.wire.common import MAX_INT64, to_message, to_value
 from heterorl.v1 import evaluation_pb2
 
 _STATE = {state: evaluation_pb2.EvaluationState.Value(f"EVALUATION_STATE_{state.name}") for state in EvaluationState}
@@ -29,7 +29,7 @@ _STATE_OF = {pb: value for value, pb in _STATE.items()}
 
 
 def draws_to_pb(value: EvaluationDraws) -> evaluation_pb2.EvaluationDraws:
-    return evaluation_pb2.EvaluationDraws(**{name: getattr(value, name) for name in EvaluationDraws.__slots__})
+    return to_message(evaluation_pb2.EvaluationDraws, value)
 
 
 def draws_from_pb(message: evaluation_pb2.EvaluationDraws) -> EvaluationDraws:
@@ -38,7 +38,7 @@ def draws_from_pb(message: evaluation_pb2.EvaluationDraws) -> EvaluationDraws:
     Raises:
         InvalidRequest: they cannot be drawn.
     """
-    value = EvaluationDraws(**{name: getattr(message, name) for name in EvaluationDraws.__slots__})
+    value = to_value(EvaluationDraws, message)
     is_sound = (
         0 <= value.temperature < math.inf
         and 0 < value.top_p <= 1
@@ -52,23 +52,15 @@ def draws_from_pb(message: evaluation_pb2.EvaluationDraws) -> EvaluationDraws:
 
 
 def sets_to_pb(values: Sequence[EvaluationSet]) -> list[evaluation_pb2.EvaluationSet]:
-    return [
-        evaluation_pb2.EvaluationSet(name=each.name, task_digest=each.task_digest, num_prompts=each.num_prompts)
-        for each in values
-    ]
+    return [to_message(evaluation_pb2.EvaluationSet, each) for each in values]
 
 
 def sets_from_pb(messages: Sequence[evaluation_pb2.EvaluationSet]) -> tuple[EvaluationSet, ...]:
-    return tuple(
-        EvaluationSet(name=each.name, task_digest=Digest(each.task_digest), num_prompts=each.num_prompts)
-        for each in messages
-    )
+    return tuple(to_value(EvaluationSet, each) for each in messages)
 
 
 def spec_to_pb(value: EvaluationSpec) -> evaluation_pb2.EvaluationSpec:
-    return evaluation_pb2.EvaluationSpec(
-        task_set=value.task_set, version=value.version, state_root=value.state_root, draws=draws_to_pb(value.draws)
-    )
+    return to_message(evaluation_pb2.EvaluationSpec, value, draws=draws_to_pb(value.draws))
 
 
 def spec_from_pb(message: evaluation_pb2.EvaluationSpec) -> EvaluationSpec:
@@ -77,31 +69,20 @@ def spec_from_pb(message: evaluation_pb2.EvaluationSpec) -> EvaluationSpec:
     Raises:
         InvalidRequest: they cannot be drawn.
     """
-    return EvaluationSpec(
-        task_set=message.task_set,
-        version=message.version,
-        state_root=Digest(message.state_root),
-        draws=draws_from_pb(message.draws),
-    )
+    return to_value(EvaluationSpec, message, draws=draws_from_pb(message.draws))
 
 
 def results_to_pb(values: Sequence[PromptResult]) -> list[evaluation_pb2.PromptResult]:
     """Convert results; texts are cut."""
     return [
-        evaluation_pb2.PromptResult(
-            prompt_index=value.prompt_index,
+        to_message(
+            evaluation_pb2.PromptResult,
+            value,
             samples=[
-                evaluation_pb2.ScoredSample(
-                    reward=sample.reward,
-                    num_tokens=sample.num_tokens,
-                    is_truncated=sample.is_truncated,
-                    text=_cut(sample.text),
-                )
-                for sample in value.samples
+                to_message(evaluation_pb2.ScoredSample, sample, text=_cut(sample.text)) for sample in value.samples
             ],
             prompt=_cut(value.prompt),
             answer=_cut(value.answer),
-            assignment=value.assignment,
         )
         for value in values
     ]
@@ -114,11 +95,10 @@ def results_from_pb(messages: Sequence[evaluation_pb2.PromptResult]) -> tuple[Pr
         InvalidRequest: a reward is not a number.
     """
     return tuple(
-        PromptResult(
-            prompt_index=message.prompt_index,
+        to_value(
+            PromptResult,
+            message,
             samples=tuple(_sample(message.prompt_index, sample) for sample in message.samples),
-            prompt=message.prompt,
-            answer=message.answer,
             assignment=min(message.assignment, MAX_INT64),
         )
         for message in messages
@@ -127,26 +107,21 @@ def results_from_pb(messages: Sequence[evaluation_pb2.PromptResult]) -> tuple[Pr
 
 def evaluation_to_pb(value: Evaluation) -> evaluation_pb2.Evaluation:
     summary = value.summary
-    return evaluation_pb2.Evaluation(
-        version=value.version,
-        task_set=value.task_set,
+    message = to_message(
+        evaluation_pb2.Evaluation,
+        value,
+        without={"summary"},
         state=_STATE[value.state],
-        num_wanted=value.num_wanted,
-        num_prompts=summary.num_prompts,
         draws=draws_to_pb(value.draws),
-        task_digest=value.task_digest,
-        num_samples=summary.num_samples,
-        num_errors=summary.num_errors,
-        num_truncated=summary.num_truncated,
-        mean_tokens=summary.mean_tokens,
-        average=None if summary.average is None else _estimate_to_pb(summary.average),
+        average=None if summary.average is None else to_message(evaluation_pb2.Estimate, summary.average),
         passes=[
-            evaluation_pb2.PassEstimate(k=entry.k, estimate=_estimate_to_pb(entry.estimate)) for entry in summary.passes
+            evaluation_pb2.PassEstimate(k=entry.k, estimate=to_message(evaluation_pb2.Estimate, entry.estimate))
+            for entry in summary.passes
         ],
         sites=[evaluation_pb2.SiteShare(site=site, num_prompts=count) for site, count in value.sites],
-        planned_time=value.planned_time,
-        ended_time=value.ended_time,
     )
+    message.MergeFrom(to_message(evaluation_pb2.Evaluation, summary, without={"average", "passes"}))
+    return message
 
 
 def evaluation_from_pb(message: evaluation_pb2.Evaluation) -> Evaluation:
@@ -158,26 +133,19 @@ def evaluation_from_pb(message: evaluation_pb2.Evaluation) -> Evaluation:
     state = _STATE_OF.get(message.state)
     if state is None:
         raise InvalidRequest("evaluation.state: not stated")
-    summary = EvaluationSummary(
-        num_prompts=message.num_prompts,
-        num_samples=message.num_samples,
-        num_errors=message.num_errors,
-        num_truncated=message.num_truncated,
-        mean_tokens=message.mean_tokens,
-        average=_estimate_from_pb(message.average) if message.HasField("average") else None,
-        passes=tuple(PassEstimate(k=entry.k, estimate=_estimate_from_pb(entry.estimate)) for entry in message.passes),
+    summary = to_value(
+        EvaluationSummary,
+        message,
+        average=to_value(Estimate, message.average) if message.HasField("average") else None,
+        passes=tuple(PassEstimate(k=entry.k, estimate=to_value(Estimate, entry.estimate)) for entry in message.passes),
     )
-    return Evaluation(
-        version=message.version,
-        task_set=message.task_set,
+    return to_value(
+        Evaluation,
+        message,
         state=state,
-        num_wanted=message.num_wanted,
         draws=draws_from_pb(message.draws),
-        task_digest=message.task_digest,
         summary=summary,
         sites=tuple((SiteId(share.site), share.num_prompts) for share in message.sites),
-        planned_time=message.planned_time,
-        ended_time=message.ended_time,
     )
 
 
@@ -187,17 +155,7 @@ def _cut(text: str) -> str:
 
 
 def _sample(index: int, message: evaluation_pb2.ScoredSample) -> ScoredSample:
-    reward = message.reward if message.HasField("reward") else None
-    if reward is not None and not abs(reward) <= MAX_REWARD:
+    sample = to_value(ScoredSample, message)
+    if sample.reward is not None and not abs(sample.reward) <= MAX_REWARD:
         raise InvalidRequest(f"results: a reward of prompt {index} is not a number of at most {MAX_REWARD:g}")
-    return ScoredSample(
-        reward=reward, num_tokens=message.num_tokens, is_truncated=message.is_truncated, text=message.text
-    )
-
-
-def _estimate_to_pb(value: Estimate) -> evaluation_pb2.Estimate:
-    return evaluation_pb2.Estimate(**{name: getattr(value, name) for name in Estimate.__slots__})
-
-
-def _estimate_from_pb(message: evaluation_pb2.Estimate) -> Estimate:
-    return Estimate(**{name: getattr(message, name) for name in Estimate.__slots__})
+    return sample

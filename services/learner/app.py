@@ -4,17 +4,7 @@
          ^                                                   |
          +------- checkpoint, payloads, compare-and-set --- Publisher
 
-    loop      waits for                                        unblocked by
-    renew     a third of the lease term                        the clock; StaleEpoch ends all, an order the session
-    feed      groups of the stream; room in the inbox; the     the coordinator; Inbox.take; a broken link is re-opened;
-              scores of the oldest                             a worker's answer or its time limit
-    notes     groups that are kept as samples and settled      the session, feed; nothing waits for it
-    session   groups_per_step groups, then its thread, then    Inbox.put; the thread's end; the publication's
-              the publication of the version before
-    publication, beside the next step: its threads, upload     the thread's end; the coordinator's answer, repeated and
-              and commit                                       asked for until it comes
-    watchdog  half the service manager's interval              the clock
-    main      the session's end, or the stop event             max_steps; SIGTERM or SIGINT
+What each loop waits for, and what unblocks it, is in ARCHITECTURE.md.
 
 Every wait ends when the lease is lost, because `renew` fails its TaskGroup and that cancels the others. A step runs in
 a thread, which nothing can cancel: it is waited for, and what it computed has no effect.

@@ -58,8 +58,7 @@ def replace_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Put other parameters in the place of a model's, one at a time as they are asked for; what is tied stays tied.
 
-    Returns:
-        The new parameters by name, each already in its place.
+    Yields the new ones by name, each already in its place.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in model.modules():

@@ -125,11 +125,7 @@ def read_state(
 ) -> int:
     """Put the state back into a model and a fresh optimizer; beside these, one tensor at a time is in memory.
 
-    Returns:
-        The number of applied steps.
-
-    Raises:
-        CorruptStore: a file is missing, broken, or of another model; nothing was changed.
+    Returns the number of applied steps. Raises as `open_state`; nothing was changed then.
     """
     parameters = trainable(model)
     weights, moments, applied_steps = open_state(directory, parameters, kind=kind)

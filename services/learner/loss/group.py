@@ -85,9 +85,6 @@ def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tenso
 
     Source: arXiv 2508.17850 section 2.1 (mean) and arXiv 2402.03300 section 4.1 (mean_std); std has ddof 1. For beta
     the result is that of mean, to be multiplied by the prompt's `beta_weights`.
-
-    Returns:
-        float64 [G].
     """
     assert rewards_G.dim() == 1
     assert rewards_G.dtype == torch.float64

@@ -94,8 +94,7 @@ def clip_token_log_ratios(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GMPO's one-sided clip of token log ratios, arXiv 2507.20673 equation 4: from above if A > 0, below if A < 0.
 
-    Returns:
-        The clipped log ratios, without gradient where the clip acted, and where it acted; both [B, T].
+    Returns the clipped log ratios, without gradient where the clip acted, and where it acted; both [B, T].
     """
     advantages_B1 = advantages_B[:, None]
     ratios = log_ratios_BT.detach()

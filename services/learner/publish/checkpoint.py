@@ -319,20 +319,15 @@ def find_published(
     return None
 
 
-def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
-    """Read a flavour's scales of a checkpoint; None when it has none."""
-    file = path / f"{flavour}{SCALES_SUFFIX}"
-    if not file.exists():
-        return None
-    scales = Arena(scale_layout(layout))
-    apply_payload(file, scales, expected_from_root=None)
-    return scales
-
-
 def read_all_scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
-    """Read the scales of those flavours that a checkpoint has."""
-    found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
-    return {name: scales for name, scales in found.items() if scales is not None}
+    """Read the scales of those flavours that a checkpoint has; CorruptData where they are broken."""
+    found: dict[str, Arena] = {}
+    for name, layout in layouts.items():
+        file = path / f"{name}{SCALES_SUFFIX}"
+        if file.exists():
+            found[name] = Arena(scale_layout(layout))
+            apply_payload(file, found[name], expected_from_root=None)
+    return found
 
 
 def _files(root: Path) -> list[str]:

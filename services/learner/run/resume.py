@@ -94,17 +94,6 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
     return Way.START
 
 
-def not_adopted(state_dir: Path, run_id: str, *, version: int, step: int) -> ConfigError:
-    """Why a learner without a usable checkpoint does not go on from published weights unasked."""
-    return ConfigError(
-        "adopt_without_optimizer",
-        f"{state_dir} has no usable checkpoint of run {run_id}, which stands at version {version}, step {step}: to go"
-        " on from its published weights alone throws the optimizer's state away",
-        action="start the learner that trained it, or this one with that one's state_dir; where that is lost, set"
-        " adopt_without_optimizer = true for one start",
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
     """A checkpoint that was restored; `committed` is the version that came of it, None where none did."""
@@ -290,7 +279,13 @@ class Resumption:
         data = await self.published.manifest(head)
         step = manifest_from_bytes(data).step
         if step and not self.adopt_without_optimizer:
-            raise not_adopted(self.state_dir, self.run_id, version=head, step=step)
+            problem = f"{self.state_dir} has no usable checkpoint of run {self.run_id}, which stands at version {head}"
+            raise ConfigError(
+                "adopt_without_optimizer",
+                f"{problem}, step {step}: to go on from its published weights alone throws the optimizer's state away",
+                action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
+                " set adopt_without_optimizer = true for one start",
+            )
         _LOG.warning(
             "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
             head,

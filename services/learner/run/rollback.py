@@ -50,10 +50,7 @@ class Rollback:
         """Bring backend, publisher and coordinator to the same version, the one of an order if there is one.
 
         Unless `is_start`, the masters may hold steps that are in no version; those are taken back, or replaced by what
-        is ordered: an older checkpoint would abandon versions.
-
-        Returns:
-            The number of optimizer steps in the weights.
+        is ordered: an older checkpoint would abandon versions. Returns the number of optimizer steps in the weights.
         """
         step = await self.resumption.run() if is_start else None
         rolled = await self.run()
@@ -64,11 +61,7 @@ class Rollback:
     async def run(self) -> int | None:
         """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.
 
-        Returns:
-            The number of optimizer steps, which is the head's.
-
-        Raises:
-            StaleEpoch, ParentNotHead: another learner took over.
+        Returns the number of optimizer steps, which is the head's.
         """
         parts = self.resumption
         # Asked now: an order heard of before may be carried out or taken back.

@@ -95,12 +95,10 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
     # Padding goes on counting: a jump in the positions would be read as the start of a packed strip.
     position_ids = np.tile(np.arange(width), rows)
     sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-    routed = _Routed(records, lengths, num_tokens=rows * width)
-    for strip, record, start, length in zip(strips, records, starts, lengths, strict=True):
+    for strip, start, length in zip(strips, starts, lengths, strict=True):
         input_ids[start : start + length] = strip.token_ids[:-1]
         if is_packed:
             position_ids[start : start + length] = np.arange(length)
-        routed.put(record, int(start), length)
         # A token is predicted where the one before it is read.
         sources.append(start - 1 + np.flatnonzero(strip.is_drawn))
     targets = np.concatenate([strip.token_ids[strip.is_drawn] for strip in strips])
@@ -111,7 +109,7 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
         targets_N=torch.from_numpy(targets.astype(np.int64)),
         loss_inputs=_loss_inputs(sequences),
         places_B=torch.tensor([(sequence.group, sequence.number) for sequence in sequences]),
-        routed=routed.tokens(),
+        routed=_routed(records, starts.tolist(), lengths, num_tokens=rows * width),
     )
 
 
@@ -121,26 +119,22 @@ def _records(sequence: TrainingSequence) -> list[bytes]:
     return [sequence.routed_experts] * len(sequence.strips)
 
 
-class _Routed:
+def _routed(
+    records: Sequence[bytes], starts: Sequence[int], lengths: Sequence[int], *, num_tokens: int
+) -> RoutedTokens | None:
     """The recorded experts of a micro-batch, put where the tokens lie."""
-
-    def __init__(self, records: Sequence[bytes], lengths: Sequence[int], *, num_tokens: int) -> None:
-        sizes = {len(record) // length for record, length in zip(records, lengths, strict=True) if record}
-        # Of one contract all are of one size, as admission has seen to.
-        assert len(sizes) <= 1, "records of several models"
-        self._ids_NC = np.zeros((num_tokens, sizes.pop() if sizes else 0), np.uint8)
-        self._is_recorded_N = np.zeros(num_tokens, np.bool_)
-
-    def put(self, record: bytes, start: int, length: int) -> None:
+    sizes = {len(record) // length for record, length in zip(records, lengths, strict=True) if record}
+    if not sizes:
+        return None
+    # Of one contract all are of one size, as admission has seen to.
+    assert len(sizes) == 1, "records of several models"
+    ids_NC = np.zeros((num_tokens, sizes.pop()), np.uint8)
+    is_recorded_N = np.zeros(num_tokens, np.bool_)
+    for record, start, length in zip(records, starts, lengths, strict=True):
         if record:
-            tokens = slice(start, start + length)
-            self._ids_NC[tokens] = np.frombuffer(record, np.uint8).reshape(length, -1)
-            self._is_recorded_N[tokens] = True
-
-    def tokens(self) -> RoutedTokens | None:
-        if not self._is_recorded_N.any():
-            return None
-        return RoutedTokens(ids_NC=torch.from_numpy(self._ids_NC), is_recorded_N=torch.from_numpy(self._is_recorded_N))
+            ids_NC[start : start + length] = np.frombuffer(record, np.uint8).reshape(length, -1)
+            is_recorded_N[start : start + length] = True
+    return RoutedTokens(ids_NC=torch.from_numpy(ids_NC), is_recorded_N=torch.from_numpy(is_recorded_N))
 
 
 def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:

@@ -183,51 +183,55 @@ def mean(values: torch.Tensor) -> float:
     return float(values.double().mean()) if values.numel() else 0.0
 
 
-def build_report(
-    samples: Sequence[MicroBatchSample],
-    groups: Sequence[QueuedGroup],
-    *,
-    step: int,
-    head_version: int,
-    grad_norm: float,
-    step_s: float,
-    is_applied: bool,
-    lr: float = 0.0,
-) -> StepReport:
-    """Close a step.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepEnd:
+    """A step after its update: whether weights moved, the norm of the gradient, and what was measured.
 
-    `version` is the one this step leads to, head_version + 1. `kl` estimates KL(q || p) of whole sequences in nats:
-    mean over rollouts of sum_t k3_t (see `objectives.kl_estimates`); the plain sum of log q - log p has the same
-    expectation, can be negative and varies far more. `ess_fraction` and `iw_variance` (ddof 0) are of the weights the
-    loss used. `entropy` is a mean over tokens; staleness and policy age are over groups.
+    `extras` are numbers beyond the report, see `step_extras`; with the step size taken, lr. `metrics` are those of a
+    custom loss.
     """
-    weights_M = _concatenate([sample.weights_M for sample in samples])
-    kl_B = _concatenate([sample.kl_B for sample in samples])
-    entropies_N = _concatenate([sample.entropies_N for sample in samples])
-    staleness = [head_version - queued.group.oldest_version for queued in groups]
-    rewards = [rollout.reward for queued in groups for rollout in queued.group.trainable]
-    return StepReport(
-        step=step,
-        version=head_version + 1,
-        loss=sum(sample.loss for sample in samples),
-        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
-        kl=mean(kl_B),
-        ess_fraction=ess_fraction(weights_M),
-        iw_variance=float(weights_M.var(correction=0)) if weights_M.numel() else 0.0,
-        clip_fraction=mean(_concatenate([sample.is_clipped_M.double() for sample in samples])),
-        entropy=mean(entropies_N),
-        grad_norm=grad_norm,
-        staleness_mean=float(np.mean(staleness)) if staleness else 0.0,
-        staleness_max=max(staleness, default=0),
-        policy_age_p50_s=float(np.median([queued.policy_age_s for queued in groups])) if groups else 0.0,
-        num_groups=len(groups),
-        num_tokens=entropies_N.numel(),
-        step_s=step_s,
-        is_applied=is_applied,
-        lr=lr,
-        sources=by_source(groups),
-        completions=completion_numbers([queued.group for queued in groups]),
-    )
+
+    samples: Sequence[MicroBatchSample]
+    is_applied: bool
+    grad_norm: float
+    extras: dict[str, float]
+    metrics: dict[str, float]
+
+    def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
+        """Close the step.
+
+        `version` is the one it leads to, head_version + 1. `kl` estimates KL(q || p) of whole sequences in nats: mean
+        over rollouts of sum_t k3_t (see `objectives.kl_estimates`); the plain sum of log q - log p has the same
+        expectation, can be negative and varies far more. `ess_fraction` and `iw_variance` (ddof 0) are of the weights
+        that the loss used. `entropy` is a mean over tokens; staleness and policy age are over groups.
+        """
+        weights_M = _concatenate([sample.weights_M for sample in self.samples])
+        kl_B = _concatenate([sample.kl_B for sample in self.samples])
+        entropies_N = _concatenate([sample.entropies_N for sample in self.samples])
+        staleness = [head_version - queued.group.oldest_version for queued in groups]
+        rewards = [rollout.reward for queued in groups for rollout in queued.group.trainable]
+        return StepReport(
+            step=step,
+            version=head_version + 1,
+            loss=sum(sample.loss for sample in self.samples),
+            reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+            kl=mean(kl_B),
+            ess_fraction=ess_fraction(weights_M),
+            iw_variance=float(weights_M.var(correction=0)) if weights_M.numel() else 0.0,
+            clip_fraction=mean(_concatenate([sample.is_clipped_M.double() for sample in self.samples])),
+            entropy=mean(entropies_N),
+            grad_norm=self.grad_norm,
+            staleness_mean=float(np.mean(staleness)) if staleness else 0.0,
+            staleness_max=max(staleness, default=0),
+            policy_age_p50_s=float(np.median([queued.policy_age_s for queued in groups])) if groups else 0.0,
+            num_groups=len(groups),
+            num_tokens=entropies_N.numel(),
+            step_s=step_s,
+            is_applied=self.is_applied,
+            lr=self.extras["lr"],
+            sources=by_source(groups),
+            completions=completion_numbers([queued.group for queued in groups]),
+        )
 
 
 def _capped_products(sample: SequenceSample) -> torch.Tensor:

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from heterorl.common.model.routing import RouterReplay
-from heterorl.common.types.common import StepReport
-from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.group import log_denominators, masked_mean
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates
@@ -30,7 +28,7 @@ from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, sp
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.learner.train.report import (
     MicroBatchSample,
-    build_report,
+    StepEnd,
     join,
     measure,
     metric_means,
@@ -147,10 +145,9 @@ def apply_gradients(
     lr: float,
     grad_clip: float,
 ) -> tuple[bool, float]:
-    """Clip the accumulated gradient and take the step, unless loss or gradient is not finite; clears the gradient.
+    """Clip the gradient and take the step, unless loss or gradient is not finite; clears the gradient.
 
-    Returns:
-        Whether the step was taken, and the norm of the gradient before clipping.
+    Returns whether the step was taken, and the norm of the gradient before clipping.
     """
     owned = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in owned if parameter.grad is not None])
@@ -163,34 +160,6 @@ def apply_gradients(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return is_applied, grad_norm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepEnd:
-    """A step after its update: whether weights moved, the norm of the gradient, and what was measured.
-
-    `extras` are numbers beyond the report, see `report.step_extras`; with the step size taken, lr. `metrics` are those
-    of a custom loss.
-    """
-
-    samples: Sequence[MicroBatchSample]
-    is_applied: bool
-    grad_norm: float
-    extras: dict[str, float]
-    metrics: dict[str, float]
-
-    def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
-        """Close the step; see `report.build_report`."""
-        return build_report(
-            self.samples,
-            groups,
-            step=step,
-            head_version=head_version,
-            grad_norm=self.grad_norm,
-            step_s=step_s,
-            is_applied=self.is_applied,
-            lr=self.extras["lr"],
-        )
 
 
 def end_step(

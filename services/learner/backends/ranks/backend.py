@@ -37,8 +37,8 @@ from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import RanksConfig
-from heterorl.learner.train.report import LogRatios, wanted_log_ratios
-from heterorl.learner.train.step import StepEnd, end_step
+from heterorl.learner.train.report import LogRatios, StepEnd, wanted_log_ratios
+from heterorl.learner.train.step import end_step
 
 _LOG = logging.getLogger(__name__)
 

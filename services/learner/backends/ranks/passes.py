@@ -123,11 +123,7 @@ class Passes:
     """Gives the routers of the engine's model the experts that the sequences have."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
-        """Leave the gradient of the whole step's loss with the engine.
-
-        Returns:
-            The samples of all ranks, on every rank; nothing when the step has no sequence and no pass was taken.
-        """
+        """Leave the gradient of the whole step's loss with the engine; returns all ranks' samples, on every rank."""
         shares = share_out(
             batch.sequences,
             num_ranks=self.ranks.world_size // self.sharing,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.learner.train.report import MicroBatchSample, build_report, ess_fraction, join
+from heterorl.learner.train.report import MicroBatchSample, StepEnd, ess_fraction, join
 from tests.support.training import group, queued, rollout
 
 F64 = torch.float64
@@ -24,8 +24,8 @@ def _sample(loss=0.5, weights=(1.0, 3.0), clipped=(False, True), kl=(0.2, 0.4), 
 
 
 def _report(samples, groups, **changes):
-    arguments = {"step": 7, "head_version": 10, "grad_norm": 0.5, "step_s": 0.1, "is_applied": True}
-    return build_report(samples, groups, **{**arguments, **changes})
+    end = StepEnd(samples=samples, is_applied=True, grad_norm=0.5, extras={"lr": 0.0}, metrics={})
+    return end.report(groups, **{"step": 7, "head_version": 10, "step_s": 0.1, **changes})
 
 
 @pytest.mark.parametrize(

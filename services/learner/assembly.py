@@ -28,6 +28,7 @@ from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.company import Company
+from heterorl.learner.backends.ranks.division import Division
 from heterorl.learner.backends.ranks.local import LocalRanks
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.torch import TorchBackend
@@ -229,25 +230,27 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
     if not isinstance(options, TorchBackendConfig) and not config.overlap_publication:
         # Nothing computes meanwhile: the copy would be for nothing.
         options = options.model_copy(update={"overlap_checkpoint": False})
+    division: Division
     # Only the chosen one is imported: FSDP2 brings torch.distributed.fsdp and sympy, 640 modules.
     if isinstance(options, Fsdp2BackendConfig):
-        from heterorl.learner.backends.fsdp2 import Fsdp2Backend
+        from heterorl.learner.backends.fsdp2 import ShardedDivision
 
-        return Fsdp2Backend(
-            model_dir=config.model_dir,
-            config=options,
-            loss=config.loss,
-            sampling=sampling,
-            ranks=ranks,
-            lora=config.lora,
-            passes=passes,
-            replays_routing=config.sampling.router_replay == "rollout",
+        division = ShardedDivision(
+            config.model_dir, options, loss=config.loss, sampling=sampling, ranks=ranks, lora=config.lora
         )
-    assert isinstance(options, DeepSpeedBackendConfig)
-    from heterorl.learner.backends.zero import DeepSpeedBackend
+    else:
+        assert isinstance(options, DeepSpeedBackendConfig)
+        from heterorl.learner.backends.zero import ZeroDivision
 
-    return DeepSpeedBackend(
-        model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, ranks=ranks, passes=passes
+        division = ZeroDivision(config.model_dir, options, loss=config.loss, sampling=sampling, ranks=ranks)
+    return DividedBackend(
+        division=division,
+        config=options,
+        loss=config.loss,
+        sampling=sampling,
+        ranks=ranks,
+        passes=passes,
+        replays_routing=config.sampling.router_replay == "rollout",
     )
 
 

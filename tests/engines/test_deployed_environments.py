@@ -47,7 +47,7 @@ SMALL = {
     "learner": ["backend.device=cpu", "backend.compute_dtype=fp32", "backend.threads=1", "sampling.max_new_tokens=8"],
 }  # fmt: skip
 CASES = [
-    ("learner", "learner-deepspeed", "learner-deepspeed", "DeepSpeedBackend True"),
+    ("learner", "learner-deepspeed", "learner-deepspeed", "DividedBackend True"),
     ("sampler", "sampler-vllm-cpu", "sampler-vllm", "vllm-0.32.0 True"),
 ]
 

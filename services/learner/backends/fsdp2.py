@@ -19,7 +19,6 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +32,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, start_of, trainable
 from heterorl.common.model.contract import LoraConfig
-from heterorl.common.process.clock import Clock
-from heterorl.common.types.common import NO_LORA, SamplingSemantics
-from heterorl.learner import progress
+from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.backends.loading import (
     OpenedModel,
     blocks_of,
@@ -43,7 +40,6 @@ from heterorl.learner.backends.loading import (
     hold_untrained,
     replace_parameters,
 )
-from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import (
     Division,
@@ -296,21 +292,18 @@ def open_reference(
     return opened
 
 
-class Fsdp2Backend(DividedBackend):
-    """One rank of a learner whose model `fully_shard` divides."""
+class ShardedDivision(Division):
+    """A model that `fully_shard` divides."""
 
     def __init__(
         self,
-        *,
-        model_dir: str | Path,
+        model_dir: str,
         config: Fsdp2BackendConfig,
+        *,
         loss: LossConfig,
         sampling: SamplingSemantics,
         ranks: Collectives,
         lora: LoraConfig,
-        clock: Clock | None = None,
-        passes: progress.PassCount | None = None,
-        replays_routing: bool = False,
     ) -> None:
         """Load the model, check that it can be trained this way, and divide it.
 
@@ -320,40 +313,11 @@ class Fsdp2Backend(DividedBackend):
         """
         rule = check_divisible(loss, ranks, has_reference=True)
         opened = open_together(model_dir, config, ranks)
-        settings = NO_LORA
         if lora.is_on:
-            settings = lora.settings(digest_of_opened(opened))
-            attach(opened.model, settings)
+            self.lora = lora.settings(digest_of_opened(opened))
+            attach(opened.model, self.lora)
         hold_untrained(opened)
-        super().__init__(
-            division=_ShardedDivision(
-                opened,
-                config,
-                temperature=sampling.logprob_temperature,
-                ranks=ranks,
-                reference_dir=(config.reference_model_dir or str(model_dir)) if rule.needs_reference else "",
-            ),
-            config=config,
-            loss=loss,
-            sampling=sampling,
-            ranks=ranks,
-            lora=settings,
-            clock=clock,
-            passes=passes,
-            replays_routing=replays_routing,
-        )
-
-
-class _ShardedDivision(Division):
-    def __init__(
-        self,
-        opened: OpenedModel,
-        config: Fsdp2BackendConfig,
-        *,
-        temperature: float,
-        ranks: Collectives,
-        reference_dir: str,
-    ) -> None:
+        temperature = sampling.logprob_temperature
         self.model = opened.model
         check_experts(self.model, ranks)
         is_low = config.compute_dtype == "bf16"
@@ -361,10 +325,10 @@ class _ShardedDivision(Division):
             check_products(self.model)
         choose_attention(self.model, config)
         frozen: OpenedModel | None = None
-        if reference_dir:
+        if rule.needs_reference:
             # Before this model's own names are those of divided tensors; and before Liger, whose classes for GPUs alone
             # models of the same kind would have that are opened later, and checked on the CPU.
-            frozen = open_reference(reference_dir, config, ranks, learner=self.model)
+            frozen = open_reference(config.reference_model_dir or model_dir, config, ranks, learner=self.model)
         apply_liger(self.model, config)
         self.layout = tensors.layout_of(self.model, config.published_dtype)
         self.device = rank_device(config.device, ranks.place)

@@ -22,7 +22,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +30,8 @@ from torch import nn
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model import tensors
 from heterorl.common.model.packages import check_engine
-from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import SamplingSemantics
-from heterorl.learner import progress
 from heterorl.learner.backends.loading import OpenedModel, blocks_of, hold_untrained, replace_parameters
-from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import (
     Division,
@@ -310,19 +306,17 @@ def _without_broadcast(engine: Any) -> Iterator[None]:
         engine._broadcast_model = own
 
 
-class DeepSpeedBackend(DividedBackend):
-    """One rank of a learner whose model DeepSpeed divides."""
+class ZeroDivision(Division):
+    """A model that DeepSpeed divides."""
 
     def __init__(
         self,
-        *,
-        model_dir: str | Path,
+        model_dir: str,
         config: DeepSpeedBackendConfig,
+        *,
         loss: LossConfig,
         sampling: SamplingSemantics,
         ranks: Collectives,
-        clock: Clock | None = None,
-        passes: progress.PassCount | None = None,
     ) -> None:
         """Load the model, check that it can be trained this way, and divide it.
 
@@ -332,21 +326,6 @@ class DeepSpeedBackend(DividedBackend):
                 loss depends on how a step is cut into passes or on a reference model.
         """
         check_divisible(loss, ranks, has_reference=False)
-        super().__init__(
-            division=_ZeroDivision(model_dir, config, temperature=sampling.logprob_temperature, ranks=ranks),
-            config=config,
-            loss=loss,
-            sampling=sampling,
-            ranks=ranks,
-            clock=clock,
-            passes=passes,
-        )
-
-
-class _ZeroDivision(Division):
-    def __init__(
-        self, model_dir: str | Path, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives
-    ) -> None:
         opened = open_together(model_dir, config, ranks)
         hold_untrained(opened)
         self.model = opened.model
@@ -361,7 +340,9 @@ class _ZeroDivision(Division):
         self._config = config
         self.engine: Any
         self.state: ZeroState
-        self.engine, self.state, self.device = build_engine(opened, config, temperature=temperature, ranks=ranks)
+        self.engine, self.state, self.device = build_engine(
+            opened, config, temperature=sampling.logprob_temperature, ranks=ranks
+        )
         self.buffers = untrained_buffers(self.model, self.layout)
         for block in blocks_of(self.model):
             compile_block(block, config)

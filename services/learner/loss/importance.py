@@ -60,9 +60,9 @@ def v_trace_log_weights(
     """Log of what V-trace multiplies A grad log p_t by when the only reward is at the end; [B, T], a constant.
 
     arXiv 1802.01561 equation 1 and section 4.2 with discount 1 and the same value, the group's mean reward, for every
-    state. All temporal differences but the last vanish; that one is rho_T A. Hence v_(t+1) minus the value is (prod_(t
-    < j < T) c_j) rho_T A, and the weight of token t is rho_t (prod_(t < j < T) c_j) rho_T, of the last rho_T, with rho
-    = min(rho_cap, r) and c = min(c_cap, r). Completion tokens stand at the left of a row.
+    state. All temporal differences but the last vanish; that one is rho_T A. Hence v_(t+1) minus the value is
+    (prod_(t < j < T) c_j) rho_T A, and the weight of token t is rho_t (prod_(t < j < T) c_j) rho_T, of the last rho_T,
+    with rho = min(rho_cap, r) and c = min(c_cap, r). Completion tokens stand at the left of a row.
     """
     ratios_BT = torch.where(mask_BT, log_ratios_BT.detach(), 0.0)
     positions = torch.arange(mask_BT.shape[1], device=mask_BT.device)

@@ -21,8 +21,8 @@ from torch import nn
 from heterorl.common.errors import HeterorlError, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.model.routing import RouterReplay
-from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.types.common import NO_LORA, LoraSettings, SamplingSemantics, StepReport
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.common import SamplingSemantics, StepReport
 from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner import progress
@@ -54,8 +54,6 @@ class DividedBackend:
         loss: LossConfig,
         sampling: SamplingSemantics,
         ranks: Collectives,
-        lora: LoraSettings = NO_LORA,
-        clock: Clock | None = None,
         passes: progress.PassCount | None = None,
         replays_routing: bool = False,
     ) -> None:
@@ -68,9 +66,9 @@ class DividedBackend:
         settle_untrained(division, is_rounded=config.forward_weights == "published")
         self._config = config
         self._loss = loss
-        self.lora = lora
+        self.lora = division.lora
         self._ranks = ranks
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._passes = Passes(
             engine=division.engine,
             reference=division.reference,

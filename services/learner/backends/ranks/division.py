@@ -18,6 +18,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
+from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.common.weights.arena import Layout
 from heterorl.learner.backends.loading import OpenedModel, open_model, streamed
 from heterorl.learner.backends.ranks.collectives import Collectives
@@ -111,6 +112,8 @@ class Division(ABC):
     """Masters and moments."""
     device: torch.device
     """Of this rank's passes."""
+    lora: LoraSettings = NO_LORA
+    """Of adapters, which are then what is trained."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:

@@ -11,11 +11,11 @@ from heterorl.common.model import packages
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.learner import assembly
 from heterorl.learner.backends import fsdp2, zero
-from heterorl.learner.backends.fsdp2 import Fsdp2Backend, ShardedState, piece_of
+from heterorl.learner.backends.fsdp2 import ShardedDivision, ShardedState, piece_of
 from heterorl.learner.backends.ranks.division import check_experts
 from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.ranks.state import Piece
-from heterorl.learner.backends.zero import DeepSpeedBackend
+from heterorl.learner.backends.zero import ZeroDivision
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig
@@ -82,9 +82,9 @@ def test_experts_that_are_modules_of_their_own_are_refused_where_ranks_meet_diff
 @pytest.mark.parametrize(
     ("module", "backend", "config"),
     [
-        (fsdp2, Fsdp2Backend, Fsdp2BackendConfig()),
-        (zero, DeepSpeedBackend, DeepSpeedBackendConfig(stage=3)),
-        (zero, DeepSpeedBackend, DeepSpeedBackendConfig(stage=2)),
+        (fsdp2, ShardedDivision, Fsdp2BackendConfig()),
+        (zero, ZeroDivision, DeepSpeedBackendConfig(stage=3)),
+        (zero, ZeroDivision, DeepSpeedBackendConfig(stage=2)),
     ],
     ids=["fsdp2", "zero-3", "zero-2"],
 )
@@ -107,11 +107,11 @@ def test_backend_whose_ranks_reduce_by_parameter_asks_for_the_experts_of_its_mod
     monkeypatch.setattr(module, "open_together", open_together)
     monkeypatch.setattr(module, "shard" if module is fsdp2 else "build_engine", build_engine)
     loss, sampling = GepoConfig(), SamplingConfig(max_new_tokens=16).semantics()
-    options = {"lora": LoraConfig()} if backend is Fsdp2Backend else {}
+    options = {"lora": LoraConfig()} if backend is ShardedDivision else {}
 
     def work(ranks):
         ranks.place = Place(rank=ranks.rank, local_rank=ranks.rank, world_size=2, local_world_size=2)
-        return backend(model_dir="none", config=config, loss=loss, sampling=sampling, ranks=ranks, **options)
+        return backend("none", config, loss=loss, sampling=sampling, ranks=ranks, **options)
 
     answers = on_all_ranks(2, work)
 

@@ -9,7 +9,7 @@ import torch
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.backends.zero import DeepSpeedBackend
+from heterorl.learner.backends.zero import ZeroDivision
 from heterorl.learner.loss.config import CustomLossConfig, GrpoConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
@@ -123,9 +123,9 @@ def test_reference_that_is_not_there_is_named_by_its_own_key(model_dir, tmp_path
 @pytest.mark.parametrize("loss", [GrpoConfig(reference_kl=1.0), NEAR_REFERENCE])
 def test_divided_models_have_no_reference(model_dir, loss):
     with pytest.raises(ConfigError, match="reference model"):
-        DeepSpeedBackend(
-            model_dir=model_dir,
-            config=DeepSpeedBackendConfig(),
+        ZeroDivision(
+            str(model_dir),
+            DeepSpeedBackendConfig(),
             loss=loss,
             sampling=SAMPLING,
             ranks=SimpleNamespace(world_size=1, rank=0),

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.cli.link import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address
 
@@ -151,7 +152,7 @@ def list_(directory: DirOption = DIRECTORY) -> None:
         identity = entry.identity
         serial, hosts = f"{identity.serial:x}", ", ".join(entry.hosts)
         rows.append((identity.role, identity.site, expires, str(max(left, 0)), state, serial, hosts))
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = console_of()
     whole = _table(rows, num_columns=7 if any(hosts for *_, hosts in rows) else 6)
     if Console(width=1000, markup=False).measure(whole).maximum <= console.width:
         console.print(whole)
@@ -177,7 +178,7 @@ def _now() -> datetime.datetime:
 
 
 def _print(text: str) -> None:
-    Console(markup=False, emoji=False, highlight=False).print(text, soft_wrap=True)
+    console_of().print(text, soft_wrap=True)
 
 
 token_app = typer.Typer(help="Tokens by which nodes get their first certificate themselves.", no_args_is_help=True)
@@ -218,7 +219,7 @@ def list_tokens(directory: DirOption = DIRECTORY) -> None:
         left = "" if row.key else f"{max(0.0, row.expires - now) / 60:.0f}"
         names = split_uri(row.uri) or ("", "", "")
         table.add_row(number, names[2], names[1], left, state)
-    _console().print(table)
+    console_of().print(table)
 
 
 @token_app.command("delete")
@@ -229,7 +230,7 @@ def delete_token(
     from heterorl.certs.enrolment import Enrolment
 
     Enrolment(directory).delete(token)
-    _console().print(f"forgotten: {token}")
+    console_of().print(f"forgotten: {token}")
 
 
 @app.command("serve")
@@ -254,7 +255,7 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with desk.listening(listen) as port:
-            _console().print(f"answering joining nodes on port {port}; Ctrl-C ends it", soft_wrap=True)
+            console_of().print(f"answering joining nodes on port {port}; Ctrl-C ends it", soft_wrap=True)
             await stop.wait()
 
     asyncio.run(answer())
@@ -290,7 +291,7 @@ def join(
     asyncio.run(get(parsed, address=address, out=target))
     # For the commands of an operator, which then need not be told.
     write_file(target / ADDRESS_FILE, f"{coordinator}\n".encode("ascii"), mode=PUBLIC)
-    console = _console()
+    console = console_of()
     paths = files_in(target.resolve())
     for line in first_lines(run=run, site=site, role=role, coordinator=coordinator, paths=paths):
         console.print(line, soft_wrap=True)
@@ -300,7 +301,7 @@ def join(
     except ConfigError as error:
         problem = str(error)
     if problem:
-        _console(stderr=True).print(f"joined, but the coordinator does not answer yet: {problem}", soft_wrap=True)
+        console_of(stderr=True).print(f"joined, but the coordinator does not answer yet: {problem}", soft_wrap=True)
 
 
 def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict[str, str]) -> list[str]:
@@ -334,7 +335,3 @@ def parse_duration(text: str) -> float:
     if match is None or int(match[1]) == 0:
         raise ConfigError("--expires", f"{text!r} is not like 30m, 1h or 2d")
     return float(int(match[1]) * _UNITS[match[2]])
-
-
-def _console(*, stderr: bool = False) -> Console:
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)

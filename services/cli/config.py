@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 import heterorl
+from heterorl.cli.link import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
 from heterorl.common.process.config import Config, InvalidConfig, all_keys, flatten, load, read_tables
@@ -93,7 +93,7 @@ def check_config(
         raise found[0]
     if found:
         raise OperatorError("\n".join([f"{len(found)} problems:", *map(str, found)]))
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = console_of()
     if missing := left_to_the_run(service, loaded):
         console.print(f"asked of the run at the start: {', '.join(missing)}", soft_wrap=True)
         console.print(f"accepted beside built-in tasks: {', '.join(loaded.join.accept) or 'nothing'}", soft_wrap=True)
@@ -128,14 +128,7 @@ def check_link(service: Service, config: Any) -> None:
 def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
-    """What would keep a service with this configuration from starting, one after another.
-
-    Args:
-        service: which.
-        config: its configuration.
-        is_loading: whether what it would load is loaded.
-        say: told how many prompts there are, and how long.
-    """
+    """What would keep a service from starting, one after another; `say` is told of the prompts: how many, how long."""
     yield from _problem(check_link, service, config)
     if not is_loading:
         return

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from heterorl.cli.config import load_service, num_unknown, owner
+from heterorl.cli.link import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
@@ -50,7 +50,7 @@ def doctor(
     if json_:
         typer.echo(json.dumps(checks_json(checks), indent=2))
     else:
-        console = Console(markup=False, emoji=False, highlight=False)
+        console = console_of()
         console.print(checks_table(checks, title=f"heterorl doctor: {Role(chosen)}"))
     raise typer.Exit(exit_code(checks))
 
@@ -73,23 +73,14 @@ def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     from heterorl.common.identity.identity import Role
     from heterorl.doctor.app import MESSAGE_BYTES, Patient
 
-    if role == "coordinator":
+    if role in ("coordinator", "relay"):
+        state_key = "data_dir" if role == "coordinator" else "cache_dir"
         return Patient(
-            role=Role.COORDINATOR,
-            address=_dialled(config),
+            role=Role(role),
+            address=_dialled(config) if role == "coordinator" else config.coordinator,
             tls=config.tls,
-            state_dir=config.data_dir,
-            state_key="data_dir",
-            max_message_bytes=config.max_message_bytes,
-            num_calls=num_calls,
-        )
-    if role == "relay":
-        return Patient(
-            role=Role.RELAY,
-            address=config.coordinator,
-            tls=config.tls,
-            state_dir=config.cache_dir,
-            state_key="cache_dir",
+            state_dir=getattr(config, state_key),
+            state_key=state_key,
             max_message_bytes=config.max_message_bytes,
             num_calls=num_calls,
         )

@@ -72,13 +72,7 @@ class Played:
 def play(
     spec: EnvironmentSpec, voice: Voice, *, on_turn: Callable[[int, Turn], None], on_said: Callable[[Turn], None]
 ) -> Played:
-    """Play one episode.
-
-    Args:
-        spec: the environment of a prompt.
-        voice: gives the turns.
-        on_turn: told the number of a turn, from 1 on, and the turn.
-        on_said: told the turn again when it has its answer.
+    """Play one episode; `on_turn` is told each turn by its number, from 1 on, `on_said` the turn with its answer.
 
     Raises:
         ConfigError: the environment failed.
@@ -120,15 +114,7 @@ class Model:
     def __init__(
         self, engine: Engine, conversation: Conversation, prompt: Int32Array, *, room: Room, config: Any
     ) -> None:
-        """Join them.
-
-        Args:
-            engine: draws.
-            conversation: the environment of the prompt.
-            prompt: token ids.
-            room: of the model.
-            config: the learner's, with its `sampling`.
-        """
+        """`prompt` is token ids; of the learner's configuration `sampling` is read."""
         self._engine, self._conversation, self._room = engine, conversation, room
         self._prompt, self._parts = prompt, [prompt]
         self._max_new_tokens = config.sampling.max_new_tokens
@@ -174,12 +160,7 @@ class Person:
     """
 
     def __init__(self, ask: Callable[[], str | None], *, has_tools: bool) -> None:
-        """Join them.
-
-        Args:
-            ask: waits for a line; None is the end of the input.
-            has_tools: whether the environment has tools.
-        """
+        """`ask` waits for a line; None is the end of the input."""
         self._ask, self._has_tools = ask, has_tools
 
     def speak(self) -> Turn | None:

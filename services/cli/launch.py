@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
 from heterorl.cli.config import Service, schema_of
+from heterorl.cli.link import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import DIRECTORY, load, problems_of
 
@@ -50,7 +50,7 @@ def launch(
     check_nodes(nodes_of(loaded), _problems)
     tree = render(launcher, loaded, part or ())
     write_tree(tree, out)
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = console_of()
     console.print(f"{len(tree)} files in {out}; begin with {out / 'README.md'}", soft_wrap=True)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -131,11 +132,9 @@ class Link:
 
 
 def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the argument and the options of a link in place of its parameter `link`.
+    """Give a command the options of a link in place of its parameter `link`, and the address as an argument.
 
-    Args:
-        has_address: whether the coordinator's address is an argument of its own.
-        cert: annotation of --cert.
+    `cert` is the annotation of --cert.
     """
     options = {
         "credentials": (CredentialsOption, None), "ca": (CaOption, ""), "cert": (cert, ""), "key": (KeyOption, ""),
@@ -171,6 +170,19 @@ def linked(*, has_address: bool = True, cert: Any = CertOption) -> Callable[[Cal
 def console_of(*, stderr: bool = False) -> Console:
     """A screen on which names and reasons of other machines are text, never markup."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def bytes_bar(words: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the other stream, gone at the end; takes bytes done and bytes in all."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+        console=console_of(stderr=True), transient=True,
+    ) as progress:  # fmt: skip
+        bar = progress.add_task(words, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +23,7 @@ from heterorl.cli.config import Service, check_config, check_link, load_service
 from heterorl.cli.doctor import doctor
 from heterorl.cli.env import env
 from heterorl.cli.launch import launch
+from heterorl.cli.link import console_of
 from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status, top
 from heterorl.cli.models import evaluate, export
@@ -74,11 +74,6 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML 
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
 LogStyle = Literal["console", "json"]
 LogOption = Annotated[LogStyle, typer.Option("--log", help="`console` for people, `json` for machines.")]
-
-
-def _console(*, stderr: bool = False) -> Console:
-    # Names, paths and logs are text: a bracket in them is never markup, a colon never an emoji.
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def _who(service: Service, config: Any = None) -> dict[str, str]:
@@ -243,7 +238,7 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     table = Table("key", "value", "source", title=f"{service} configuration")
     for row in explain(loaded, sources):
         table.add_row(row.key, json.dumps(row.value), row.source)
-    _console().print(table)
+    console_of().print(table)
 
 
 @app.command("verify-lineage", rich_help_panel=CHECK)
@@ -255,7 +250,7 @@ def verify_lineage(
     """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
     from heterorl.cli.offline import verify_directory
 
-    raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=_console()))
+    raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=console_of()))
 
 
 keys = typer.Typer(help="The key that a learner signs its versions with.", no_args_is_help=True)
@@ -311,7 +306,7 @@ def main() -> None:
         if logs.is_for_machines():
             logging.getLogger("heterorl").error("error: %s", error)
             sys.exit(error.exit_code)
-        _console(stderr=True).print(Text("error:", style="bold red"), str(error), soft_wrap=True)
+        console_of(stderr=True).print(Text("error:", style="bold red"), str(error), soft_wrap=True)
         sys.exit(error.exit_code)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
+
+from heterorl.cli.link import bytes_bar, console_of
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.config import EvaluationSetConfig
@@ -91,7 +92,7 @@ def evaluate(
     if json_:
         typer.echo(json.dumps(as_json(rows, with_texts=False), indent=2))
     else:
-        Console(markup=False, emoji=False, highlight=False).print(*tables(rows))
+        console_of().print(*tables(rows))
 
 
 def _evaluate(
@@ -147,7 +148,7 @@ def _progress() -> Iterator[tuple[Callable[[str, OpenSet], None], Callable[[Prom
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True, markup=False, highlight=False)
+    console = console_of(stderr=True)
     with Progress(
         TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TimeRemainingColumn(), console=console, disable=not console.is_terminal,
@@ -184,13 +185,9 @@ def export(
 
     The model is not loaded: one tensor at a time is in memory. The directory appears when all of it is on the disk.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from heterorl.learner.export import export_model
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True, markup=False, highlight=False), transient=True) as bar:
-        task = bar.add_task("writing weights", total=None)
+    with bytes_bar("writing weights") as report:
         export_model(
             model_dir=model_dir,
             source=checkpoint,
@@ -198,6 +195,6 @@ def export(
             adapter_only=adapter,
             dtype=dtype,
             max_shard_size=max_shard_size,
-            report=lambda done, total: bar.update(task, completed=done, total=total),
+            report=report,
         )
-    Console(markup=False, emoji=False, highlight=False).print(f"model written to {out}")
+    console_of().print(f"model written to {out}")

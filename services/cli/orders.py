@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heterorl.cli.config import load_service
-from heterorl.cli.link import Link, console_of, linked
+from heterorl.cli.link import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
 if TYPE_CHECKING:
@@ -185,16 +183,14 @@ def restore(
     loaded = load_service("coordinator", config, set_ or ())
     from heterorl.coordinator.offline.restore import restore as put
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True, markup=False, highlight=False), transient=True) as progress:
-        bar = progress.add_task("payloads", total=None)
+    with bytes_bar("payloads") as advance:
         found = put(
             source,
             run_id=loaded.run_id,
             data_dir=loaded.data_dir,
             url=loaded.store.url,
             now=time.time(),
-            advance=lambda done, total: progress.update(bar, completed=done, total=total),
+            advance=advance,
         )
     place = "the database of store.url" if loaded.store.url else "SQLite"
     typer.echo(

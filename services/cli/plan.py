@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from heterorl.cli.link import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.plan.assumptions import facts
 from heterorl.plan.plan import Plan
@@ -76,7 +77,7 @@ def plan(
     if json_:
         typer.echo(json.dumps(answer.as_dict(), indent=2))
     else:
-        show(answer, Console(markup=False, emoji=False, highlight=False))
+        show(answer, console_of())
 
 
 def _changed(lr: float | None, fraction: float | None) -> float:

@@ -29,11 +29,7 @@ _PACKAGES = ("jinja2", "matplotlib", "safetensors", "tomli_w", "torch", "transfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What a person may choose.
-
-    Example:
-        DemoOptions(out=Path("runs/demo"), algorithm="gepo", seed=0)
-    """
+    """What a person may choose."""
 
     out: Path = Path("runs/demo")
     tiny: bool = False

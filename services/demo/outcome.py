@@ -35,11 +35,7 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What was read of a run: rows of the journals, step reports and the newest status.
-
-    Example:
-        Record(reports=(), status=None, versions=(), evaluations=(), samplers=((), ()))
-    """
+    """What was read of a run: rows of the journals, step reports and the newest status."""
 
     reports: Sequence[StepReport]
     status: RunStatus | None

@@ -29,11 +29,7 @@ _STYLE = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red", Level
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What was found, and what to do about it.
-
-    Example:
-        Check(name="port", level=Level.FAIL, finding="10.0.0.1:50051 refuses", remedy="start the coordinator")
-    """
+    """What was found, and what to do about it."""
 
     name: str
     level: Level

@@ -50,7 +50,6 @@ class Handshake:
 
     protocol: str
     server: Identity | None
-    hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +173,8 @@ async def shake_hands(address: str, port: int, *, host: str, tls: TlsConfig, tim
         return Trouble(kind="closed", detail=str(error))
     if not first:
         return Trouble(kind="refused_us", detail="the server closed the connection after the handshake")
-    certificate = x509.load_der_x509_certificate(der)
-    identity = read_identity(certificate.public_bytes(Encoding.PEM))
-    return Handshake(
-        protocol=protocol, server=identity if isinstance(identity, Identity) else None, hosts=_hosts(certificate)
-    )
+    identity = read_identity(x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM))
+    return Handshake(protocol=protocol, server=identity if isinstance(identity, Identity) else None)
 
 
 async def ask(
@@ -251,14 +247,6 @@ async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Troubl
             return Trouble(kind="unknown", detail=str(error))
 
     return await in_forgotten_thread(measure, timeout_s=timeout_s)
-
-
-def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return ()
-    return (*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress)))
 
 
 EXPIRY_WARN_S = 14 * 86400.0

@@ -25,11 +25,7 @@ _OWN_MEMORY = {"coordinator": "4g", "relay": "4g"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One process, or the processes of one learner.
-
-    Example:
-        Node(name="sampler-eu-1", kind="sampler", site="eu.1", host="eu.example", config={...}, needs=("relay-eu",))
-    """
+    """One process, or the processes of one learner."""
 
     name: str
     """Unique in the run; letters, digits and dashes."""
@@ -112,10 +108,8 @@ Address = Callable[[Node], str]
 def nodes_of(run: RunFile, *, dial: Dial = "host", parts: Sequence[str] = ()) -> tuple[Node, ...]:
     """Every node, in the order in which they start: coordinator, relays, learner, samplers.
 
-    Args:
-        run: the whole run.
-        dial: how a node is dialled that the same launcher starts.
-        parts: what is started: `coordinator`, `learner`, or sites, each with what is under its name; none is all.
+    Of `parts` alone where some are named: `coordinator`, `learner`, or sites, each with what is under its name. `dial`
+    says how a node is dialled that the same launcher starts.
 
     Raises:
         ConfigError: the run has no such part.

@@ -71,15 +71,9 @@ class RankMemory:
 def rank_memory(
     shape: ModelShape, parameters: float, *, backend: str, ranks: int, micro_batch_tokens: float, products: str
 ) -> RankMemory:
-    """Of the ranks with most of it.
+    """Of the ranks with most of it; layers are scaled where `parameters` is not the shape's own number.
 
-    Args:
-        shape: of the layers.
-        parameters: all of them; layers are scaled where this is not the shape's own number.
-        backend: one of BACKENDS.
-        ranks: processes, one GPU each.
-        micro_batch_tokens: of one pass.
-        products: bf16 or fp32, as backend.compute_dtype.
+    `products` is bf16 or fp32, as backend.compute_dtype.
 
     Raises:
         ConfigError: the backend is unknown, or is one process.
@@ -220,12 +214,7 @@ ELEMENT = 2
 def delta_bytes(parameters: float, *, changed: float, step_bits: float) -> float:
     """Bytes of a delta: parameters * (H(changed) + changed * step_bits) / 8, at most those of all weights.
 
-    H(f) = -f log2 f - (1 - f) log2 (1 - f) bits, Shannon 1948.
-
-    Args:
-        parameters: elements of the model.
-        changed: share of them that differ from the version before, in [0, 1].
-        step_bits: of a changed element, beside its position.
+    H(f) = -f log2 f - (1 - f) log2 (1 - f) bits, Shannon 1948; `changed` is a share in [0, 1].
     """
     entropy = sum(-share * math.log2(share) for share in (changed, 1.0 - changed) if share > 0.0)
     return min(parameters * (entropy + changed * step_bits) / 8.0, ELEMENT * parameters)

@@ -37,13 +37,9 @@ def drawings(
     *,
     promised: float | None = None,
 ) -> dict[str, Callable[[Any], None]]:
-    """What draws each picture of `PICTURES` on given axes.
+    """What draws each picture of `PICTURES` on given axes, of at least one applied step, in order.
 
-    Args:
-        reports: applied steps in order, at least one.
-        versions: rows with `version`, `bytes` and `full_bytes`; may be empty.
-        start: mean held-out reward of version 0, where it was measured.
-        promised: mean held-out reward that was promised for the end, where one was.
+    `start` is the mean held-out reward of version 0, `promised` that of the end; None where there is none.
     """
     steps = [report.step for report in reports]
     evaluated = [(r.step, r.evaluation_accuracy) for r in reports if r.evaluation_accuracy is not None]
@@ -125,11 +121,7 @@ def picture(
 ) -> bytes:
     """Draw one picture; returns a PNG, dense enough for any screen and legible at the width of a phone.
 
-    Args:
-        draw: puts the curves on the axes.
-        horizontal: name of the horizontal axis.
-        height: inches.
-        marks: steps that a dotted line marks, where the horizontal axis has steps.
+    A dotted line marks the steps of `marks`, where the horizontal axis has steps; `height` in inches.
 
     Raises:
         DependencyMissing: matplotlib is not installed.

@@ -55,14 +55,9 @@ def fill(
     remarks: Sequence[str],
     **values: Any,
 ) -> str:
-    """A page of a template in `templates/`, with everything inside it.
+    """The page of a template, `run` or `demo`, with everything inside it.
 
-    Args:
-        template: `run` or `demo`.
-        numbers: labels and values of cards.
-        pictures: names as in NOTES, titles, and PNGs.
-        remarks: what a reader must know first.
-        values: what else the template names.
+    `numbers` are labels and values of cards, `pictures` names as in NOTES, titles and PNGs.
     """
     notes = NOTES | figures.NOTES
     inside = [(title, notes[name], base64.b64encode(png).decode("ascii")) for name, title, png in pictures]

@@ -377,14 +377,7 @@ def lines_of(
 ) -> list[str]:
     """At most `height` lines.
 
-    Args:
-        status: of the run.
-        reports: its steps in order.
-        accuracy: newest held-out reward, where it is known.
-        rates: versions and groups a minute, in words; may be empty.
-        height: of the screen.
-        line: characters of a curve.
-        is_unicode: whether the screen knows blocks.
+    `rates` are versions and groups a minute in words, `line` the characters of a curve.
     """
     rows = dict(status_rows(status, accuracy=accuracy)) | ({"rate": rates} if rates else {})
     problems = [name for name in rows if name.startswith(("quarantine of ", "problem of "))]

@@ -146,7 +146,7 @@ def export(
     tokenizer: TokenizerOption = "",
 ) -> None:
     """Write kept samples to a file, the oldest first: one row a completion. Parquet needs heterorl[parquet]."""
-    from heterorl.cli.samples.reading import Export, check_target, decoder, read_samples
+    from heterorl.cli.samples.reading import check_target, decoder, exporting, read_samples
     from heterorl.common.types.sample import SamplePage
 
     check_target(out)
@@ -154,7 +154,7 @@ def export(
     decode = decoder(tokenizer)
 
     async def write(run: CoordinatorClient) -> int:
-        with Export(out, with_tokens=tokens) as file:
+        with exporting(out, with_tokens=tokens) as file:
             async for sample in read_samples(run, wanted, SamplePage(is_oldest_first=True)):
                 file.add(decode(sample))
         return file.num_rows

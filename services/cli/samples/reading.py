@@ -7,12 +7,13 @@ pandas.read_parquet("run.parquet").groupby("site").reward.mean()
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from heterorl.common.api import SamplesApi
 from heterorl.common.errors import ConfigError, DependencyMissing, UnknownSample
@@ -125,16 +126,8 @@ ROWS_AT_ONCE = 512
 SUFFIXES = (".jsonl", ".parquet")
 
 
-class RowWriter(Protocol):
-    """Takes the objects of completions, some at a time."""
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows."""
-        ...
-
-    def close(self) -> None:
-        """End the file."""
-        ...
+Write = Callable[[Sequence[Mapping[str, Any]]], None]
+"""Appends the objects of some completions to a file."""
 
 
 def check_target(out: Path) -> None:
@@ -154,94 +147,65 @@ def check_target(out: Path) -> None:
 
 
 class Export:
-    """A file being written; use as a context, whose failure leaves nothing behind."""
+    """Samples on their way into a file, one row a completion."""
 
-    def __init__(self, out: Path, *, with_tokens: bool) -> None:
-        self._out = out
-        self._with_tokens = with_tokens
+    def __init__(self, write: Write, *, with_tokens: bool) -> None:
+        self._write, self._with_tokens = write, with_tokens
         self._rows: list[Mapping[str, Any]] = []
         self.num_rows = 0
-        self._file = replacing(out, is_durable=False, mode=0o600)
-        self._writer: RowWriter | None = None
-
-    def __enter__(self) -> Export:
-        """Begin the file.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        try:
-            file = self._file.__enter__()
-        except OSError as error:
-            raise ConfigError("OUT", f"cannot write: {error}") from error
-        make: Callable[[BinaryIO], RowWriter] = _JsonLines
-        if self._out.suffix == ".parquet":
-            make = _Parquet if not self._with_tokens else _ParquetWithTokens
-        self._writer = make(file)
-        return self
 
     def add(self, sample: Sample) -> None:
-        """Append a sample: one row a completion."""
-        self._rows += [
-            rollout_json(sample, number, with_tokens=self._with_tokens) for number in range(len(sample.rollouts))
-        ]
+        """Append a sample."""
+        numbers = range(len(sample.rollouts))
+        self._rows += [rollout_json(sample, number, with_tokens=self._with_tokens) for number in numbers]
         if len(self._rows) >= ROWS_AT_ONCE:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
-        assert self._writer is not None, "used as a context"
-        self._writer.write(self._rows)
+    def flush(self) -> None:
+        """Write what is still in memory."""
+        self._write(self._rows)
         self.num_rows += len(self._rows)
         self._rows = []
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """End the file, or remove it."""
-        assert self._writer is not None, "it was entered"
-        if kind is None:
-            try:
-                self._flush()
-                self._writer.close()
-            except BaseException as failure:
-                self._file.__exit__(type(failure), failure, failure.__traceback__)
-                raise
-        self._file.__exit__(kind, error, trace)
+
+@contextlib.contextmanager
+def exporting(out: Path, *, with_tokens: bool) -> Iterator[Export]:
+    """A file that is there when the context ends; a failure leaves nothing behind.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(replacing(out, is_durable=False, mode=0o600))
+        except OSError as error:
+            raise ConfigError("OUT", f"cannot write: {error}") from error
+        format_of = _parquet if out.suffix == ".parquet" else _json_lines
+        export = Export(stack.enter_context(format_of(file, with_tokens=with_tokens)), with_tokens=with_tokens)
+        yield export
+        export.flush()
 
 
-class _JsonLines:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for row in rows:
-            self._file.write(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
-
-    def close(self) -> None:
-        pass
+@contextlib.contextmanager
+def _json_lines(file: BinaryIO, *, with_tokens: bool) -> Iterator[Write]:  # noqa: ARG001 - a row says what it has
+    yield lambda rows: file.writelines(json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in rows)
 
 
-class _Parquet:
-    with_tokens = False
+@contextlib.contextmanager
+def _parquet(file: BinaryIO, *, with_tokens: bool) -> Iterator[Write]:
+    import pyarrow
+    import pyarrow.parquet
 
-    def __init__(self, file: BinaryIO) -> None:
-        import pyarrow
-        import pyarrow.parquet
+    schema = _schema(pyarrow, with_tokens=with_tokens)
+    with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
 
-        self._table = pyarrow.Table
-        self._schema = _schema(pyarrow, with_tokens=self.with_tokens)
-        self._writer = pyarrow.parquet.ParquetWriter(file, self._schema, compression="zstd")
+        def write(rows: Sequence[Mapping[str, Any]]) -> None:
+            # A map is written as its entries.
+            flat = [{**row, "reward_parts": list(row["reward_parts"].items())} for row in rows]
+            if flat:
+                writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        # A map is written as its entries.
-        flat = [{**row, "reward_parts": list(row["reward_parts"].items())} for row in rows]
-        if flat:
-            self._writer.write_table(self._table.from_pylist(flat, schema=self._schema))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _ParquetWithTokens(_Parquet):
-    with_tokens = True
+        yield write
 
 
 def _schema(pa: Any, *, with_tokens: bool) -> Any:

@@ -254,7 +254,7 @@ def test_every_screen_takes_text_literally():
     }
 
     # These bars show no text but their own.
-    assert {name for name, _ in calls} >= {"cli/main.py", "demo/run.py", "common/generation/tiny.py"}
+    assert {name for name, _ in calls} >= {"cli/link.py", "demo/run.py", "common/generation/tiny.py"}
     assert [
         call
         for name, call in calls

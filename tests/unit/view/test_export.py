@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from heterorl.cli.samples.reading import Export
+from heterorl.cli.samples.reading import exporting
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.sample import rollout_json
 from heterorl.view import export
@@ -18,7 +18,7 @@ ROW = rollout_json(make_sample(1), 0, with_tokens=True)
 
 
 def written(path, samples, *, with_tokens=True):
-    with Export(path, with_tokens=with_tokens) as file:
+    with exporting(path, with_tokens=with_tokens) as file:
         for sample in samples:
             file.add(sample)
     return path

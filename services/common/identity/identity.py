@@ -48,11 +48,7 @@ class RefusalReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A decision against a call.
-
-    Example:
-        Refusal(reason=RefusalReason.SITE, message="site-a may not speak for site-b")
-    """
+    """A decision against a call."""
 
     reason: RefusalReason
     message: str
@@ -60,11 +56,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What one certificate says; the two instants are seconds since the epoch.
-
-    Example:
-        Identity(run="run", site="site-1", role=Role.SAMPLER, serial=7, not_before=0.0, not_after=86400.0)
-    """
+    """What one certificate says; the two instants are seconds since the epoch."""
 
     run: str
     site: str

@@ -22,11 +22,7 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who is counted; `is_privileged` may also use what is kept from samplers.
-
-    Example:
-        Holder(name="sampler eu.gpu1", is_privileged=False, is_proven=True, site="eu")
-    """
+    """Who is counted; `is_privileged` may also use what is kept from samplers."""
 
     name: str
     is_privileged: bool

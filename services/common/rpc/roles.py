@@ -259,12 +259,7 @@ MAX_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A coordinator's own facts; `server_time` is seconds since the epoch, `contract` None until a learner stated it.
-
-    Example:
-        Diagnosis(server_time=0.0, run_id="run", heterorl_version="0.9", python_version="3.12.1", grpc_version="1.85",
-            max_message_bytes=1 << 24, head_version=-1, bytes_full=0, contract=None)
-    """
+    """Facts of a coordinator; `server_time` in seconds since the epoch; no `contract` before a learner stated one."""
 
     server_time: float
     run_id: str

@@ -60,10 +60,7 @@ class SamplingSemantics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Low-rank adapters of a run; `rank` 0: none, all weights are trained. `base_digest` names the frozen weights.
-
-    Example: LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), base_digest=digest)
-    """
+    """Low-rank adapters of a run; `rank` 0: none, all weights are trained. `base_digest` names the frozen weights."""
 
     rank: int = 0
     alpha: float = 0.0
@@ -197,12 +194,7 @@ class SiteTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionNumbers:
-    """The completions of a step's groups; lengths in tokens, the end token included.
-
-    Example: CompletionNumbers(length_mean=212.5, length_p95=498.0, length_max=512, length_high_reward=180.0,
-        length_low_reward=245.0, truncated_fraction=0.04, uniform_fraction=0.25,
-        reward_parts=(PartMean(name="correct", mean=0.5),), sites=())
-    """
+    """The completions of a step's groups; lengths in tokens, the end token included."""
 
     length_mean: float
     length_p95: float

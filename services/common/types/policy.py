@@ -123,10 +123,7 @@ class SignedManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlavourVersion:
-    """A version's weights in another form, published with it: its own manifest, signature and canary log-probs.
-
-    Example: FlavourVersion(flavour="int8", manifest=data, signature=signature, canary=logprobs)
-    """
+    """A version's weights in another form, published with it: its own manifest, signature and canary log-probs."""
 
     flavour: str
     manifest: bytes

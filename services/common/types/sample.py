@@ -189,8 +189,6 @@ class SampleFilter:
 
     A reward range means samples with at least one completion in it at one of its ends: `reward_max` of the sample is
     at least `min_reward`, and `reward_min` of the sample is at most `max_reward`.
-
-    Example: SampleFilter(site=SiteId("eu-1"), min_reward=0.5, is_truncated=True)
     """
 
     site: str = ""

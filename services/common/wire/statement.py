@@ -26,10 +26,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """`contract` is the digest of the contract that came of `settings`, which has each key of KEYS.
-
-    Example: Statement(contract=contract_digest(contract), settings={"group_size": 8, ...})
-    """
+    """`contract` is the digest of the contract that came of `settings`, which has each key of KEYS."""
 
     contract: str
     settings: Mapping[str, Any]

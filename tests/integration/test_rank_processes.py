@@ -33,11 +33,11 @@ os.kill(os.getpid(), signal.SIGSTOP)
 # Seconds left by the kernel's timer: nearly over, then postponed, then watched no more, although a late thread postpones.
 RUNNING = """
 import ctypes
-from heterorl.learner.backends.ranks.watch import Watchdog, _Times
+from heterorl.learner.backends.ranks.watch import Watchdog
 def left():
-    times = _Times()
+    times = (ctypes.c_long * 4)()
     library.timer_gettime(watchdog._timer, ctypes.byref(times))
-    return times.first_s + times.first_ns / 1e9
+    return times[2] + times[3] / 1e9
 watchdog = Watchdog(1000.0)
 library = watchdog._library
 watchdog._set(100.0)

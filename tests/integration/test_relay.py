@@ -244,7 +244,7 @@ async def test_a_relay_that_lies_is_refused_by_the_sampler(run, site, tmp_path, 
 
     puller = site.puller(tmp_path / "a")
     with monkeypatch.context() as patch:
-        patch.setattr(site.weights, "read_payload", other_bytes)
+        patch.setattr(site.weights.payloads, "read", other_bytes)
         async with asyncio.timeout(60):
             with pytest.raises(CorruptData):
                 await puller.pull(held=None, want_version=-1)

@@ -177,7 +177,7 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
     arena = Arena(backend.layout)
     backend.store(arena, published=shadows.get("alone"))
     found = {}
-    for name, weights in (("alone", arena), ("together", backend.stage(published=shadows.get("together")))):
+    for name, weights in (("alone", arena), ("together", backend.versions.stage(published=shadows.get("together")))):
         folder = Path(directory) / name
         folder.mkdir(parents=True, exist_ok=True)
         position = Position(head_version=4, lineage_version=4, lineage_digest="", shadow=shadows.get(name))
@@ -198,8 +198,8 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
 
 def _divide(backend: Any, path: str) -> str:
     """Weights from a snapshot file, rounded on top of themselves, as at a restart."""
-    published = read_snapshot(Path(path), backend.layout, backend)
-    return str(backend.stage(published=published).state_root())
+    published = read_snapshot(Path(path), backend.layout, backend.versions)
+    return str(backend.versions.stage(published=published).state_root())
 
 
 _SHADOWS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()

@@ -57,9 +57,8 @@ def made(work, state_root):
         task=FreeTask(), prompter=Words(), site=SiteId(SITE), incarnation=INCARNATION, group_size=2, clock=SystemClock()
     )
     (draft,), _ = maker.begin([work], version=0, state_root=state_root)
-    for member in range(2):
-        draft.completions[member] = COMPLETION
-        draft.scores[member] = maker.score(draft.prompt, COMPLETION)
+    draft.completions.update(dict.fromkeys(range(2), COMPLETION))
+    draft.scores.update(enumerate(maker.score_all(draft.prompt, [COMPLETION] * 2)))
     draft.ended_at = draft.begun_at
     group = maker.group(draft, state_roots={0: state_root})
     return dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=1))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,12 @@ def test_six_failures_are_no_flakes(stage, capfd):
 
     assert len(outcome.failed) == run.MAX_FLAKES + 1
     assert "once more" not in capfd.readouterr().out
+
+
+def test_a_stage_without_one_of_its_files_fails(stage):
+    outcome = run.run_stage(replace(stage("def test_a(): pass"), arguments=["tests/test_that_moved.py"]), stops=True)
+
+    assert outcome.failed == ["no such path: tests/test_that_moved.py"]
 
 
 @pytest.mark.process

@@ -3,11 +3,11 @@
     open     planned; one that no site has begun gives way to a newer one of its set
     running  a site that has the version and the set's data began it: each prompt is an assignment until it is answered
     over     every prompt is answered (done), or a newer one of its set was begun and no site has the version any more
-             (incomplete): whoever passed it on does not come back
+             (incomplete): a site does not go back to an earlier version
 
-Guarantees: a version has at most one evaluation of each set; the last version of a run is evaluated whatever its
-number, and at the end of a run no other one; a prompt counts once, whoever delivers it and however often; scores are
-durable when they are acknowledged; when an evaluation is over its prompts are forgotten and their summary stays.
+Guarantees: a version has at most one evaluation of each set; at the end of a run the last version alone is evaluated;
+a prompt counts once, from any site and after any number of deliveries; scores are durable when they are acknowledged;
+when an evaluation is over its prompts are forgotten and their summary stays.
 Statistics are computed without a connection, so that no call waits for the store meanwhile.
 """
 

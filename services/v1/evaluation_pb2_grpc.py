@@ -52,7 +52,7 @@ class EvaluationServiceServicer(object):
     """
 
     def PushEvaluation(self, request, context):
-        """PushEvaluation delivers results; a prompt counts once, whoever delivers it and however often.
+        """PushEvaluation delivers results; a prompt counts once, from any site and after any number of deliveries.
 
         INVALID_ARGUMENT: give the prompts back and draw this set no more. FAILED_PRECONDITION NOT_REGISTERED: register, then
         repeat. UNAVAILABLE: repeat.

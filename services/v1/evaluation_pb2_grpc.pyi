@@ -85,7 +85,7 @@ class EvaluationServiceStub(typing.Generic[_EvaluationServicePushEvaluationType,
     ], channel: grpc.aio.Channel) -> None: ...
 
     PushEvaluation: _EvaluationServicePushEvaluationType
-    """PushEvaluation delivers results; a prompt counts once, whoever delivers it and however often.
+    """PushEvaluation delivers results; a prompt counts once, from any site and after any number of deliveries.
 
     INVALID_ARGUMENT: give the prompts back and draw this set no more. FAILED_PRECONDITION NOT_REGISTERED: register, then
     repeat. UNAVAILABLE: repeat.
@@ -117,7 +117,7 @@ class EvaluationServiceServicer(metaclass=abc.ABCMeta):
         request: heterorl.v1.evaluation_pb2.PushEvaluationRequest,
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.evaluation_pb2.PushEvaluationResponse, collections.abc.Awaitable[heterorl.v1.evaluation_pb2.PushEvaluationResponse]]:
-        """PushEvaluation delivers results; a prompt counts once, whoever delivers it and however often.
+        """PushEvaluation delivers results; a prompt counts once, from any site and after any number of deliveries.
 
         INVALID_ARGUMENT: give the prompts back and draw this set no more. FAILED_PRECONDITION NOT_REGISTERED: register, then
         repeat. UNAVAILABLE: repeat.

@@ -125,7 +125,7 @@ class _ReturnReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Its environment failed, took too long or died."""
 
 class ReturnReason(_ReturnReason, metaclass=_ReturnReasonEnumTypeWrapper):
-    """ReturnReason is the closed set of reasons for which a row gives no group, whoever tries."""
+    """ReturnReason is the closed set of reasons for which a row gives no group at any site."""
 
 RETURN_REASON_UNSPECIFIED: ReturnReason.ValueType  # 0
 """None: the site ends, or its link failed."""

@@ -95,7 +95,7 @@ def open_round(store: Store, place: Place, *, timeout_s: float) -> Round:
             break
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing is heard of rank {min(missing)}")
-        time.sleep(POLL_S)  # noqa: TID251 - a store cannot wait for a key that changes
+        _pause()
     whole = Round(
         name=name,
         hosts=tuple(hosts[rank] for rank in sorted(hosts)),
@@ -134,7 +134,12 @@ def enter_round(store: Store, place: Place) -> Round:
             return Round(name=name, hosts=tuple(hosts), timeout_s=timeout_s, releases=tuple(releases))
         if time.monotonic() > deadline:
             raise RuntimeError("rank 0 waits for another one" if name else "nothing is heard of rank 0")
-        time.sleep(POLL_S)  # noqa: TID251 - a store cannot wait for a key that changes
+        _pause()
+
+
+def _pause() -> None:
+    """Wait between two looks at the store, which cannot wait for a key to change."""
+    time.sleep(POLL_S)  # noqa: TID251
 
 
 def is_newest(store: Store, name: str) -> bool:
@@ -239,7 +244,7 @@ class Meeting:
                     raise RanksApart(f"rank {self.place.rank} is left behind: rank 0 was started again", action="")
                 if ends is not None and time.monotonic() > ends:
                     raise RanksDiffer(f"rank 0 has not ended by the error of rank {self.place.rank} in {within_s:g} s")
-                time.sleep(POLL_S)  # noqa: TID251 - a store cannot wait for a key that changes
+                _pause()
         except (RuntimeError, OSError) as error:
             raise RanksApart(f"the store of the ranks is gone: {(str(error).splitlines() or ['?'])[0]}") from error
         self._num_said += 1

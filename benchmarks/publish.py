@@ -276,7 +276,7 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
 
     backend.train_step(random_groups(4, seed=99), head_version=2, step=99)
     position = publisher.position
-    maker = maker_of(backend, with_flavours=False)
+    maker = maker_of(backend, with_variants=False)
     arena = Arena(backend.layout)
     backend.store(arena)
     alone_from = dataclasses.replace(position, shadow=whole_of(position.shadow))

@@ -45,14 +45,14 @@ def main() -> None:
     # Before torch is loaded: one thread everywhere.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from benchmarks.grpo_deltas import Recipe, make_runs, record
-    from benchmarks.weights_flavours import measure_flavours
     from benchmarks.weights_table import show, targets
+    from benchmarks.weights_variants import measure_variants
 
     recipe = Recipe()
     runs = make_runs(recipe, cache=arguments.cache)
     rows: list[dict[str, Any]] = []
     merged: list[dict[str, Any]] = []
-    flavours: list[dict[str, Any]] = []
+    variants: list[dict[str, Any]] = []
     for run in runs:
         # Width 2 only: one array of all elements.
         arenas = list(run.states())
@@ -62,7 +62,7 @@ def main() -> None:
         for lag in LAGS.get(run.lr, OTHER_LAGS):
             pairs = [(states[n], states[n + lag]) for n in range(0, len(states) - lag, max(1, lag // 2))][:4]
             rows += measure(pairs, lr=run.lr, lag=lag, repeats=arguments.repeats)
-        flavours += measure_flavours(arenas, lr=run.lr, lags=LAGS.get(run.lr, OTHER_LAGS))
+        variants += measure_variants(arenas, lr=run.lr, lags=LAGS.get(run.lr, OTHER_LAGS))
         merged += [merge(run, lag) for lag in MERGES if lag <= run.num_steps]
     results = {
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
@@ -72,7 +72,7 @@ def main() -> None:
         "chunk_elements": CHUNK,
         "rows": rows,
         "merged": merged,
-        "flavours": flavours,
+        "variants": variants,
         "targets": targets(rows, merged),
     }
     show(results)

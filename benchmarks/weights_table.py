@@ -89,21 +89,21 @@ def show(results: dict[str, Any]) -> None:
             "yes" if row["is_direct_difference"] else "no",
         )
     console.print(merged)
-    console.print(_flavours(results["flavours"]))
+    console.print(_variants(results["variants"]))
     for target in results["targets"]:
         mark = "[green]met[/green]" if target["met"] else "[red]missed[/red]"
         console.print(f"{mark}  {target['target']}: {target['value']:g} (goal {target['goal']})")
 
 
-def _flavours(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Flavours with frozen scales; ratios against the bf16 weights")
-    for column in ("lr", "versions", "flavour", "changed", "delta bytes", "ratio", "snapshot", "quantise GB/s"):
+def _variants(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Variants with frozen scales; ratios against the bf16 weights")
+    for column in ("lr", "versions", "variant", "changed", "delta bytes", "ratio", "snapshot", "quantise GB/s"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             f"{row['lr']:g}",
             str(row["lag_versions"]),
-            row["flavour"],
+            row["variant"],
             f"{100 * row['changed_fraction']:.3f} %",
             f"{row['delta_bytes']:,}",
             f"{row['ratio']:.0f}",

@@ -95,7 +95,7 @@ def _checks(history: History, report: Report, *, keys: Sequence[str], is_replayi
 
 
 def _title(history: History) -> str:
-    return f"lineage, flavour {history.flavour}" if history.flavour else "lineage"
+    return f"lineage, variant {history.variant}" if history.variant else "lineage"
 
 
 def _findings(report: Report) -> Table:
@@ -108,8 +108,8 @@ def _findings(report: Report) -> Table:
 
 
 def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -> Text:
-    flavour = f" in flavour {history.flavour}" if history.flavour else ""
-    name = f"run {history.run_id}, {len(history.versions)} versions{flavour}"
+    variant = f" in variant {history.variant}" if history.variant else ""
+    name = f"run {history.run_id}, {len(history.versions)} versions{variant}"
     if not report.is_sound:
         return Text.assemble(("FAULTY", "bold red"), f": {name}, {len(report.findings)} faults")
     head = f", head {max(manifests)}" if manifests else ""

@@ -121,7 +121,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "memory of rank 0's host",
             size_words(plan.host_bytes),
-            "its share of two versions; whole ones for flavours and evaluation",
+            "its share of two versions; whole ones for variants and evaluation",
         ),
         ("WAN, a version up", size_words(plan.delta_bytes), f"{asked.changed:.2%} of the elements change"),
         ("WAN, a pull", size_words(plan.delta_bytes), f"{time_words(plan.pull_s)}, one version behind"),

@@ -53,11 +53,11 @@ class WeightsApi(Protocol):
         """Yield the newest head whenever it is greater than the last one yielded (intermediate ones may be skipped)."""
         ...
 
-    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
+    async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
         """The exact bytes of a manifest with the signature that its publisher sent."""
         ...
 
-    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
         """The exact bytes of manifests of [first_version, last_version], newest first: at least one, as many as fit."""
         ...
 
@@ -70,7 +70,7 @@ class WeightsApi(Protocol):
         accept_merged: bool = False,
         base_root: str = "",
         object_bytes: int = 0,
-        flavour: str = "",
+        variant: str = "",
     ) -> PullPlan:
         """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head.
 
@@ -94,12 +94,12 @@ class LearnerApi(WeightsApi, Protocol):
         holder: str,
         contract: Contract,
         request_id: str,
-        flavours: Sequence[str] = (),
+        variants: Sequence[str] = (),
         incarnation: str = "",
         groups_per_version: int = 0,
         statement: bytes = b"",
     ) -> LeaseGrant:
-        """Become the run's learner, who publishes each version in these flavours too.
+        """Become the run's learner, who publishes each version in these variants too.
 
         `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
         `groups_per_version` groups make one version; 0 where the learner does not say.

@@ -48,8 +48,8 @@ class EvaluationColumn:
             refusal = ""
             if config.evaluation_sites and site not in config.evaluation_sites:
                 refusal = "evaluation_sites does not name this site"
-            elif self._parts.sites.flavour(connection, site, incarnation):
-                refusal = "the weights are evaluated as they are trained, and this site pulls a flavour"
+            elif self._parts.sites.variant(connection, site, incarnation):
+                refusal = "the weights are evaluated as they are trained, and this site pulls a variant"
             if refusal:
                 return WorkGrant(assignments=(), reason=refusal, retry_after_s=0.0 if is_ending else NEVER_RETRY_S)
             self._parts.deadlines.look(connection, now)

@@ -16,8 +16,8 @@ from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.versions import lineage, rollback
-from heterorl.coordinator.versions.flavours import check_names, offer
 from heterorl.coordinator.versions.lineage import Lease, decide_acquire, keep_statement
+from heterorl.coordinator.versions.variants import check_names, offer
 
 _LOG = logging.getLogger(__name__)
 MAX_INCARNATION = 64
@@ -42,7 +42,7 @@ class LearnerLease:
         holder: str,
         contract: Contract,
         request_id: str,
-        flavours: Sequence[str] = (),
+        variants: Sequence[str] = (),
         incarnation: str = "",
         groups_per_version: int = 0,
         statement: bytes = b"",
@@ -51,7 +51,7 @@ class LearnerLease:
             raise InvalidRequest("holder and request_id must not be empty")
         if len(incarnation) > MAX_INCARNATION:
             raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
-        check_names(flavours)
+        check_names(variants)
         if statement:
             check_statement(statement, contract)
         problem = admission.contract_problem(contract, self._parts.config)
@@ -84,7 +84,7 @@ class LearnerLease:
                 audit.append(
                     connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._parts.clock.wall()
                 )
-                offer(connection, flavours)
+                offer(connection, variants)
             # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
             self._expires = now + self._parts.config.learner_lease_s
             return decision.epoch, lineage.head_version(connection), reason, other

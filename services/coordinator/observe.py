@@ -22,7 +22,7 @@ from heterorl.coordinator.versions import lineage
 SILENCE_LIMIT_S = 86_400.0
 """A site that said nothing for so long has left; its gauges are no longer shown."""
 TRAINED_LABEL = "trained"
-"""Of the weights that are trained, beside the names of flavours."""
+"""Of the weights that are trained, beside the names of variants."""
 _SITE_GAUGES = (
     metrics.SITE_POLICY_VERSION,
     metrics.SITE_SILENCE_SECONDS,
@@ -85,7 +85,7 @@ async def observe_run(core: Coordinator) -> None:
     metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)
     for kind in SampleKind:
         metrics.SAMPLE_BYTES.labels(kind.value).set(waiting.sample_bytes.get(kind, 0))
-    _observe_flavours(status)
+    _observe_variants(status)
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, waiting.bytes_by_site)
     for site in {entry.site for entry in status.sites}:
@@ -97,15 +97,15 @@ async def observe_run(core: Coordinator) -> None:
     await core.evaluation.observe()
 
 
-def _observe_flavours(status: RunStatus) -> None:
-    """Bytes of each flavour; no more names than a learner may publish."""
+def _observe_variants(status: RunStatus) -> None:
+    """Bytes of each variant; no more names than a learner may publish."""
     trained = (TRAINED_LABEL, status.bytes_full, status.delta_bytes, status.snapshot_bytes)
-    others = [(each.flavour, each.full_bytes, each.delta_bytes, each.snapshot_bytes) for each in status.flavours]
+    others = [(each.variant, each.full_bytes, each.delta_bytes, each.snapshot_bytes) for each in status.variants]
     # What is published no more is shown no more.
-    metrics.FLAVOUR_BYTES.clear()
-    for flavour, *sizes in (trained, *others):
+    metrics.VARIANT_BYTES.clear()
+    for variant, *sizes in (trained, *others):
         for kind, num_bytes in zip(("full", "delta", "snapshot"), sizes, strict=True):
-            metrics.FLAVOUR_BYTES.labels(flavour, kind).set(num_bytes)
+            metrics.VARIANT_BYTES.labels(variant, kind).set(num_bytes)
 
 
 def _observe_ledger(counts: LedgerCounts) -> None:
@@ -142,9 +142,9 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
     for label in work.keys() - newest.keys():
         for gauge in _SITE_GAUGES:
             gauge.remove(label)
-    metrics.SITE_FLAVOUR.clear()
+    metrics.SITE_VARIANT.clear()
     for label, status in newest.items():
-        metrics.SITE_FLAVOUR.labels(label, status.flavour or TRAINED_LABEL).set(1)
+        metrics.SITE_VARIANT.labels(label, status.variant or TRAINED_LABEL).set(1)
         metrics.SITE_POLICY_VERSION.labels(label).set(status.policy_version)
         metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])

@@ -43,7 +43,7 @@ from heterorl.coordinator.payloads.merges import worth_merging
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import set_meta
 from heterorl.coordinator.store.engine import Connection
-from heterorl.coordinator.versions import flavours, lineage, plans, rollback
+from heterorl.coordinator.versions import lineage, plans, rollback, variants
 from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class PolicyColumn:
     async def publish_version(self, request: PublishRequest) -> int:
         try:
             manifest = manifest_from_bytes(request.manifest)
-            parsed = {entry.flavour: manifest_from_bytes(entry.manifest) for entry in request.flavours}
+            parsed = {entry.variant: manifest_from_bytes(entry.manifest) for entry in request.variants}
         except CorruptData as error:
             raise InvalidRequest(f"manifest: {error}") from error
         payloads = [payload for each in (manifest, *parsed.values()) for payload in each.payloads]
@@ -128,7 +128,7 @@ class PolicyColumn:
             version = lineage.check_publication(connection, request, manifest, self._parts.config.run_id)
             if version is not None:
                 return version, ""
-            flavours.check_publication(connection, request, manifest, parsed)
+            variants.check_publication(connection, request, manifest, parsed)
             if self._parts.config.is_finished(request.parent_version):
                 raise RunFinished(f"the run ends with version {self._parts.config.max_versions}")
             refused, why = self._parts.queue.consume(
@@ -141,7 +141,7 @@ class PolicyColumn:
             queue.abandon_consumed(connection, abandoned)
             self._parts.queue.drop_abandoned(connection, abandoned)
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
-            flavours.write_versions(connection, request, parsed)
+            variants.write_versions(connection, request, parsed)
             quarantine.write_canary(connection, manifest.version, request)
             set_meta(connection, "encode_s", str(request.encode_s))
             rollback.settle(connection, manifest)
@@ -180,13 +180,13 @@ class PolicyColumn:
                 await ticket.wait()
         raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
-    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
-        return await self._parts.database.run(lambda connection: Chain(connection, flavour).signed_manifest(version))
+    async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
+        return await self._parts.database.run(lambda connection: Chain(connection, variant).signed_manifest(version))
 
-    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
 
         def operation(connection: Connection) -> tuple[bytes, ...]:
-            return Chain(connection, flavour).manifests(first=first_version, last=last_version)
+            return Chain(connection, variant).manifests(first=first_version, last=last_version)
 
         return await self._parts.database.run(operation)
 
@@ -199,15 +199,15 @@ class PolicyColumn:
         accept_merged: bool = False,
         base_root: str = "",
         object_bytes: int = 0,
-        flavour: str = "",
+        variant: str = "",
     ) -> PullPlan:
         """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
         merges, have = self._parts.merges, version_or_none(have_version)
-        merged_into = functools.partial(merges.into, flavour=flavour) if accept_merged else plans.no_merged
+        merged_into = functools.partial(merges.into, variant=variant) if accept_merged else plans.no_merged
 
         def operation(connection: Connection) -> tuple[PullPlan, int | None]:
             plan = plans.plan(
-                Chain(connection, flavour),
+                Chain(connection, variant),
                 have_version=have,
                 have_root=have_root,
                 want_version=version_or_none(want_version),
@@ -222,7 +222,7 @@ class PolicyColumn:
             while await merges.forget_missing(plan.payloads):
                 self._parts.composer.poke()
                 plan, head = await self._leased(operation, have)
-            span = worth_merging(plan.payloads, head=head, flavour=flavour)
+            span = worth_merging(plan.payloads, head=head, variant=variant)
             if span is not None:
                 self._parts.composer.request(span)
         return plan

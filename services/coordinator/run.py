@@ -38,7 +38,7 @@ from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.sites import Holder
 from heterorl.coordinator.store.database import Database, answer_to_order, get_meta, remember_order, set_meta
 from heterorl.coordinator.store.engine import Connection
-from heterorl.coordinator.versions import flavours, lineage, rollback
+from heterorl.coordinator.versions import lineage, rollback, variants
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**62
@@ -83,7 +83,7 @@ class RunColumn:
                     action="start the learner; this node goes on by itself",
                     retry_after_s=1.0,
                 )
-            flavours.check_offered(connection, registration.flavour)
+            variants.check_offered(connection, registration.variant)
             known = self._parts.sites.register(connection, registration)
             if registration.held is not None:
                 work.keep_only(
@@ -121,9 +121,9 @@ class RunColumn:
         def operation(connection: Connection) -> tuple[CanaryVerdict, bool]:
             self._parts.sites.require(connection, report.site, report.incarnation)
             before = quarantine.read_canary_reasons(connection).get(report.site, "")
-            flavour = self._parts.sites.flavour(connection, report.site, report.incarnation)
+            variant = self._parts.sites.variant(connection, report.site, report.incarnation)
             threshold = self._parts.config.canary_threshold
-            verdict = quarantine.compare_canary(connection, report, threshold=threshold, flavour=flavour)
+            verdict = quarantine.compare_canary(connection, report, threshold=threshold, variant=variant)
             change = (report.site, bool(verdict.quarantine))
             is_said = bool(before) != change[1] and report.version > self._told.get(change, NO_VERSION)
             if is_said:

@@ -14,7 +14,7 @@ from heterorl.coordinator.payloads import index
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.store.engine import Connection
-from heterorl.coordinator.versions import flavours, lineage, rollback
+from heterorl.coordinator.versions import lineage, rollback, variants
 from heterorl.coordinator.versions.chain import Chain
 
 FACTS = "facts"
@@ -78,7 +78,7 @@ def run_status(
         delta_bytes=sizes.get(PayloadKind.DELTA, 0),
         snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),
         encode_s=float(get_meta(connection, "encode_s") or 0.0),
-        flavours=flavours.statuses(connection),
+        variants=variants.statuses(connection),
         rollback_to=stated_version(rollback.ordered(connection)),
         facts=json.loads(get_meta(connection, FACTS) or "{}"),
         store_problem=store_problem,

@@ -35,7 +35,7 @@ from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.engines import build_engines, take_flavour
+from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.evaluation.drawing import SiteSet
 from heterorl.sampler.evaluation.drawing import open_set as open_site_set
 
@@ -128,12 +128,12 @@ def prompter_of(config: SamplerConfig) -> Prompter:
 
 @contextmanager
 def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
-    """A model as its files are: neither a run's adapters nor a flavour are put on it.
+    """A model as its files are: neither a run's adapters nor a variant are put on it.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
-    with _engine(config.model_copy(update={"model_dir": model_dir, "lora": LoraConfig(), "flavour": ""})) as opened:
+    with _engine(config.model_copy(update={"model_dir": model_dir, "lora": LoraConfig(), "variant": ""})) as opened:
         subject, _ = opened
         yield replace(subject, name=model_dir)
 
@@ -174,7 +174,7 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Subject, Callable[[], Arena
     with TemporaryDirectory(prefix="heterorl-engine-") as directory:
         own = config.model_copy(update={"state_dir": Path(directory)})
         engines = build_engines(own, config.sampling.semantics(), end_token_ids=ends)
-        taken = take_flavour(engines, config.flavour)
+        taken = take_variant(engines, config.variant)
         try:
             subject = Subject(
                 name="", version=NO_VERSION, engine=taken.engine, prompter=prompter, end_token_ids=ends,
@@ -209,7 +209,7 @@ async def _pull(
             base=base,
             num_streams=config.pull_streams,
             threads=num_threads(config.engine.threads),
-            flavour=config.flavour,
+            variant=config.variant,
         )
         # Deltas lead forward only: what is older is built anew.
         is_ahead = held is not None and version != NO_VERSION and held.version > version

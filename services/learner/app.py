@@ -45,9 +45,9 @@ from heterorl.learner.notes import Reader
 from heterorl.learner.observe import observe_start
 from heterorl.learner.progress import Busy, progress_of
 from heterorl.learner.publish.checkpoint import CheckpointStore, cadence
-from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
+from heterorl.learner.publish.variants import Variants
 from heterorl.learner.run.leader import Leader, RunResult
 from heterorl.learner.run.lease import hold_directory
 from heterorl.learner.run.restore import PublishedVersions, Restorer
@@ -213,9 +213,9 @@ def _begin_term(
     store = CheckpointStore(directory / "checkpoints")
     journal = Journal(directory)
     threads = num_threads(config.backend.threads)
-    flavours = Flavours(
+    variants = Variants(
         api,
-        names=config.flavours,
+        names=config.variants,
         layout=backend.layout,
         run_id=config.run_id,
         epoch=grant.epoch,
@@ -238,13 +238,13 @@ def _begin_term(
         signer=parts.signer,
         canary=parts.canary,
         threads=threads,
-        flavours=flavours if config.flavours else None,
+        variants=variants if config.variants else None,
     )
     waits = patience()
     published = PublishedVersions(
         api=api, layout=backend.layout, spool=payloads / "incoming", patience=waits, trust=trust, threads=threads
     )
-    restorer = Restorer(backend=backend, store=store, patience=waits, flavours=publisher.flavours)
+    restorer = Restorer(backend=backend, store=store, patience=waits, variants=publisher.variants)
     resumption = Resumption(
         api=api,
         backend=backend,

@@ -95,7 +95,7 @@ class LearnerConfig(Config):
     """Where and how gradients are computed."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters that are trained and sent instead of all weights; the same on every node."""
-    flavours: tuple[Literal["int8", "fp8_e4m3"], ...] = ()
+    variants: tuple[Literal["int8", "fp8_e4m3"], ...] = ()
     """Forms in which every version is published beside the weights that are trained, for samplers on narrow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)
     """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
@@ -158,10 +158,10 @@ class LearnerConfig(Config):
             raise ValueError("trusted_keys without signing_key: this learner would refuse its own versions on resume")
         if self.dynamic_sampling.max_replaced_per_step and self.group_size < 2:
             raise ValueError("dynamic_sampling with group_size 1: each group would be replaced; set it to 0")
-        if len(set(self.flavours)) != len(self.flavours):
-            raise ValueError("flavours names one twice")
-        if self.flavours and self.lora.is_on:
-            raise ValueError("flavours with lora: adapters are small and published as they are; remove one of them")
+        if len(set(self.variants)) != len(self.variants):
+            raise ValueError("variants names one twice")
+        if self.variants and self.lora.is_on:
+            raise ValueError("variants with lora: adapters are small and published as they are; remove one of them")
         if self.retry_cap_s < self.retry_base_s:
             raise ValueError("retry_cap_s is below retry_base_s")
         return self

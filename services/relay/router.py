@@ -140,13 +140,13 @@ class Router(grpc.GenericRpcHandler):
 
     async def _get_manifest(self, data: bytes) -> AsyncIterator[bytes]:
         request = _parse(policy_pb2.GetManifestRequest, data)
-        signed = await self._weights.get_signed_manifest(version=request.version, flavour=request.flavour)
+        signed = await self._weights.get_signed_manifest(version=request.version, variant=request.variant)
         yield policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature).SerializeToString()
 
     async def _list_manifests(self, data: bytes) -> AsyncIterator[bytes]:
         request = _parse(policy_pb2.ListManifestsRequest, data)
         found = await self._weights.list_manifests(
-            first_version=request.first_version, last_version=request.last_version, flavour=request.flavour
+            first_version=request.first_version, last_version=request.last_version, variant=request.variant
         )
         yield policy_pb2.ListManifestsResponse(manifests=found).SerializeToString()
 
@@ -158,7 +158,7 @@ class Router(grpc.GenericRpcHandler):
             want_version=request.want_version,
             accept_merged=request.accept_merged,
             base_root=request.base_root,
-            flavour=request.flavour,
+            variant=request.variant,
         )
         yield plan_to_pb(plan).SerializeToString()
 

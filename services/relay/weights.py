@@ -53,21 +53,21 @@ class Weights:
         )
         self.payloads = Payloads(api=api, cache=cache, clock=clock, on_gone=self._plans.clear)
 
-    async def get_signed_manifest(self, *, version: int, flavour: str) -> SignedManifest:
+    async def get_signed_manifest(self, *, version: int, variant: str) -> SignedManifest:
         """The exact bytes of a manifest and its signature."""
         return await self._signed.get(
-            (version, flavour), lambda: self._api.get_signed_manifest(version=version, flavour=flavour)
+            (version, variant), lambda: self._api.get_signed_manifest(version=version, variant=variant)
         )
 
-    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str) -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str) -> tuple[bytes, ...]:
         """The exact bytes of the newest manifests of a range."""
         return await self._lists.get(
-            (first_version, last_version, flavour),
-            lambda: self._api.list_manifests(first_version=first_version, last_version=last_version, flavour=flavour),
+            (first_version, last_version, variant),
+            lambda: self._api.list_manifests(first_version=first_version, last_version=last_version, variant=variant),
         )
 
     async def plan_pull(
-        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool, base_root: str, flavour: str
+        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool, base_root: str, variant: str
     ) -> PullPlan:
         """The way to a version; the same for all who hold the same, whatever their own line to this relay is like."""
 
@@ -79,10 +79,10 @@ class Weights:
                 accept_merged=accept_merged,
                 base_root=base_root,
                 object_bytes=self.payloads.object_bytes,
-                flavour=flavour,
+                variant=variant,
             )
 
-        key = (have_version, have_root, want_version, accept_merged, base_root, flavour)
+        key = (have_version, have_root, want_version, accept_merged, base_root, variant)
         plan = await self._plans.get(key, ask)
         self.payloads.note(plan)
         return plan

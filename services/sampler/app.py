@@ -116,7 +116,7 @@ def build(
 ) -> Sampler:
     """Load what the configuration names and join it to a coordinator. Blocking; the caller closes the outbox."""
     # Before the model is loaded: what is wrong with state_dir is said at once.
-    record = VersionRecord(config.state_dir / record_name(config.flavour))
+    record = VersionRecord(config.state_dir / record_name(config.variant))
     parts = assemble(config)
     return join(config, parts, api=api, outbox=outbox, record=record, clock=clock, rng=rng or random.Random())
 
@@ -147,7 +147,7 @@ def join(
         base=parts.base,
         num_streams=config.pull_streams,
         threads=num_threads(config.engine.threads),
-        flavour=config.flavour,
+        variant=config.variant,
         # While bytes arrive the link works, and the next failure is the first of a row.
         on_frame=patience.reset,
     )
@@ -165,7 +165,7 @@ def join(
     registration = Registration(
         site=site, incarnation=outbox.incarnation, contract=parts.contract, engine=parts.engine.name,
         dtype=parts.engine.dtype, max_delay_versions=max_delay_versions(config.delay),
-        max_delay_s=max_delay_s(config.delay), flavour=config.flavour, work_ahead_s=config.work_ahead_s,
+        max_delay_s=max_delay_s(config.delay), variant=config.variant, work_ahead_s=config.work_ahead_s,
     )  # fmt: skip
     under_way = UnderWay(config.state_dir)
     # Before the first registration, which says what this process can still answer.

@@ -19,7 +19,7 @@ from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.engines import build_engines, take_flavour
+from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.evaluation.drawing import SiteSet, open_set, with_workers
 
 
@@ -77,8 +77,8 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()
     engines = build_engines(config, sampling, end_token_ids=end_token_ids)
-    # The contract is the trained weights': a flavour is another form of the same run.
-    taken = take_flavour(engines, config.flavour)
+    # The contract is the trained weights': a variant is another form of the same run.
+    taken = take_variant(engines, config.variant)
     contract = build_contract(
         text=prompter.digests,
         task=task,

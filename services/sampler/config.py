@@ -208,8 +208,8 @@ class SamplerConfig(Config):
     """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type that the learner publishes: bf16, fp16 or fp32."""
-    flavour: Literal["", "int8", "fp8_e4m3"] = ""
-    """Form of the weights that is pulled: int8 or fp8_e4m3, one of the learner's flavours; empty takes them as they are
+    variant: Literal["", "int8", "fp8_e4m3"] = ""
+    """Form of the weights that is pulled: int8 or fp8_e4m3, one of the learner's variants; empty takes them as they are
     trained. Rollouts are then the quantised policy's, and so are their log-probs."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters on the weights of model_dir; the same on every node."""
@@ -281,9 +281,9 @@ class SamplerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _check_flavour(self) -> SamplerConfig:
-        if self.flavour and self.lora.is_on:
-            raise ValueError("flavour with lora: adapters are small and published as they are; remove one of them")
+    def _check_variant(self) -> SamplerConfig:
+        if self.variant and self.lora.is_on:
+            raise ValueError("variant with lora: adapters are small and published as they are; remove one of them")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
+from heterorl.common.model.quantise import Variant, dequantise, quantise, variant_layout
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import HfEngineConfig, SamplerConfig, VllmEngineConfig
@@ -152,12 +152,12 @@ def start_vllm(
     return group, ends_last.close
 
 
-def take_flavour(engines: Engines, flavour: Flavour | Literal[""]) -> Engines:
-    """Engines that take a flavour of the weights, made whole again before they load it; empty: the weights themselves.
+def take_variant(engines: Engines, variant: Variant | Literal[""]) -> Engines:
+    """Engines that take a variant of the weights, made whole again before they load it; empty: the weights themselves.
 
-    What they compute with is what the flavour stands for, in the published type and on every machine the same bits.
+    What they compute with is what the variant stands for, in the published type and on every machine the same bits.
     """
-    if not flavour:
+    if not variant:
         return engines
 
     def base() -> Arena | None:
@@ -165,27 +165,27 @@ def take_flavour(engines: Engines, flavour: Flavour | Literal[""]) -> Engines:
         if (whole := engines.base()) is None:
             return None
         arena = Arena(taken.layout)
-        quantise(whole, arena, flavour)
+        quantise(whole, arena, variant)
         return arena
 
-    taken = _FlavouredEngine(engines.engine, flavour)
+    taken = _VariantedEngine(engines.engine, variant)
     return replace(engines, engine=cast("Engine", taken), base=base)
 
 
-class _FlavouredEngine:
+class _VariantedEngine:
     """heterorl.common.generation.engine.Engine: but for layout and load it is the engine behind it."""
 
-    def __init__(self, engine: Engine, flavour: Flavour) -> None:
+    def __init__(self, engine: Engine, variant: Variant) -> None:
         self._engine = engine
-        self._flavour: Flavour = flavour
-        self.layout = flavour_layout(engine.layout, flavour)
+        self._variant: Variant = variant
+        self.layout = variant_layout(engine.layout, variant)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights for what a state of the flavour stands for."""
+        """Swap the weights for what a state of the variant stands for."""
         # Made anew each time: between two swaps it would be memory for nothing.
         whole = Arena(self._engine.layout)
-        dequantise(arena, whole, self._flavour)
+        dequantise(arena, whole, self._variant)
         self._engine.load(whole, version)

@@ -1,7 +1,7 @@
 """The durable record of the versions that this sampler verified, and what may follow them.
 
     versions.jsonl            what holds: a row for each version, with the fields of `SeenVersion`
-    versions.FLAVOUR.jsonl    the same of a flavour, whose states are others under the same numbers
+    versions.VARIANT.jsonl    the same of a variant, whose states are others under the same numbers
     versions.jsonl.above-5    what held before a person agreed that the run went back to version 5
 
 Guarantees: a row is on disk before its version can be generated with; a version seen once is never accepted with
@@ -187,9 +187,9 @@ def _parse(row: dict[str, Any]) -> SeenVersion:
     )
 
 
-def record_name(flavour: str) -> str:
+def record_name(variant: str) -> str:
     """Name of the file in the state directory."""
-    return f"versions.{flavour}.jsonl" if flavour else "versions.jsonl"
+    return f"versions.{variant}.jsonl" if variant else "versions.jsonl"
 
 
 def check_head(head_version: int, *, seen_version: int) -> None:

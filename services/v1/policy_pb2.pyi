@@ -205,7 +205,7 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     CONTRACT_FIELD_NUMBER: builtins.int
-    FLAVOURS_FIELD_NUMBER: builtins.int
+    VARIANTS_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     GROUPS_PER_VERSION_FIELD_NUMBER: builtins.int
     STATEMENT_FIELD_NUMBER: builtins.int
@@ -228,8 +228,8 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
         """What the learner runs with."""
 
     @property
-    def flavours(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Flavours in which the learner publishes every version beside the weights that it trains."""
+    def variants(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Variants in which the learner publishes every version beside the weights that it trains."""
 
     def __init__(
         self,
@@ -237,13 +237,13 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         holder: builtins.str = ...,
         contract: heterorl.v1.common_pb2.Contract | None = ...,
-        flavours: collections.abc.Iterable[builtins.str] | None = ...,
+        variants: collections.abc.Iterable[builtins.str] | None = ...,
         incarnation: builtins.str = ...,
         groups_per_version: builtins.int = ...,
         statement: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "flavours", b"flavours", "groups_per_version", b"groups_per_version", "holder", b"holder", "incarnation", b"incarnation", "request_id", b"request_id", "statement", b"statement"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract", b"contract", "groups_per_version", b"groups_per_version", "holder", b"holder", "incarnation", b"incarnation", "request_id", b"request_id", "statement", b"statement", "variants", b"variants"]) -> None: ...
 
 Global___AcquireLeaseRequest: typing_extensions.TypeAlias = AcquireLeaseRequest
 
@@ -554,7 +554,7 @@ class PublishVersionRequest(google.protobuf.message.Message):
     SIGNATURE_FIELD_NUMBER: builtins.int
     CANARY_LOGPROBS_FIELD_NUMBER: builtins.int
     ENCODE_S_FIELD_NUMBER: builtins.int
-    FLAVOURS_FIELD_NUMBER: builtins.int
+    VARIANTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the learner's lease."""
     request_id: builtins.str
@@ -582,8 +582,8 @@ class PublishVersionRequest(google.protobuf.message.Message):
         """Learner's log-probs of the canary's tokens under this version; empty when it states none."""
 
     @property
-    def flavours(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FlavourVersion]:
-        """Flavours of the version, committed with it or not at all."""
+    def variants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VariantVersion]:
+        """Variants of the version, committed with it or not at all."""
 
     def __init__(
         self,
@@ -598,43 +598,43 @@ class PublishVersionRequest(google.protobuf.message.Message):
         signature: builtins.bytes = ...,
         canary_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
         encode_s: builtins.float = ...,
-        flavours: collections.abc.Iterable[Global___FlavourVersion] | None = ...,
+        variants: collections.abc.Iterable[Global___VariantVersion] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["canary_logprobs", b"canary_logprobs", "consumed", b"consumed", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["canary_logprobs", b"canary_logprobs", "consumed", b"consumed", "encode_s", b"encode_s", "epoch", b"epoch", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id", "signature", b"signature", "variants", b"variants"]) -> None: ...
 
 Global___PublishVersionRequest: typing_extensions.TypeAlias = PublishVersionRequest
 
 @typing.final
-class FlavourVersion(google.protobuf.message.Message):
-    """FlavourVersion is a version's weights in another form: its own states, manifests and payloads under the same numbers."""
+class VariantVersion(google.protobuf.message.Message):
+    """VariantVersion is a version's weights in another form: its own states, manifests and payloads under the same numbers."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     CANARY_LOGPROBS_FIELD_NUMBER: builtins.int
-    flavour: builtins.str
-    """Name of the flavour, 1 to 32 of a-z, 0-9 and _."""
+    variant: builtins.str
+    """Name of the variant, 1 to 32 of a-z, 0-9 and _."""
     manifest: builtins.bytes
     """Exact bytes of its manifest."""
     signature: builtins.bytes
     """Ed25519 signature of the manifest's bytes, 64 bytes; empty when the run is not signed."""
     @property
     def canary_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Learner's log-probs of the canary's tokens under the weights that the flavour stands for; empty when it states none."""
+        """Learner's log-probs of the canary's tokens under the weights that the variant stands for; empty when it states none."""
 
     def __init__(
         self,
         *,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
         manifest: builtins.bytes = ...,
         signature: builtins.bytes = ...,
         canary_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["canary_logprobs", b"canary_logprobs", "flavour", b"flavour", "manifest", b"manifest", "signature", b"signature"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["canary_logprobs", b"canary_logprobs", "manifest", b"manifest", "signature", b"signature", "variant", b"variant"]) -> None: ...
 
-Global___FlavourVersion: typing_extensions.TypeAlias = FlavourVersion
+Global___VariantVersion: typing_extensions.TypeAlias = VariantVersion
 
 @typing.final
 class PublishVersionResponse(google.protobuf.message.Message):
@@ -739,18 +739,18 @@ class GetManifestRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version."""
-    flavour: builtins.str
-    """Flavour; empty for the weights that are trained."""
+    variant: builtins.str
+    """Variant; empty for the weights that are trained."""
     def __init__(
         self,
         *,
         version: builtins.int = ...,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["flavour", b"flavour", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["variant", b"variant", "version", b"version"]) -> None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
 
@@ -784,21 +784,21 @@ class ListManifestsRequest(google.protobuf.message.Message):
 
     FIRST_VERSION_FIELD_NUMBER: builtins.int
     LAST_VERSION_FIELD_NUMBER: builtins.int
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     first_version: builtins.int
     """Oldest version."""
     last_version: builtins.int
     """Newest version."""
-    flavour: builtins.str
-    """Flavour; empty for the weights that are trained."""
+    variant: builtins.str
+    """Variant; empty for the weights that are trained."""
     def __init__(
         self,
         *,
         first_version: builtins.int = ...,
         last_version: builtins.int = ...,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_version", b"first_version", "flavour", b"flavour", "last_version", b"last_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_version", b"first_version", "last_version", b"last_version", "variant", b"variant"]) -> None: ...
 
 Global___ListManifestsRequest: typing_extensions.TypeAlias = ListManifestsRequest
 
@@ -836,7 +836,7 @@ class PlanPullRequest(google.protobuf.message.Message):
     ACCEPT_MERGED_FIELD_NUMBER: builtins.int
     BASE_ROOT_FIELD_NUMBER: builtins.int
     OBJECT_BYTES_FIELD_NUMBER: builtins.int
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     have_version: builtins.int
     """Version that the caller holds; -1 for none."""
     have_root: builtins.str
@@ -849,8 +849,8 @@ class PlanPullRequest(google.protobuf.message.Message):
     """State root (hex) of the model that the caller has without the run; empty for none."""
     object_bytes: builtins.int
     """What each payload costs beside its bytes, bytes: bandwidth times round trip."""
-    flavour: builtins.str
-    """Flavour that the caller holds and wants; empty for the weights that are trained."""
+    variant: builtins.str
+    """Variant that the caller holds and wants; empty for the weights that are trained."""
     def __init__(
         self,
         *,
@@ -860,9 +860,9 @@ class PlanPullRequest(google.protobuf.message.Message):
         accept_merged: builtins.bool = ...,
         base_root: builtins.str = ...,
         object_bytes: builtins.int = ...,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accept_merged", b"accept_merged", "base_root", b"base_root", "flavour", b"flavour", "have_root", b"have_root", "have_version", b"have_version", "object_bytes", b"object_bytes", "want_version", b"want_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_merged", b"accept_merged", "base_root", b"base_root", "have_root", b"have_root", "have_version", b"have_version", "object_bytes", b"object_bytes", "variant", b"variant", "want_version", b"want_version"]) -> None: ...
 
 Global___PlanPullRequest: typing_extensions.TypeAlias = PlanPullRequest
 

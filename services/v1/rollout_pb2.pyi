@@ -641,7 +641,7 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     POLICY_AGE_S_FIELD_NUMBER: builtins.int
     QUEUE_AGE_S_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     WANTS_NOTE_FIELD_NUMBER: builtins.int
     group: builtins.bytes
     """A Group."""
@@ -651,8 +651,8 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     """Time since its arrival, seconds."""
     seed: builtins.int
     """Seed of its assignment; unset by programs that did not state it."""
-    flavour: builtins.str
-    """Flavour of the weights that it was generated with; empty for those that are trained."""
+    variant: builtins.str
+    """Variant of the weights that it was generated with; empty for those that are trained."""
     wants_note: builtins.bool
     """Whether it is kept as a sample once it is trained on, so that the learner's note of it is wanted."""
     def __init__(
@@ -662,11 +662,11 @@ class StreamGroupsResponse(google.protobuf.message.Message):
         policy_age_s: builtins.float = ...,
         queue_age_s: builtins.float = ...,
         seed: builtins.int | None = ...,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
         wants_note: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "flavour", b"flavour", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed", "wants_note", b"wants_note"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed", "variant", b"variant", "wants_note", b"wants_note"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___StreamGroupsResponse: typing_extensions.TypeAlias = StreamGroupsResponse

@@ -61,7 +61,7 @@ class RegisterRequest(google.protobuf.message.Message):
     ENGINE_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     MAX_DELAY_VERSIONS_FIELD_NUMBER: builtins.int
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     MAX_DELAY_S_FIELD_NUMBER: builtins.int
     LOWEST_SEQUENCE_FIELD_NUMBER: builtins.int
     WORK_AHEAD_S_FIELD_NUMBER: builtins.int
@@ -76,8 +76,8 @@ class RegisterRequest(google.protobuf.message.Message):
     """Data type of the engine's weights."""
     max_delay_versions: builtins.int
     """Largest version lag that the sampler's delay model can cause."""
-    flavour: builtins.str
-    """Flavour of the weights that the sampler pulls; empty for those that are trained."""
+    variant: builtins.str
+    """Variant of the weights that the sampler pulls; empty for those that are trained."""
     max_delay_s: builtins.float
     """Longest that the sampler's delay model keeps a version and its groups from the coordinator, there and back, seconds."""
     lowest_sequence: builtins.int
@@ -103,14 +103,14 @@ class RegisterRequest(google.protobuf.message.Message):
         engine: builtins.str = ...,
         dtype: builtins.str = ...,
         max_delay_versions: builtins.int = ...,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
         max_delay_s: builtins.float = ...,
         lowest_sequence: builtins.int = ...,
         work_ahead_s: builtins.float = ...,
         held: Global___HeldWork | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_held", b"_held", "contract", b"contract", "held", b"held"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_held", b"_held", "contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "held", b"held", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site", "work_ahead_s", b"work_ahead_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_held", b"_held", "contract", b"contract", "dtype", b"dtype", "engine", b"engine", "held", b"held", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site", "variant", b"variant", "work_ahead_s", b"work_ahead_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_held", b"_held"]) -> typing.Literal["held"] | None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
@@ -351,7 +351,7 @@ class SiteStatus(google.protobuf.message.Message):
     CANARY_DIFFERENCE_FIELD_NUMBER: builtins.int
     QUARANTINE_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     GROUPS_FAILED_FIELD_NUMBER: builtins.int
     GROUPS_REFUSED_FIELD_NUMBER: builtins.int
     QUOTA_USED_FIELD_NUMBER: builtins.int
@@ -382,8 +382,8 @@ class SiteStatus(google.protobuf.message.Message):
     """Why the site is in quarantine; empty when it is not."""
     apply_s: builtins.float
     """Time that applying and verifying its newest weights took, seconds; 0 where it is not known."""
-    flavour: builtins.str
-    """Flavour of the weights that it pulls; empty for those that are trained."""
+    variant: builtins.str
+    """Variant of the weights that it pulls; empty for those that are trained."""
     groups_failed: builtins.int
     """Groups that failed a check of the learner and still count."""
     groups_refused: builtins.int
@@ -411,7 +411,7 @@ class SiteStatus(google.protobuf.message.Message):
         canary_difference: builtins.float | None = ...,
         quarantine: builtins.str = ...,
         apply_s: builtins.float = ...,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
         groups_failed: builtins.int = ...,
         groups_refused: builtins.int = ...,
         quota_used: builtins.float = ...,
@@ -420,25 +420,25 @@ class SiteStatus(google.protobuf.message.Message):
         work_ahead_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_ahead_s", b"work_ahead_s", "work_away", b"work_away", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "variant", b"variant", "work_ahead_s", b"work_ahead_s", "work_away", b"work_away", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus
 
 @typing.final
-class FlavourStatus(google.protobuf.message.Message):
-    """FlavourStatus is the newest version of a flavour."""
+class VariantStatus(google.protobuf.message.Message):
+    """VariantStatus is the newest version of a variant."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FLAVOUR_FIELD_NUMBER: builtins.int
+    VARIANT_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     FULL_BYTES_FIELD_NUMBER: builtins.int
     DELTA_BYTES_FIELD_NUMBER: builtins.int
     SNAPSHOT_BYTES_FIELD_NUMBER: builtins.int
     CHANGED_FRACTION_FIELD_NUMBER: builtins.int
-    flavour: builtins.str
-    """Name of the flavour."""
+    variant: builtins.str
+    """Name of the variant."""
     version: builtins.int
     """Its newest version."""
     full_bytes: builtins.int
@@ -452,16 +452,16 @@ class FlavourStatus(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        flavour: builtins.str = ...,
+        variant: builtins.str = ...,
         version: builtins.int = ...,
         full_bytes: builtins.int = ...,
         delta_bytes: builtins.int = ...,
         snapshot_bytes: builtins.int = ...,
         changed_fraction: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["changed_fraction", b"changed_fraction", "delta_bytes", b"delta_bytes", "flavour", b"flavour", "full_bytes", b"full_bytes", "snapshot_bytes", b"snapshot_bytes", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed_fraction", b"changed_fraction", "delta_bytes", b"delta_bytes", "full_bytes", b"full_bytes", "snapshot_bytes", b"snapshot_bytes", "variant", b"variant", "version", b"version"]) -> None: ...
 
-Global___FlavourStatus: typing_extensions.TypeAlias = FlavourStatus
+Global___VariantStatus: typing_extensions.TypeAlias = VariantStatus
 
 @typing.final
 class GetStatusResponse(google.protobuf.message.Message):
@@ -510,7 +510,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     DELTA_BYTES_FIELD_NUMBER: builtins.int
     SNAPSHOT_BYTES_FIELD_NUMBER: builtins.int
     ENCODE_S_FIELD_NUMBER: builtins.int
-    FLAVOURS_FIELD_NUMBER: builtins.int
+    VARIANTS_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
     FACTS_FIELD_NUMBER: builtins.int
     STORE_PROBLEM_FIELD_NUMBER: builtins.int
@@ -581,8 +581,8 @@ class GetStatusResponse(google.protobuf.message.Message):
         """Newest step report."""
 
     @property
-    def flavours(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FlavourStatus]:
-        """Flavours beside the weights that are trained."""
+    def variants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VariantStatus]:
+        """Variants beside the weights that are trained."""
 
     @property
     def facts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -628,7 +628,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         delta_bytes: builtins.int = ...,
         snapshot_bytes: builtins.int = ...,
         encode_s: builtins.float = ...,
-        flavours: collections.abc.Iterable[Global___FlavourStatus] | None = ...,
+        variants: collections.abc.Iterable[Global___VariantStatus] | None = ...,
         rollback_to: builtins.int | None = ...,
         facts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         store_problem: builtins.str = ...,
@@ -638,7 +638,7 @@ class GetStatusResponse(google.protobuf.message.Message):
         closed: collections.abc.Iterable[Global___ClosedCount] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "progress", b"progress", "prompts", b"prompts", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "closed", b"closed", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "prompts", b"prompts", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "closed", b"closed", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "prompts", b"prompts", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s", "variants", b"variants"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload

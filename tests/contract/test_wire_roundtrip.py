@@ -36,13 +36,13 @@ from heterorl.common.types.evaluation import (
     PassEstimate,
 )
 from heterorl.common.types.policy import (
-    FlavourVersion,
     Manifest,
     PayloadKind,
     PayloadRef,
     PlanKind,
     PublishRequest,
     PullPlan,
+    VariantVersion,
 )
 from heterorl.common.types.rollout import (
     DropReason,
@@ -58,7 +58,6 @@ from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
     Command,
-    FlavourStatus,
     Heartbeat,
     LedgerCounts,
     PromptCounts,
@@ -66,6 +65,7 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
     SiteStatus,
+    VariantStatus,
 )
 from heterorl.common.wire.common import (
     contract_from_bytes,
@@ -256,9 +256,9 @@ def test_group_survives_bytes_bit_for_bit(group):
 
 @given(GROUPS, real, real, st.none() | st.integers(0, 2**63), text, st.booleans())
 def test_group_streamed_to_the_learner_keeps_what_the_coordinator_knows_of_it(
-    group, policy_age, queue_age, seed, flavour, wants_note
+    group, policy_age, queue_age, seed, variant, wants_note
 ):
-    ages = {"policy_age_s": policy_age, "queue_age_s": queue_age, "seed": seed, "flavour": flavour}
+    ages = {"policy_age_s": policy_age, "queue_age_s": queue_age, "seed": seed, "variant": variant}
     ages["wants_note"] = wants_note
     data = leased_to_pb(LeasedGroup(sealed=seal(group), **ages)).SerializeToString()
     message = rollout_pb2.StreamGroupsResponse.FromString(data)
@@ -302,10 +302,10 @@ CASES = [
             reports=st.lists(reports, max_size=2).map(tuple),
             signature=st.binary(max_size=9),
             encode_s=real,
-            flavours=st.lists(
+            variants=st.lists(
                 st.builds(
-                    FlavourVersion,
-                    flavour=text,
+                    VariantVersion,
+                    variant=text,
                     manifest=st.binary(max_size=9),
                     signature=st.binary(max_size=9),
                     canary=st.lists(st.floats(width=32, allow_nan=False), max_size=2).map(tuple),
@@ -352,7 +352,7 @@ CASES = [
             engine=text,
             dtype=text,
             max_delay_versions=uint,
-            flavour=text,
+            variant=text,
             max_delay_s=real,
             lowest_sequence=uint,
             work_ahead_s=real,
@@ -445,7 +445,7 @@ CASES = [
                     tokens_per_s=real,
                     work_leased=uint,
                     apply_s=real,
-                    flavour=text,
+                    variant=text,
                     groups_failed=uint,
                     groups_refused=uint,
                     quota_used=real,
@@ -466,10 +466,10 @@ CASES = [
             rollback_to=version,
             facts=st.dictionaries(text, text, max_size=2),
             encode_s=real,
-            flavours=st.lists(
+            variants=st.lists(
                 st.builds(
-                    FlavourStatus,
-                    flavour=text,
+                    VariantStatus,
+                    variant=text,
                     version=version,
                     full_bytes=uint,
                     delta_bytes=uint,

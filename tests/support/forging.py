@@ -57,10 +57,10 @@ class Forger:
             signature=signed.signature,
         )
 
-    async def plan_pull(self, *, flavour: str = "", **_wanted: Any) -> PullPlan:
+    async def plan_pull(self, *, variant: str = "", **_wanted: Any) -> PullPlan:
         return self.plan(await self._inner.get_signed_manifest(version=self._target))
 
-    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
         return tuple(reversed(self.manifests))
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:

@@ -28,9 +28,9 @@ def count_composed(core: Coordinator) -> list[PayloadRef]:
     made: list[PayloadRef] = []
     add = core.merges.add
 
-    def note(payload: PayloadRef, flavour: str = "") -> None:
+    def note(payload: PayloadRef, variant: str = "") -> None:
         made.append(payload)
-        add(payload, flavour)
+        add(payload, variant)
 
     core.merges.add = note  # type: ignore[method-assign]
     return made

@@ -108,9 +108,9 @@ def status_rows(status: RunStatus, *, accuracy: float | None = None) -> list[tup
         rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
     if status.store_problem:
         rows.insert(1, ("DISK FULL", status.store_problem))
-    for form in status.flavours:
+    for form in status.variants:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
-        rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
+        rows.append((f"variant {form.variant}", f"{sizes}, {form.changed_fraction:.2%} changed"))
     stands_still = describe_standstill(quarantined_sites(status))
     if stands_still:
         rows.insert(0, (STANDS_STILL, stands_still))
@@ -194,7 +194,7 @@ def _rounded(num_bytes: float) -> str:
 
 
 _WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen")
-_STATE = ("flavour", "starts", "canary", "failed", "refused", "apply", "quota")
+_STATE = ("variant", "starts", "canary", "failed", "refused", "apply", "quota")
 
 
 def site_tables(sites: Sequence[SiteStatus], *, head_version: int, width: int) -> tuple[Table, ...]:
@@ -252,7 +252,7 @@ def _state(site: Folded) -> list[Text]:
     return [
         Text(cell)
         for cell in (
-            status.flavour or "-",
+            status.variant or "-",
             str(site.starts),
             _canary(status),
             str(status.groups_failed),

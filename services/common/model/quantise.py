@@ -1,8 +1,8 @@
-"""Flavours of a state: its weights in one byte each, with a scale for each row; what is small stays as it is.
+"""Variants of a state: its weights in one byte each, with a scale for each row; what is small stays as it is.
 
 A tensor of two or more dimensions with rows (all but the first dimension) of at least MIN_ROW elements becomes
 
-    name          q = round(w / s) in the flavour's type, one byte each, ties to even
+    name          q = round(w / s) in the variant's type, one byte each, ties to even
     name/scale    s, float32, one for each row
 
 and stands for q s, multiplied in float32 and rounded once to a finite number of the published type. Every other tensor
@@ -26,8 +26,8 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model.tensors import TORCH_DTYPE, main_type
 from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
-Flavour = Literal["int8", "fp8_e4m3"]
-LIMIT: dict[Flavour, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
+Variant = Literal["int8", "fp8_e4m3"]
+LIMIT: dict[Variant, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
 """Largest magnitude of the type that is used."""
 HEADROOM = 17 / 16
 """How far the largest weight of a row may grow before it gets another scale; costs a tenth of a bit."""
@@ -40,12 +40,12 @@ _FP8_NUMBERS = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(to
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
-def flavour_layout(base: Layout, flavour: Flavour) -> Layout:
-    """The layout of a flavour of states of `base`: it depends on that layout alone."""
+def variant_layout(base: Layout, variant: Variant) -> Layout:
+    """The layout of a variant of states of `base`: it depends on that layout alone."""
     specs: list[TensorSpec] = []
     quantised = _quantised(base)
     for spec in base.specs:
-        dtype: Dtype = flavour if spec in quantised else spec.dtype
+        dtype: Dtype = variant if spec in quantised else spec.dtype
         specs.append(TensorSpec(name=spec.name, dtype=dtype, shape=spec.shape, alias_of=spec.alias_of))
         if spec in quantised and not spec.alias_of:
             specs.append(TensorSpec(name=spec.name + SCALE, dtype="fp32", shape=spec.shape[:1]))
@@ -53,13 +53,13 @@ def flavour_layout(base: Layout, flavour: Flavour) -> Layout:
 
 
 def scale_layout(layout: Layout) -> Layout:
-    """The layout of a flavour's scales alone."""
+    """The layout of a variant's scales alone."""
     specs = [spec for spec in layout.specs if spec.name.endswith(SCALE)]
     return Layout.build(specs, chunk_elements=layout.chunk_elements)
 
 
 def scales_of(arena: Arena) -> Arena:
-    """A flavour's scales alone, copied."""
+    """A variant's scales alone, copied."""
     scales = Arena(scale_layout(arena.layout))
     for spec in scales.layout.specs:
         scales.view(spec.name)[...] = arena.view(spec.name)
@@ -67,14 +67,14 @@ def scales_of(arena: Arena) -> Arena:
 
 
 @torch.no_grad()
-def quantise(base: Arena, target: Arena, flavour: Flavour, *, frozen: Arena | None = None) -> int:
-    """Write a state's flavour into `target`.
+def quantise(base: Arena, target: Arena, variant: Variant, *, frozen: Arena | None = None) -> int:
+    """Write a state's variant into `target`.
 
     Args:
         base: a state in bf16, fp16 or fp32.
-        target: an arena of `flavour_layout`, changed in place.
-        flavour: the type of the bytes.
-        frozen: an arena that has the scales to be kept, a state of the flavour or its scales alone (not `target`);
+        target: an arena of `variant_layout`, changed in place.
+        variant: the type of the bytes.
+        frozen: an arena that has the scales to be kept, a state of the variant or its scales alone (not `target`);
             None chooses all anew.
 
     Returns:
@@ -98,23 +98,23 @@ def quantise(base: Arena, target: Arena, flavour: Flavour, *, frozen: Arena | No
             largest = block.abs().amax(1)
             if not largest.isfinite().all():
                 raise ConfigError(
-                    "flavours", f"{spec.name} is not finite", action="go back to a version whose weights are"
+                    "variants", f"{spec.name} is not finite", action="go back to a version whose weights are"
                 )
-            fresh = _fresh(largest, flavour)
+            fresh = _fresh(largest, variant)
             if kept is not None:
-                is_outgrown = largest > kept[rows] * LIMIT[flavour]
+                is_outgrown = largest > kept[rows] * LIMIT[variant]
                 # A row of zeros had no scale to keep.
                 num_rescaled += int((is_outgrown & (kept[rows] != 0)).sum())
                 fresh = torch.where(is_outgrown, fresh, kept[rows])
             scales[rows] = fresh
             quotients = block / torch.where(fresh == 0, 1.0, fresh)[:, None]
-            bits[rows] = _coded(quotients, flavour)
+            bits[rows] = _coded(quotients, variant)
     return num_rescaled
 
 
 @torch.no_grad()
-def dequantise(source: Arena, target: Arena, flavour: Flavour) -> None:
-    """Write the state that a flavour stands for into `target`, an arena of the layout that it was made from."""
+def dequantise(source: Arena, target: Arena, variant: Variant) -> None:
+    """Write the state that a variant stands for into `target`, an arena of the layout that it was made from."""
     quantised = _quantised(target.layout)
     for spec in target.layout.specs:
         if spec.alias_of:
@@ -127,7 +127,7 @@ def dequantise(source: Arena, target: Arena, flavour: Flavour) -> None:
         largest = torch.finfo(values.dtype).max
         for rows in _blocks(spec):
             # Half a step above the largest finite number is not infinity.
-            numbers = (_decoded(bits[rows], flavour) * scales[rows, None]).clamp(-largest, largest)
+            numbers = (_decoded(bits[rows], variant) * scales[rows, None]).clamp(-largest, largest)
             values[rows] = numbers.to(values.dtype)
 
 
@@ -144,20 +144,20 @@ def _quantised(layout: Layout) -> frozenset[TensorSpec]:
     )
 
 
-def _fresh(largest: torch.Tensor, flavour: Flavour) -> torch.Tensor:
+def _fresh(largest: torch.Tensor, variant: Variant) -> torch.Tensor:
     # Divided first: the largest float32 must not overflow on the way.
-    scales = (largest / LIMIT[flavour] * HEADROOM).clamp(min=_SMALLEST)
+    scales = (largest / LIMIT[variant] * HEADROOM).clamp(min=_SMALLEST)
     return torch.where(largest == 0, 0.0, scales)
 
 
-def _coded(quotients: torch.Tensor, flavour: Flavour) -> torch.Tensor:
-    if flavour == "int8":
+def _coded(quotients: torch.Tensor, variant: Variant) -> torch.Tensor:
+    if variant == "int8":
         return quotients.round().to(torch.int8)
     return quotients.to(torch.float8_e4m3fn).view(torch.int8)
 
 
-def _decoded(bits: torch.Tensor, flavour: Flavour) -> torch.Tensor:
-    if flavour == "int8":
+def _decoded(bits: torch.Tensor, variant: Variant) -> torch.Tensor:
+    if variant == "int8":
         return bits.to(torch.float32)
     # Five times as fast as torch's conversion, which takes one element after another.
     return _FP8_NUMBERS.index_select(0, bits.view(torch.uint8).flatten().to(torch.int32)).view(bits.shape)

@@ -42,6 +42,8 @@ PATTERNS = {
 }
 """What a pattern of a schema asks for; a test looks for one that is not here."""
 FORMER = {
+    "flavour": "it is `variant`",
+    "flavours": "it is `variants`",
     "ballast_bytes": "groups are refused before the disk is full: see min_free_bytes",
     "payloads.take_over": "a prefix is free when no coordinator runs and its object `run` is deleted (docs/operate.md)",
 }

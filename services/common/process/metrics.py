@@ -146,8 +146,8 @@ SITE_QUOTA_RATIO = _gauge("coordinator_site_quota_ratio", "Used share of a site'
 QUOTA_REFUSALS = _counter("coordinator_quota_refusals_total", "Pushes refused for a quota.", "site", "quota")
 SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
 SITE_APPLY_SECONDS = _gauge("coordinator_site_apply_seconds", "Duration of a site's newest apply and verify.", "site")
-SITE_FLAVOUR = _gauge(
-    "coordinator_site_flavour_info", "1 for the form of the weights that a site pulls.", "site", "flavour"
+SITE_VARIANT = _gauge(
+    "coordinator_site_variant_info", "1 for the form of the weights that a site pulls.", "site", "variant"
 )
 
 # coordinator: evaluations
@@ -163,8 +163,8 @@ STORE_LIMIT_BYTES = _gauge("coordinator_store_limit_bytes", "Bytes that payloads
 SNAPSHOT_AGE_SECONDS = _gauge(
     "coordinator_snapshot_age_seconds", "Age of the version of the newest verified snapshot; 0 while there is none."
 )
-FLAVOUR_BYTES = _gauge(
-    "coordinator_flavour_bytes", "Bytes of the newest version: its state (full), its payloads.", "flavour", "kind"
+VARIANT_BYTES = _gauge(
+    "coordinator_variant_bytes", "Bytes of the newest version: its state (full), its payloads.", "variant", "kind"
 )
 SAMPLE_BYTES = _gauge("coordinator_sample_bytes", "Bytes of samples that are kept to be read, by why.", "kind")
 DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is nearly full and groups or versions are refused.")

@@ -59,7 +59,7 @@ class PulledVersion:
 
 
 class Puller:
-    """Builds versions of one layout, in one flavour, in one spool directory, which is its own.
+    """Builds versions of one layout, in one variant, in one spool directory, which is its own.
 
     `base` gives the weights that the caller has without the run, if any; it is asked until a version was built.
     `on_frame` is called whenever bytes arrive.
@@ -75,11 +75,11 @@ class Puller:
         base: Callable[[], Arena | None] = lambda: None,
         num_streams: int = 1,
         threads: int = 1,
-        flavour: str = "",
+        variant: str = "",
         on_frame: Callable[[], None] = lambda: None,
     ) -> None:
         self._threads = threads
-        self._flavour = flavour
+        self._variant = variant
         self._api = api
         self._layout = layout
         self._clock = clock
@@ -87,7 +87,7 @@ class Puller:
         self._fetcher = Fetcher(
             api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes, on_frame=on_frame
         )
-        self.way = Way(api=api, flavour=flavour)
+        self.way = Way(api=api, variant=variant)
         self.apply_s = 0.0
         """Seconds that applying and verifying took the last time; 0 before the first."""
         self.fetch_s = 0.0
@@ -146,7 +146,7 @@ class Puller:
             accept_merged=self._ladder.is_open(Rung.MERGED),
             base_root=base_root,
             object_bytes=self._fetcher.link.object_bytes,
-            flavour=self._flavour,
+            variant=self._variant,
         )
         if base_root:
             held, plan = await self._from_base(plan, base_root)
@@ -207,7 +207,7 @@ class Puller:
             return None, plan
         self._ladder.rest_on(Rung.BASE)
         start = plan.payloads[0].from_version if plan.payloads else plan.target_version
-        signed = await self._api.get_signed_manifest(version=start, flavour=self._flavour)
+        signed = await self._api.get_signed_manifest(version=start, variant=self._variant)
         manifest = manifest_from_bytes(signed.data)
         if (manifest.version, manifest.state_root) != (start, base_root) or self._base is None:
             raise StateMismatch(f"version {start} is not the base model")
@@ -289,7 +289,7 @@ class TrustedPuller:
         patience: Patience,
         trust: Trust,
         threads: int = 1,
-        flavour: str = "",
+        variant: str = "",
     ) -> None:
         self._patience = patience
         self._trust = trust
@@ -299,7 +299,7 @@ class TrustedPuller:
             layout=layout,
             clock=patience.clock,
             threads=threads,
-            flavour=flavour,
+            variant=variant,
             on_frame=patience.reset,
         )
 

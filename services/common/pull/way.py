@@ -22,11 +22,11 @@ MAX_BYTES = 256 << 20
 
 
 class Way:
-    """The manifests of one plan at a time, of one flavour."""
+    """The manifests of one plan at a time, of one variant."""
 
-    def __init__(self, *, api: WeightsApi, flavour: str) -> None:
+    def __init__(self, *, api: WeightsApi, variant: str) -> None:
         self._api = api
-        self._flavour = flavour
+        self._variant = variant
         self._wanted: frozenset[int] = frozenset()
         self._found: dict[int, bytes] = {}
 
@@ -52,7 +52,7 @@ class Way:
 
     async def list(self, first: int, last: int) -> Sequence[bytes]:
         """Manifests of [first, last], newest first, as many as fit one answer; those of the plan are kept."""
-        found = await self._api.list_manifests(first_version=first, last_version=last, flavour=self._flavour)
+        found = await self._api.list_manifests(first_version=first, last_version=last, variant=self._variant)
         self._keep(found)
         return found
 

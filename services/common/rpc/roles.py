@@ -64,16 +64,16 @@ class WeightCalls(Calls):
             age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
             yield HeadUpdate(version=message.version, age_s=age_s)
 
-    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
+    async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
         """Fetch the exact bytes of a manifest and its signature."""
-        request = policy_pb2.GetManifestRequest(version=version, flavour=flavour)
+        request = policy_pb2.GetManifestRequest(version=version, variant=variant)
         answer = await self._call("GetManifest", request)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
-    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
         """Fetch the exact bytes of the newest manifests of a range, as many as fit one answer."""
         request = policy_pb2.ListManifestsRequest(
-            first_version=first_version, last_version=last_version, flavour=flavour
+            first_version=first_version, last_version=last_version, variant=variant
         )
         return tuple((await self._call("ListManifests", request)).manifests)
 
@@ -86,7 +86,7 @@ class WeightCalls(Calls):
         accept_merged: bool = False,
         base_root: str = "",
         object_bytes: int = 0,
-        flavour: str = "",
+        variant: str = "",
     ) -> PullPlan:
         """Ask for the cheapest way to a version."""
         request = policy_pb2.PlanPullRequest(
@@ -96,7 +96,7 @@ class WeightCalls(Calls):
             accept_merged=accept_merged,
             base_root=base_root,
             object_bytes=object_bytes,
-            flavour=flavour,
+            variant=variant,
         )
         answer = await self._call("PlanPull", request)
         try:
@@ -162,7 +162,7 @@ class LearnerCalls(Calls):
         holder: str,
         contract: Contract,
         request_id: str,
-        flavours: Sequence[str] = (),
+        variants: Sequence[str] = (),
         incarnation: str = "",
         groups_per_version: int = 0,
         statement: bytes = b"",
@@ -172,7 +172,7 @@ class LearnerCalls(Calls):
             request_id=request_id,
             holder=holder,
             contract=contract_to_pb(contract),
-            flavours=flavours,
+            variants=variants,
             incarnation=incarnation,
             groups_per_version=groups_per_version,
             statement=statement,

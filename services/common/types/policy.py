@@ -122,10 +122,10 @@ class SignedManifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlavourVersion:
+class VariantVersion:
     """A version's weights in another form, published with it: its own manifest, signature and canary log-probs."""
 
-    flavour: str
+    variant: str
     manifest: bytes
     signature: bytes = b""
     canary: tuple[float, ...] = ()
@@ -151,7 +151,7 @@ class PublishRequest:
     """The learner's log-probs of the canary's tokens; empty when it states none."""
     encode_s: float = 0.0
     """For people to see; no part of the publication's content."""
-    flavours: tuple[FlavourVersion, ...] = ()
+    variants: tuple[VariantVersion, ...] = ()
     """The same version for samplers that asked for less; committed with it or not at all."""
 
 

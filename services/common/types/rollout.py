@@ -283,7 +283,7 @@ class _Leased:
     queue_age_s: float
     seed: int | None = None
     """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
-    flavour: str = ""
+    variant: str = ""
     """Form of the weights that it was generated with; empty for those that are trained."""
     wants_note: bool = False
     """Whether it is kept as a sample once it is trained on, so that the learner's note of it is wanted."""

@@ -52,7 +52,7 @@ class SiteStatus:
     quarantine: str = ""
     """Why the site is in quarantine; empty when it is not."""
     apply_s: float = 0.0
-    flavour: str = ""
+    variant: str = ""
     """Form of the weights that it pulls; empty for those that are trained."""
     groups_failed: int = 0
     """Groups that failed a check of the learner and still count."""
@@ -69,10 +69,10 @@ class SiteStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlavourStatus:
-    """A flavour's newest version: size of its state and of its payloads, bytes (0: none), and the share changed."""
+class VariantStatus:
+    """A variant's newest version: size of its state and of its payloads, bytes (0: none), and the share changed."""
 
-    flavour: str
+    variant: str
     version: int
     full_bytes: int
     delta_bytes: int
@@ -117,7 +117,7 @@ class RunStatus:
     delta_bytes: int = 0
     snapshot_bytes: int = 0
     encode_s: float = 0.0
-    flavours: tuple[FlavourStatus, ...] = ()
+    variants: tuple[VariantStatus, ...] = ()
     rollback_to: int = -1
     """Version that the learner is ordered to go back to and has not published yet; -1 without an order."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Registration:
     engine: str
     dtype: str
     max_delay_versions: int
-    flavour: str = ""
+    variant: str = ""
     """Form of the weights that it pulls; empty for those that are trained."""
     max_delay_s: float = 0.0
     """Longest that its delay model keeps a version and its groups from the coordinator, there and back, seconds."""

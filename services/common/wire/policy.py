@@ -8,7 +8,6 @@ from google.protobuf.message import DecodeError
 from heterorl.common.errors import InvalidRequest, MalformedPayload
 from heterorl.common.types.common import Digest, digest_field
 from heterorl.common.types.policy import (
-    FlavourVersion,
     LeaseGrant,
     Manifest,
     PayloadKind,
@@ -16,6 +15,7 @@ from heterorl.common.types.policy import (
     PlanKind,
     PublishRequest,
     PullPlan,
+    VariantVersion,
 )
 from heterorl.common.wire.common import (
     MAX_INT64,
@@ -134,9 +134,9 @@ def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
         canary_logprobs=value.canary,
         consumed=[group_id_to_pb(group_id) for group_id in value.consumed],
         reports=[report_to_pb(report) for report in value.reports],
-        flavours=[
-            to_message(policy_pb2.FlavourVersion, entry, without={"canary"}, canary_logprobs=entry.canary)
-            for entry in value.flavours
+        variants=[
+            to_message(policy_pb2.VariantVersion, entry, without={"canary"}, canary_logprobs=entry.canary)
+            for entry in value.variants
         ],
     )
 
@@ -149,8 +149,8 @@ def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest
         canary=tuple(message.canary_logprobs),
         consumed=tuple(group_id_from_pb(group_id) for group_id in message.consumed),
         reports=tuple(report_from_pb(report) for report in message.reports),
-        flavours=tuple(
-            to_value(FlavourVersion, entry, canary=tuple(entry.canary_logprobs)) for entry in message.flavours
+        variants=tuple(
+            to_value(VariantVersion, entry, canary=tuple(entry.canary_logprobs)) for entry in message.variants
         ),
     )
 

@@ -116,7 +116,7 @@ def opened(value: LeasedGroup) -> QueuedGroup:
         policy_age_s=value.policy_age_s,
         queue_age_s=value.queue_age_s,
         seed=value.seed,
-        flavour=value.flavour,
+        variant=value.variant,
         wants_note=value.wants_note,
     )
 

@@ -7,7 +7,6 @@ from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
     Command,
-    FlavourStatus,
     Heartbeat,
     LedgerCounts,
     PromptCounts,
@@ -15,6 +14,7 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
     SiteStatus,
+    VariantStatus,
 )
 from heterorl.common.wire.common import (
     contract_from_pb,
@@ -104,7 +104,7 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         sites=[to_message(run_pb2.SiteStatus, site) for site in value.sites],
         last_report=report_to_pb(value.last_report) if value.last_report else None,
         snapshot_version=value.snapshot_version if value.snapshot_version >= 0 else None,
-        flavours=[to_message(run_pb2.FlavourStatus, entry) for entry in value.flavours],
+        variants=[to_message(run_pb2.VariantStatus, entry) for entry in value.variants],
         rollback_to=value.rollback_to if value.rollback_to >= 0 else None,
         facts=dict(value.facts),
         progress=progress_to_pb(value.progress),
@@ -129,7 +129,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         sites=tuple(to_value(SiteStatus, site) for site in message.sites),
         last_report=report_from_pb(message.last_report) if message.HasField("last_report") else None,
         snapshot_version=message.snapshot_version if message.HasField("snapshot_version") else -1,
-        flavours=tuple(to_value(FlavourStatus, entry) for entry in message.flavours),
+        variants=tuple(to_value(VariantStatus, entry) for entry in message.variants),
         rollback_to=message.rollback_to if message.HasField("rollback_to") else -1,
         facts=dict(message.facts),
         progress=progress_from_pb(message.progress) if message.HasField("progress") else None,

@@ -230,7 +230,7 @@ def _facts(
     """What surrounds a group, whose assignment was looked up."""
     config = around.config
     version = connection.execute(
-        "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
+        "SELECT coalesce((SELECT f.state_root FROM variant_versions f WHERE f.version = v.version"
         " AND f.state_root = ?), v.state_root) FROM versions v WHERE version = ? AND is_abandoned = 0",
         (group.state_root, group.oldest_version),
     ).fetchone()

@@ -41,7 +41,7 @@ from heterorl.coordinator.ring import Ring
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store.engine import NUMBERS, OLDEST_OF_EACH_SITE, Connection
-from heterorl.coordinator.versions import flavours
+from heterorl.coordinator.versions import variants
 
 Order = Literal["oldest", "fair", "newest"]
 LATE_EVERY = 4
@@ -189,14 +189,14 @@ class Queue:
                 num_bytes += len(data)
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
                 seed = seed_of(assignment, seed=self.config.seed)
-                flavour = flavours.of_state(connection, group.oldest_version, group.state_root)
+                variant = variants.of_state(connection, group.oldest_version, group.state_root)
                 leased.append(
                     LeasedGroup(
                         sealed=group,
                         policy_age_s=age,
                         queue_age_s=waited,
                         seed=seed,
-                        flavour=flavour,
+                        variant=variant,
                         wants_note=self.ring.wants(SampleKind.CONSUMED, arrival),
                     )
                 )

@@ -48,9 +48,9 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All versions of a run in one flavour, in the order of their numbers, and where their payloads are.
+    """All versions of a run in one variant, in the order of their numbers, and where their payloads are.
 
-    `flavour` is empty for the weights that are trained; another one need not have every version.
+    `variant` is empty for the weights that are trained; another one need not have every version.
     """
 
     run_id: str
@@ -58,14 +58,14 @@ class History:
     offered: tuple[PayloadRef, ...]
     """Payloads that the store offers; others were deleted, whatever manifests name."""
     blobs: Path
-    flavour: str = ""
+    variant: str = ""
 
     def payload(self, digest: Digest) -> Path:
         return self.blobs / digest[:2] / digest
 
 
 def read_histories(directory: Path) -> tuple[History, ...]:
-    """Read a data directory: the weights that are trained first, then each flavour.
+    """Read a data directory: the weights that are trained first, then each variant.
 
     Raises:
         OperatorError: there is no store, or a coordinator is running on it.
@@ -75,8 +75,8 @@ def read_histories(directory: Path) -> tuple[History, ...]:
         # All of it: a start of the coordinator leaves the history of a large store out.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise CorruptStore(f"{directory / STORE_FILE} fails SQLite's check")
-        rows = connection.execute("SELECT DISTINCT flavour FROM flavour_versions ORDER BY flavour").fetchall()
-        return tuple(_read(connection, directory, flavour) for flavour in ("", *(str(row[0]) for row in rows)))
+        rows = connection.execute("SELECT DISTINCT variant FROM variant_versions ORDER BY variant").fetchall()
+        return tuple(_read(connection, directory, variant) for variant in ("", *(str(row[0]) for row in rows)))
 
 
 @contextmanager
@@ -140,17 +140,17 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             connection.close()
 
 
-def _read(connection: sqlite3.Connection, directory: Path, flavour: str) -> History:
+def _read(connection: sqlite3.Connection, directory: Path, variant: str) -> History:
     row = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
     signatures: dict[int, bytes] = dict(
-        connection.execute("SELECT version, signature FROM signatures WHERE flavour = ?", (flavour,))
+        connection.execute("SELECT version, signature FROM signatures WHERE variant = ?", (variant,))
     )
     stated = "versions"
-    if flavour:
-        stated = "(SELECT * FROM stated JOIN (SELECT version, epoch FROM versions) USING (version) WHERE flavour = ?)"
+    if variant:
+        stated = "(SELECT * FROM stated JOIN (SELECT version, epoch FROM versions) USING (version) WHERE variant = ?)"
     rows = connection.execute(
         f"SELECT version, epoch, manifest, manifest_digest, state_root, is_abandoned FROM {stated} ORDER BY version",
-        (flavour,) if flavour else (),
+        (variant,) if variant else (),
     )
     versions = tuple(
         StoredVersion(
@@ -164,7 +164,7 @@ def _read(connection: sqlite3.Connection, directory: Path, flavour: str) -> Hist
         )
         for version, epoch, manifest, digest, root, is_abandoned in rows
     )
-    payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ?", (flavour,))
+    payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE variant = ?", (variant,))
     offered = tuple(payload_of(row) for row in payloads)
     run_id = "" if row is None else str(row[0])
-    return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs", flavour=flavour)
+    return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs", variant=variant)

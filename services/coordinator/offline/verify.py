@@ -1,10 +1,10 @@
 """What must hold of a whole history: of the manifests alone, and of the payloads that lead to their states.
 
-numbers      versions are 0, 1, 2, ... without a gap; a flavour has some of them
+numbers      versions are 0, 1, 2, ... without a gap; a variant has some of them
 manifests    each row holds a manifest that has the digest, number, epoch, run and state root that the row states
 parents      each manifest names by digest the manifest of an earlier version that was not abandoned; epochs grow
 forks        a version that follows an older one abandons all in between, and the store says the same
-flavours     a flavour's version follows what its version follows, or begins the flavour where that has none of it
+variants     a variant's version follows what its version follows, or begins the variant where that has none of it
 signatures   where keys are given, each signature is of one of them over exactly these bytes
 payloads     each is there, whole and right
 replay       each leads to the state that its manifest states
@@ -79,7 +79,7 @@ def check_manifests(
 ) -> dict[int, Manifest]:
     """Check all that needs no payload; returns the manifests that could be read, by version.
 
-    `trained` are the manifests of the weights that are trained, for the history of a flavour.
+    `trained` are the manifests of the weights that are trained, for the history of a variant.
 
     Raises:
         ConfigError: one of `keys` is not a public key.

@@ -27,7 +27,7 @@ from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Worker
-from heterorl.coordinator.versions import flavours, lineage
+from heterorl.coordinator.versions import lineage, variants
 from heterorl.coordinator.versions.chain import Chain, MergedInto
 from heterorl.coordinator.versions.plans import cheapest_way
 
@@ -134,7 +134,7 @@ class Composer(Worker):
             return await self._after(error, self._current)
         finally:
             self._current = None
-        self._merges.add(payload, choice.job.span.flavour)
+        self._merges.add(payload, choice.job.span.variant)
         _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
         # What had to go for want of room would be due at once, for ever.
         self._skipped |= set(
@@ -169,14 +169,14 @@ class Composer(Worker):
         impossible: set[Span] = set()
         blocks = [
             span
-            for flavour in flavours.stored(connection)
-            for span in due_blocks(head=head, window=self._window, have=have | skipped, flavour=flavour)
+            for variant in variants.stored(connection)
+            for span in due_blocks(head=head, window=self._window, have=have | skipped, variant=variant)
         ]
         for span in (*requests, *blocks):
             if span in have:
                 continue
-            chain = Chain(connection, span.flavour)
-            path = _path_over(chain, span, functools.partial(self._merges.into, flavour=span.flavour))
+            chain = Chain(connection, span.variant)
+            path = _path_over(chain, span, functools.partial(self._merges.into, variant=span.variant))
             if len(path) < 2:
                 impossible.add(span)
             elif len(path) <= MAX_PAYLOADS:

@@ -1,6 +1,6 @@
 """What the store says of the payloads that are kept, as store operations, and the directory where they are rebuilt.
 
-Each flavour is a graph of its own over the same versions; what may go as a file is decided over all of them.
+Each variant is a graph of its own over the same versions; what may go as a file is decided over all of them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
     # The plus keeps SQLite from the table's own order, and leaves the index of abandoned versions.
     rows = connection.execute("SELECT version FROM versions WHERE is_abandoned = 1 AND +version >= ?", (oldest,))
     abandoned = {int(row[0]) for row in rows}
-    if chain.flavour:
+    if chain.variant:
         rows = connection.execute(
-            "SELECT version FROM flavour_versions WHERE flavour = ? AND version >= ? ORDER BY version",
-            (chain.flavour, oldest),
+            "SELECT version FROM variant_versions WHERE variant = ? AND version >= ? ORDER BY version",
+            (chain.variant, oldest),
         )
         return [int(row[0]) for row in rows if int(row[0]) not in abandoned]
     # Versions are dense.
@@ -73,9 +73,9 @@ def unverified_snapshot(chain: Chain) -> Work | None:
     row = chain.connection.execute(
         "SELECT p.kind, p.from_version, p.to_version, p.digest, p.num_bytes, f.version FROM payloads p"
         " JOIN versions v ON v.version = p.to_version"
-        " LEFT JOIN verified f ON f.version = p.to_version AND f.flavour = p.flavour"
-        " WHERE p.flavour = ? AND p.kind = ? AND v.is_abandoned = 0 ORDER BY p.to_version DESC LIMIT 1",
-        (chain.flavour, PayloadKind.SNAPSHOT.value),
+        " LEFT JOIN verified f ON f.version = p.to_version AND f.variant = p.variant"
+        " WHERE p.variant = ? AND p.kind = ? AND v.is_abandoned = 0 ORDER BY p.to_version DESC LIMIT 1",
+        (chain.variant, PayloadKind.SNAPSHOT.value),
     ).fetchone()
     if row is None or row[5] is not None:
         return None
@@ -94,7 +94,7 @@ def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
                 payload.from_version,
                 payload.digest,
                 payload.num_bytes,
-                chain.flavour,
+                chain.variant,
             ),
         ).rowcount
     if inserted:
@@ -115,12 +115,12 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
 
 
 def decide(chain: Chain, needs: Needs) -> Retirement:
-    """Choose what nobody needs: all of a flavour that ended before the oldest version that may still be asked for."""
+    """Choose what nobody needs: all of a variant that ended before the oldest version that may still be asked for."""
     found = graph(chain)
     oldest = lineage.num_versions(chain.connection) - 1 - needs.window
-    if chain.flavour != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
+    if chain.variant != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
         gone = tuple(payload for payload in found.payloads if payload.digest not in needs.leased)
-        return Retirement(payloads=gone, way=(), reason=f"flavour {chain.flavour} is published no more")
+        return Retirement(payloads=gone, way=(), reason=f"variant {chain.variant} is published no more")
     return decide_retirement(found, needs)
 
 
@@ -142,14 +142,14 @@ def strike_out(connection: Connection, digest: Digest) -> None:
 
 def retire(chain: Chain, payloads: Iterable[PayloadRef]) -> None:
     """Offer payloads no longer, and write down the files that may go."""
-    connection, flavour = chain.connection, chain.flavour
+    connection, variant = chain.connection, chain.variant
     for payload in payloads:
         connection.execute(
-            "DELETE FROM payloads WHERE flavour = ? AND to_version = ? AND kind = ? AND from_version = ?",
-            (flavour, payload.to_version, payload.kind.value, payload.from_version),
+            "DELETE FROM payloads WHERE variant = ? AND to_version = ? AND kind = ? AND from_version = ?",
+            (variant, payload.to_version, payload.kind.value, payload.from_version),
         )
         if payload.kind is PayloadKind.SNAPSHOT:
-            connection.execute("DELETE FROM verified WHERE flavour = ? AND version = ?", (flavour, payload.to_version))
+            connection.execute("DELETE FROM verified WHERE variant = ? AND version = ?", (variant, payload.to_version))
         retire_digests(connection, [payload.digest])
 
 
@@ -192,6 +192,6 @@ def newest_snapshot(connection: Connection) -> tuple[int, float] | None:
     """The newest verified snapshot and when its version was published, once there is one."""
     row = connection.execute(
         "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
-        " AND flavour = '' ORDER BY version DESC LIMIT 1"
+        " AND variant = '' ORDER BY version DESC LIMIT 1"
     ).fetchone()
     return None if row is None else (int(row[0]), float(row[1]))

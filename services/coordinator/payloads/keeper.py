@@ -31,7 +31,7 @@ from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.home import Copies
 from heterorl.coordinator.store.steady import Worker
-from heterorl.coordinator.versions import flavours
+from heterorl.coordinator.versions import variants
 from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class Keeper(Worker):
     async def work(self) -> None:
         """Verify, write and delete what is due now; on a full disk delete all that may go, and write nothing."""
         is_pressed = not self._may_write()
-        for flavour in await self._database.run(flavours.stored):
-            while await self._verify_newest(flavour) or (not is_pressed and await self._write_due(flavour)):
+        for variant in await self._database.run(variants.stored):
+            while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
                 pass
         if is_pressed:
             # They are a cache.
@@ -100,30 +100,30 @@ class Keeper(Worker):
 
     # snapshots
 
-    async def _verify_newest(self, flavour: str) -> bool:
+    async def _verify_newest(self, variant: str) -> bool:
         """Verify the newest snapshot that is not; returns whether there was one."""
-        work = await self._ask(flavour, index.unverified_snapshot)
+        work = await self._ask(variant, index.unverified_snapshot)
         if work is None:
             return False
         if not await self._is_proved(work):
             # Put aside, and another one is the newest; or unreadable for now.
-            return await self._ask(flavour, index.unverified_snapshot) != work
-        await self._ask(flavour, lambda chain: chain.note_verified(work.payloads[0]))
-        where = f" in flavour {flavour}" if flavour else ""
+            return await self._ask(variant, index.unverified_snapshot) != work
+        await self._ask(variant, lambda chain: chain.note_verified(work.payloads[0]))
+        where = f" in variant {variant}" if variant else ""
         _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, where)
         return True
 
-    async def _write_due(self, flavour: str) -> bool:
+    async def _write_due(self, variant: str) -> bool:
         """Write a snapshot when one is due; returns whether it did."""
-        merged_into = functools.partial(self._merges.into, flavour=flavour)
-        way = await self._ask(flavour, lambda chain: index.way_of_joiner(chain, merged_into))
+        merged_into = functools.partial(self._merges.into, variant=variant)
+        way = await self._ask(variant, lambda chain: index.way_of_joiner(chain, merged_into))
         is_due, reason = decide_snapshot(
             way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
         )
         if not is_due:
             return False
         # A longer way is shortened by a snapshot on it.
-        work = await self._ask(flavour, lambda chain: index.work(chain, way[:MAX_PAYLOADS]))
+        work = await self._ask(variant, lambda chain: index.work(chain, way[:MAX_PAYLOADS]))
         _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, reason)
         scratch = self._rebuilt / "snapshot"
         try:
@@ -141,7 +141,7 @@ class Keeper(Worker):
             return False
         finally:
             scratch.unlink(missing_ok=True)
-        return await self._ask(flavour, lambda chain: index.add_snapshot(chain, payload))
+        return await self._ask(variant, lambda chain: index.add_snapshot(chain, payload))
 
     async def _is_proved(self, work: Work) -> bool:
         """Rebuild every state along a way; a payload that is not what it should be is put aside."""
@@ -181,21 +181,21 @@ class Keeper(Worker):
             await self._give_up_unpublished()
             if not self._leases.are_known(self._clock.monotonic()):
                 return await self._sweep()
-            for flavour in await self._database.run(flavours.stored):
-                await self._retire_unneeded(flavour, is_pressed=missing_bytes > 0)
+            for variant in await self._database.run(variants.stored):
+                await self._retire_unneeded(variant, is_pressed=missing_bytes > 0)
             return await self._sweep()
 
-    async def _retire_unneeded(self, flavour: str, *, is_pressed: bool) -> None:
+    async def _retire_unneeded(self, variant: str, *, is_pressed: bool) -> None:
         needs = self._needs()
-        retirement = await self._ask(flavour, lambda chain: index.decide(chain, needs))
+        retirement = await self._ask(variant, lambda chain: index.decide(chain, needs))
         is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
         if not retirement.payloads or not (is_pressed or is_worth_it):
             return
         proved = retirement.way
-        work = await self._ask(flavour, lambda chain: index.work(chain, proved))
+        work = await self._ask(variant, lambda chain: index.work(chain, proved))
         if not proved or await self._is_proved(work):
             needs = self._needs()
-            await self._ask(flavour, lambda chain: index.carry_out(chain, needs, proved=proved))
+            await self._ask(variant, lambda chain: index.carry_out(chain, needs, proved=proved))
 
     def _needs(self) -> Needs:
         now = self._clock.monotonic()
@@ -236,8 +236,8 @@ class Keeper(Worker):
         if given_up:
             await self._database.run(lambda connection: index.retire_digests(connection, given_up))
 
-    async def _ask(self, flavour: str, operation: Callable[[Chain], ResultT]) -> ResultT:
-        return await self._database.run(lambda connection: operation(Chain(connection, flavour)))
+    async def _ask(self, variant: str, operation: Callable[[Chain], ResultT]) -> ResultT:
+        return await self._database.run(lambda connection: operation(Chain(connection, variant)))
 
 
 def _stored(work: Work) -> list[Digest]:

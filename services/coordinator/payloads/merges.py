@@ -4,7 +4,7 @@
     data_dir/merged/compose*                       under way; whatever is left of it goes at the next start
 
 The directory is all there is, and may be deleted at any time: at the start it is read again, and what does not lead
-between the states of the versions that it names, in one flavour, is removed. A file that disappears is struck out when
+between the states of the versions that it names, in one variant, is removed. A file that disappears is struck out when
 somebody notices.
 
 A block is a span of 4^j versions that starts at a multiple of its length. Any lag is covered by few blocks, each block
@@ -38,11 +38,11 @@ KEEP_VERSIONS = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """The versions that a merged delta leads over, from `start` to `stop`, in one flavour."""
+    """The versions that a merged delta leads over, from `start` to `stop`, in one variant."""
 
     start: int
     stop: int
-    flavour: str = ""
+    variant: str = ""
 
     @property
     def length(self) -> int:
@@ -57,23 +57,23 @@ class Span:
         return length == self.length and self.start % length == 0
 
 
-def due_blocks(*, head: int, window: int, have: Collection[Span], flavour: str = "") -> Iterator[Span]:
+def due_blocks(*, head: int, window: int, have: Collection[Span], variant: str = "") -> Iterator[Span]:
     """Blocks that reach into the last `window` versions and are not there: small before large, the newest first."""
     length = RADIX
     while length <= window:
         for stop in range(head // length * length, max(length - 1, head - window), -length):
-            span = Span(stop - length, stop, flavour)
+            span = Span(stop - length, stop, variant)
             if span not in have:
                 yield span
         length *= RADIX
 
 
-def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, flavour: str = "") -> Span | None:
+def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, variant: str = "") -> Span | None:
     """The span of a plan's deltas when one merged delta is worth making: several, long enough, to the head."""
     deltas = [payload for payload in payloads if payload.kind is not PayloadKind.SNAPSHOT]
     if len(deltas) < 2:
         return None
-    span = Span(deltas[0].from_version, deltas[-1].to_version, flavour)
+    span = Span(deltas[0].from_version, deltas[-1].to_version, variant)
     return span if span.stop == head and span.length >= RADIX else None
 
 
@@ -123,8 +123,8 @@ class Merges:
         for payload, roots in found:
             start, stop = payload.from_version, payload.to_version
             right = [
-                Span(start, stop, flavour)
-                for flavour, root in root_of.items()
+                Span(start, stop, variant)
+                for variant, root in root_of.items()
                 if (root.get(start), root.get(stop)) == roots
             ]
             if right and right[0] not in self._index:
@@ -137,8 +137,8 @@ class Merges:
     def spans(self) -> frozenset[Span]:
         return frozenset(self._index)
 
-    def into(self, version: int, flavour: str = "") -> tuple[PayloadRef, ...]:
-        return self._into.get((flavour, version), ())
+    def into(self, version: int, variant: str = "") -> tuple[PayloadRef, ...]:
+        return self._into.get((variant, version), ())
 
     def path(self, payload: PayloadRef) -> Path:
         return self._directory / f"{payload.from_version}-{payload.to_version}-{payload.digest}"
@@ -156,9 +156,9 @@ class Merges:
         scratch.replace(self.path(payload))
         sync_directory(self._directory)
 
-    def add(self, payload: PayloadRef, flavour: str = "") -> None:
+    def add(self, payload: PayloadRef, variant: str = "") -> None:
         """Offer a merged delta that has its name."""
-        self._index[Span(payload.from_version, payload.to_version, flavour)] = payload
+        self._index[Span(payload.from_version, payload.to_version, variant)] = payload
         self._replace_into()
 
     async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
@@ -194,7 +194,7 @@ class Merges:
         # Replaced, never changed: a plan on the store's thread may be reading it.
         into: defaultdict[tuple[str, int], tuple[PayloadRef, ...]] = defaultdict(tuple)
         for span, payload in self._index.items():
-            into[span.flavour, span.stop] += (payload,)
+            into[span.variant, span.stop] += (payload,)
         self._into = dict(into)
 
 
@@ -210,9 +210,9 @@ def _state_roots(connection: Connection, versions: Iterable[int]) -> dict[str, d
     # Of these alone: a history is as long as the run, and each row as long as a manifest.
     roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for each in versions:
-        rows = connection.execute("SELECT flavour, state_root FROM stated WHERE version = ?", (each,))
-        for flavour, root in rows:
-            roots[flavour][each] = root
+        rows = connection.execute("SELECT variant, state_root FROM stated WHERE version = ?", (each,))
+        for variant, root in rows:
+            roots[variant][each] = root
     return dict(roots)
 
 

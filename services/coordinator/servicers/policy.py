@@ -34,7 +34,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             holder=request.holder,
             contract=contract_from_pb(request.contract),
             request_id=request.request_id,
-            flavours=tuple(request.flavours),
+            variants=tuple(request.variants),
             incarnation=request.incarnation,
             groups_per_version=request.groups_per_version,
             statement=request.statement,
@@ -122,14 +122,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def GetManifest(
         self, request: policy_pb2.GetManifestRequest, context: Context
     ) -> policy_pb2.GetManifestResponse:
-        signed = await self._policy.get_signed_manifest(version=request.version, flavour=request.flavour)
+        signed = await self._policy.get_signed_manifest(version=request.version, variant=request.variant)
         return policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
     async def ListManifests(
         self, request: policy_pb2.ListManifestsRequest, context: Context
     ) -> policy_pb2.ListManifestsResponse:
         found = await self._policy.list_manifests(
-            first_version=request.first_version, last_version=request.last_version, flavour=request.flavour
+            first_version=request.first_version, last_version=request.last_version, variant=request.variant
         )
         return policy_pb2.ListManifestsResponse(manifests=found)
 
@@ -141,7 +141,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             accept_merged=request.accept_merged,
             base_root=request.base_root,
             object_bytes=request.object_bytes,
-            flavour=request.flavour,
+            variant=request.variant,
         )
         answer = plan_to_pb(plan)
         answer.urls.extend(await self._policy.payload_urls(plan))

@@ -115,7 +115,7 @@ SHOWN = 16
 """Incarnations of a site that are shown one by one while there are no more."""
 EARLIER = "earlier"
 """Stands for all other incarnations of a site."""
-_COLUMNS = "site, incarnation, accepted, dropped, flavour, work_ahead_s"
+_COLUMNS = "site, incarnation, accepted, dropped, variant, work_ahead_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Row:
     incarnation: str
     accepted: int
     dropped: int
-    flavour: str
+    variant: str
     ahead_s: float = 0.0
 
 

@@ -59,38 +59,38 @@ def judge_canary(report: CanaryReport, stated: tuple[float, ...], *, threshold: 
 
 
 def write_canary(connection: Connection, version: int, request: PublishRequest) -> None:
-    """Set: record the learner's canary of a version, and of each of its flavours.
+    """Set: record the learner's canary of a version, and of each of its variants.
     Raises InvalidRequest: too many log-probs, or one that is not finite."""
-    canaries = {"": request.canary, **{entry.flavour: entry.canary for entry in request.flavours}}
-    for flavour, stated in canaries.items():
+    canaries = {"": request.canary, **{entry.variant: entry.canary for entry in request.variants}}
+    for variant, stated in canaries.items():
         if len(stated) > MAX_LOGPROBS or not np.isfinite(stated).all():
             raise InvalidRequest(f"canary_logprobs: more than {MAX_LOGPROBS}, or not all finite")
         if stated:
             logprobs = np.asarray(stated, "<f4").tobytes()
             connection.execute(
-                "INSERT INTO canaries VALUES (?, ?, ?) ON CONFLICT (flavour, version)"
+                "INSERT INTO canaries VALUES (?, ?, ?) ON CONFLICT (variant, version)"
                 " DO UPDATE SET logprobs = excluded.logprobs",
-                (version, logprobs, flavour),
+                (version, logprobs, variant),
             )
         oldest = version - KEPT_VERSIONS
-        connection.execute("DELETE FROM canaries WHERE flavour = ? AND version < ?", (flavour, oldest))
+        connection.execute("DELETE FROM canaries WHERE variant = ? AND version < ?", (variant, oldest))
 
 
-def read_canary(connection: Connection, version: int, flavour: str = "") -> tuple[float, ...]:
+def read_canary(connection: Connection, version: int, variant: str = "") -> tuple[float, ...]:
     """The learner's canary of a version; empty when it stated none."""
     row = connection.execute(
-        "SELECT logprobs FROM canaries WHERE flavour = ? AND version = ?", (flavour, version)
+        "SELECT logprobs FROM canaries WHERE variant = ? AND version = ?", (variant, version)
     ).fetchone()
     return tuple(np.frombuffer(row[0], "<f4").tolist()) if row else ()
 
 
 def compare_canary(
-    connection: Connection, report: CanaryReport, *, threshold: float, flavour: str = ""
+    connection: Connection, report: CanaryReport, *, threshold: float, variant: str = ""
 ) -> CanaryVerdict:
     """Set: judge a site's canary by what the learner computes with the same weights, and keep the outcome."""
     if len(report.logprobs) > MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
-    judgement = judge_canary(report, read_canary(connection, report.version, flavour), threshold=threshold)
+    judgement = judge_canary(report, read_canary(connection, report.version, variant), threshold=threshold)
     if judgement.quarantine:
         connection.execute(
             "INSERT INTO quarantines VALUES (?, ?, ?) ON CONFLICT (site)"

@@ -125,15 +125,15 @@ class Sites:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
         key = (registration.site, registration.incarnation)
         connection.execute(
-            "INSERT INTO sites (site, incarnation, engine, dtype, flavour, max_delay_s, work_ahead_s)"
+            "INSERT INTO sites (site, incarnation, engine, dtype, variant, max_delay_s, work_ahead_s)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT (site, incarnation) DO UPDATE SET engine = excluded.engine, dtype = excluded.dtype,"
-            " flavour = excluded.flavour, max_delay_s = excluded.max_delay_s, work_ahead_s = excluded.work_ahead_s",
+            " variant = excluded.variant, max_delay_s = excluded.max_delay_s, work_ahead_s = excluded.work_ahead_s",
             (
                 *key,
                 registration.engine,
                 registration.dtype,
-                registration.flavour,
+                registration.variant,
                 registration.max_delay_s,
                 self.granted_ahead_s(registration),
             ),
@@ -161,9 +161,9 @@ class Sites:
         if not self.is_known(connection, site, incarnation):
             raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
 
-    def flavour(self, connection: Connection, site: str, incarnation: str) -> str:
+    def variant(self, connection: Connection, site: str, incarnation: str) -> str:
         """Form of the weights that a registered incarnation pulls."""
-        row = connection.execute("SELECT flavour FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
+        row = connection.execute("SELECT variant FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return str((row.fetchone() or ("",))[0])
 
     def statuses(
@@ -205,7 +205,7 @@ class Sites:
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
                     problem=self._problem(site, seen) or problems.get(site, ""),
-                    flavour=row.flavour,
+                    variant=row.variant,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
                     quota_used=max(quotas.used(site, now).values()),

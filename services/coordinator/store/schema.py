@@ -1,43 +1,43 @@
 """The tables of the store.
 
-A flavour is named in a column of its own, empty for the weights that are trained: manifests, payloads, signatures,
-verified snapshots and canaries of every flavour lie side by side, and the view `stated` reads the versions of all.
+A variant is named in a column of its own, empty for the weights that are trained: manifests, payloads, signatures,
+verified snapshots and canaries of every variant lie side by side, and the view `stated` reads the versions of all.
 These tables have rowids: SQLite 3.40 finds faults that are none in a table without, whose key is not its first columns.
 """
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"
 )
 """What to do about a store of another schema: its groups have another form."""
-_BY_FLAVOUR = """
+_BY_VARIANT = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, flavour TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (flavour, to_version, kind, from_version));
+    num_bytes INTEGER NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, to_version, kind, from_version));
 CREATE TABLE signatures (
-    version INTEGER NOT NULL, signature BLOB NOT NULL, flavour TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (flavour, version));
+    version INTEGER NOT NULL, signature BLOB NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, version));
 CREATE TABLE verified (
-    version INTEGER NOT NULL, digest TEXT NOT NULL, flavour TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (flavour, version));
+    version INTEGER NOT NULL, digest TEXT NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, version));
 CREATE TABLE canaries (
-    version INTEGER NOT NULL, logprobs BLOB NOT NULL, flavour TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (flavour, version));
-CREATE TABLE flavour_versions (
-    flavour TEXT NOT NULL, version INTEGER NOT NULL, manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL,
+    version INTEGER NOT NULL, logprobs BLOB NOT NULL, variant TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (variant, version));
+CREATE TABLE variant_versions (
+    variant TEXT NOT NULL, version INTEGER NOT NULL, manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL,
     state_root TEXT NOT NULL, bytes_full INTEGER NOT NULL, changed_fraction REAL NOT NULL,
-    PRIMARY KEY (flavour, version));
-CREATE INDEX flavours_of_version ON flavour_versions (version);
+    PRIMARY KEY (variant, version));
+CREATE INDEX variants_of_version ON variant_versions (version);
 CREATE VIEW stated AS
-    SELECT '' AS flavour, version, manifest, manifest_digest, state_root, bytes_full, changed_fraction, is_abandoned
+    SELECT '' AS variant, version, manifest, manifest_digest, state_root, bytes_full, changed_fraction, is_abandoned
     FROM versions
     UNION ALL
-    SELECT flavour, version, f.manifest, f.manifest_digest, f.state_root, f.bytes_full, f.changed_fraction, is_abandoned
-    FROM flavour_versions f JOIN versions USING (version);
+    SELECT variant, version, f.manifest, f.manifest_digest, f.state_root, f.bytes_full, f.changed_fraction, is_abandoned
+    FROM variant_versions f JOIN versions USING (version);
 """
 AUDIT_TRIGGERS = """CREATE TRIGGER audit_keeps_rows BEFORE DELETE ON audit
     BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
@@ -107,7 +107,7 @@ CREATE TABLE steps (step INTEGER NOT NULL, version INTEGER NOT NULL, report BLOB
 CREATE TABLE sites (
     site TEXT NOT NULL, incarnation TEXT NOT NULL, engine TEXT NOT NULL, dtype TEXT NOT NULL,
     watermark INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, dropped INTEGER NOT NULL DEFAULT 0,
-    flavour TEXT NOT NULL DEFAULT '', max_delay_s REAL NOT NULL DEFAULT 0,
+    variant TEXT NOT NULL DEFAULT '', max_delay_s REAL NOT NULL DEFAULT 0,
     work_ahead_s REAL NOT NULL DEFAULT 0, PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
 CREATE TABLE beyond_watermark (
     site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL,
@@ -125,7 +125,7 @@ CREATE TABLE work (
     request_id TEXT NOT NULL DEFAULT '', returned TEXT NOT NULL DEFAULT '{{}}', open_from INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
-{_BY_FLAVOUR}
+{_BY_VARIANT}
 {_CHECKS}
 {_SAMPLES}
 {_EVALUATIONS}

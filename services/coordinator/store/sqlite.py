@@ -130,7 +130,7 @@ def _make_indexes(connection: sqlite3.Connection) -> None:
 
 CHECKED_BYTES = 64 << 20
 """A store up to this size is checked as a whole at every start, which takes a fraction of a second."""
-HISTORY = frozenset({"groups", "versions", "flavour_versions", "steps", "signatures", "canaries", "audit"})
+HISTORY = frozenset({"groups", "versions", "variant_versions", "steps", "signatures", "canaries", "audit"})
 """Tables that grow with the run."""
 
 

@@ -1,5 +1,5 @@
-"""The chain of versions: who may extend it, what was published, in which flavours, and the way to each.
+"""The chain of versions: who may extend it, what was published, in which variants, and the way to each.
 
 Versions are dense and never change. A publication is fenced by the lease's epoch. Open `lineage` first, then `chain`,
-which is one flavour of it.
+which is one variant of it.
 """

@@ -1,6 +1,6 @@
-"""One flavour's chain of versions as the store has it: states, manifests, signatures, payloads; for one operation.
+"""One variant's chain of versions as the store has it: states, manifests, signatures, payloads; for one operation.
 
-A flavour has manifests, payloads and signatures of its own under the numbers of the versions; whether a version is the
+A variant has manifests, payloads and signatures of its own under the numbers of the versions; whether a version is the
 head or abandoned is the version's alone. Manifests go in and out as exact bytes. The coordinator holds no key and
 checks no signature: whoever trusts a key does.
 """
@@ -42,37 +42,37 @@ def payload_of(row: tuple[str, int, int, str, int]) -> PayloadRef:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The versions of one flavour.
+    """The versions of one variant.
 
     Example: `await database.run(lambda connection: Chain(connection, "int8").manifest(3))`
     """
 
     connection: Connection
-    flavour: str = TRAINED
+    variant: str = TRAINED
 
     def is_in_lineage(self, version: int) -> bool:
-        """Whether a version exists in this flavour and was not abandoned."""
-        row = self._one("SELECT is_abandoned FROM stated WHERE flavour = ? AND version = ?", version)
+        """Whether a version exists in this variant and was not abandoned."""
+        row = self._one("SELECT is_abandoned FROM stated WHERE variant = ? AND version = ?", version)
         return row is not None and not row[0]
 
     def state_root(self, version: int) -> str | None:
         """The state of a version, also of an abandoned one; None when there is no such version."""
-        row = self._one("SELECT state_root FROM stated WHERE flavour = ? AND version = ?", version)
+        row = self._one("SELECT state_root FROM stated WHERE variant = ? AND version = ?", version)
         return None if row is None else str(row[0])
 
     # manifests
 
     def manifest(self, version: int) -> bytes:
         """Exact bytes of a manifest. Raises UnknownVersion: no such version."""
-        row = self._one("SELECT manifest FROM stated WHERE flavour = ? AND version = ?", version)
+        row = self._one("SELECT manifest FROM stated WHERE variant = ? AND version = ?", version)
         if row is None:
-            where = f" in flavour {self.flavour}" if self.flavour else ""
+            where = f" in variant {self.variant}" if self.variant else ""
             raise UnknownVersion(f"version {version} does not exist{where}")
         return bytes(row[0])
 
     def manifest_bytes(self, version: int) -> int:
         """Size of a manifest, which is not read; 0 when there is no such version."""
-        row = self._one("SELECT length(manifest) FROM stated WHERE flavour = ? AND version = ?", version)
+        row = self._one("SELECT length(manifest) FROM stated WHERE variant = ? AND version = ?", version)
         return 0 if row is None else int(row[0])
 
     def manifests(self, *, first: int, last: int, max_bytes: int = MAX_MANIFEST_BYTES) -> tuple[bytes, ...]:
@@ -100,44 +100,44 @@ class Chain:
         return SignedManifest(data=self.manifest(version), signature=self.signature(version))
 
     def signature(self, version: int) -> bytes:
-        row = self._one("SELECT signature FROM signatures WHERE flavour = ? AND version = ?", version)
+        row = self._one("SELECT signature FROM signatures WHERE variant = ? AND version = ?", version)
         return b"" if row is None else bytes(row[0])
 
     def write_signature(self, version: int, signature: bytes) -> None:
         if signature:
-            self.connection.execute("INSERT INTO signatures VALUES (?, ?, ?)", (version, signature, self.flavour))
+            self.connection.execute("INSERT INTO signatures VALUES (?, ?, ?)", (version, signature, self.variant))
 
     # payloads
 
     def into(self, version: int) -> list[PayloadRef]:
         rows = self.connection.execute(
-            f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ? AND to_version = ?", (self.flavour, version)
+            f"SELECT {PAYLOAD_ROW} FROM payloads WHERE variant = ? AND to_version = ?", (self.variant, version)
         )
         return [payload_of(row) for row in rows]
 
     def payloads(self) -> list[PayloadRef]:
-        rows = self.connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ?", (self.flavour,))
+        rows = self.connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE variant = ?", (self.variant,))
         return [payload_of(row) for row in rows]
 
     def offer(self, payloads: Iterable[PayloadRef]) -> None:
         self.connection.executemany(
             "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
-            [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes, self.flavour) for p in payloads],
+            [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes, self.variant) for p in payloads],
         )
 
     def verified(self) -> frozenset[int]:
         """Versions whose snapshot was decoded and is their state."""
-        rows = self.connection.execute("SELECT version FROM verified WHERE flavour = ?", (self.flavour,))
+        rows = self.connection.execute("SELECT version FROM verified WHERE variant = ?", (self.variant,))
         return frozenset(int(row[0]) for row in rows)
 
     def note_verified(self, snapshot: PayloadRef) -> None:
         """Set: remember that a snapshot was decoded and is its version's state."""
         self.connection.execute(
-            "INSERT INTO verified VALUES (?, ?, ?) ON CONFLICT (flavour, version)"
+            "INSERT INTO verified VALUES (?, ?, ?) ON CONFLICT (variant, version)"
             " DO UPDATE SET digest = excluded.digest",
-            (snapshot.to_version, snapshot.digest, self.flavour),
+            (snapshot.to_version, snapshot.digest, self.variant),
         )
 
     def _one(self, query: str, version: int) -> tuple[Any, ...] | None:
-        row: tuple[Any, ...] | None = self.connection.execute(query, (self.flavour, version)).fetchone()
+        row: tuple[Any, ...] | None = self.connection.execute(query, (self.variant, version)).fetchone()
         return row

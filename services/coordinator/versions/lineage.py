@@ -309,9 +309,9 @@ def _parent_digest(connection: Connection, version: int) -> str:
 
 def _content(request: PublishRequest) -> str:
     ids = "".join(f"{g.site}/{g.incarnation}/{g.sequence};" for g in request.consumed)
-    # Nothing for no flavours: the content of a version without them is what it always was.
-    flavours = "".join(f"{entry.flavour}/{manifest_digest(entry.manifest)};" for entry in request.flavours)
-    text = f"{request.parent_version}/{request.lineage_version}/{ids}{flavours}"
+    # Nothing for no variants: the content of a version without them is what it always was.
+    variants = "".join(f"{entry.variant}/{manifest_digest(entry.manifest)};" for entry in request.variants)
+    text = f"{request.parent_version}/{request.lineage_version}/{ids}{variants}"
     return bytes_digest(text.encode() + request.manifest)
 
 

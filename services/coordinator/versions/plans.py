@@ -138,7 +138,7 @@ def plan(
     """
     want = lineage.head_version(chain.connection) if want_version is None else want_version
     if want is None or not chain.is_in_lineage(want):
-        where = f" in flavour {chain.flavour}" if chain.flavour else ""
+        where = f" in variant {chain.variant}" if chain.variant else ""
         raise UnknownVersion(f"version {stated_version(want)} does not exist{where} in the lineage")
     start, note = have_version, ""
     if have_version is not None and chain.state_root(have_version) != have_root:

@@ -14,9 +14,9 @@ from heterorl.learner.backends.ranks.versions import DividedArena, VersionEngine
 Weights = Arena | DividedArena
 
 
-def maker_of(backend: TrainBackend, *, with_flavours: bool) -> VersionEngine | None:
-    """What several ranks make versions with together, if so; flavours are made of all weights by rank 0."""
-    if with_flavours or not isinstance(backend, DividedBackend) or not backend.is_divided:
+def maker_of(backend: TrainBackend, *, with_variants: bool) -> VersionEngine | None:
+    """What several ranks make versions with together, if so; variants are made of all weights by rank 0."""
+    if with_variants or not isinstance(backend, DividedBackend) or not backend.is_divided:
         return None
     return backend.versions
 

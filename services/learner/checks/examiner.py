@@ -38,7 +38,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.generation.draw import group_key
 from heterorl.common.identity.signing import Trust
-from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout
+from heterorl.common.model.quantise import LIMIT, Variant, dequantise, variant_layout
 from heterorl.common.process import metrics
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread, in_thread_of
@@ -67,7 +67,7 @@ _NONE = np.zeros(0, np.float32)
 
 @dataclass(slots=True, eq=False)
 class RecentVersions:
-    """A few pulled states, by flavour and version."""
+    """A few pulled states, by variant and version."""
 
     api: LearnerApi
     _: KW_ONLY
@@ -80,57 +80,57 @@ class RecentVersions:
     _pullers: dict[str, TrustedPuller] = field(default_factory=dict)
     _kept: OrderedDict[tuple[str, int], PulledVersion] = field(default_factory=OrderedDict)
     _whole: tuple[tuple[str, int], Arena] | None = None
-    """What the flavour's version that was asked for last stands for."""
+    """What the variant's version that was asked for last stands for."""
 
-    async def get(self, version: int, flavour: str = "") -> Arena:
-        """The weights that a sampler of a flavour ("": those that are trained) computes with at a version.
+    async def get(self, version: int, variant: str = "") -> Arena:
+        """The weights that a sampler of a variant ("": those that are trained) computes with at a version.
 
         Raises:
-            UnknownVersion: it does not exist in the lineage, or its payloads were deleted, or nobody knows the flavour.
+            UnknownVersion: it does not exist in the lineage, or its payloads were deleted, or nobody knows the variant.
             UnknownPayload: the coordinator's payloads go as fast as plans are made.
             CorruptData: even the snapshot fails its checks.
             UntrustedVersion: it is signed by nobody this learner trusts.
         """
-        key = (flavour, version)
+        key = (variant, version)
         pulled = self._kept.get(key)
         if pulled is None:
-            earlier = [number for form, number in self._kept if form == flavour and number < version]
-            held = self._kept[flavour, max(earlier)] if earlier else None
-            puller = self._pullers.get(flavour) or self._add_puller(flavour)
+            earlier = [number for form, number in self._kept if form == variant and number < version]
+            held = self._kept[variant, max(earlier)] if earlier else None
+            puller = self._pullers.get(variant) or self._add_puller(variant)
             pulled = await puller.pull(version, held=held)
             self._kept[key] = pulled
-            _LOG.debug("version %d%s is here for checks", version, f" in flavour {flavour}" if flavour else "")
+            _LOG.debug("version %d%s is here for checks", version, f" in variant {variant}" if variant else "")
         self._kept.move_to_end(key)
         while len(self._kept) > self.num_kept:
             self._kept.popitem(last=False)
-        if not flavour:
+        if not variant:
             return pulled.arena
         if self._whole is None or self._whole[0] != key:
             whole = Arena(self.layout)
-            await in_thread(dequantise, pulled.arena, whole, _known(flavour))
+            await in_thread(dequantise, pulled.arena, whole, _known(variant))
             self._whole = (key, whole)
         return self._whole[1]
 
-    def _add_puller(self, flavour: str) -> TrustedPuller:
-        layout = flavour_layout(self.layout, _known(flavour)) if flavour else self.layout
+    def _add_puller(self, variant: str) -> TrustedPuller:
+        layout = variant_layout(self.layout, _known(variant)) if variant else self.layout
         puller = TrustedPuller(
             api=self.api,
-            spool=self.spool / (flavour or "trained"),
+            spool=self.spool / (variant or "trained"),
             layout=layout,
             patience=self.patience,
             trust=self.trust,
             threads=self.threads,
-            flavour=flavour,
+            variant=variant,
         )
-        self._pullers[flavour] = puller
+        self._pullers[variant] = puller
         return puller
 
 
-def _known(flavour: str) -> Flavour:
+def _known(variant: str) -> Variant:
     for name in LIMIT:
-        if name == flavour:
+        if name == variant:
             return name
-    raise UnknownVersion(f"this program knows no flavour {flavour!r}")
+    raise UnknownVersion(f"this program knows no variant {variant!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,11 +261,11 @@ class Examiner:
             )
         for version in versions:
             try:
-                arena = await self.versions.get(version, queued.flavour)
+                arena = await self.versions.get(version, queued.variant)
             except (UnknownVersion, UnknownPayload, CorruptData, UntrustedVersion) as error:
                 _count(group, "logprob", "skipped")
                 return Finding(detail=f"version {version} cannot be had to check it: {error}")
-            await in_thread(self.yardstick.replayer.load, arena, version, queued.flavour)
+            await in_thread(self.yardstick.replayer.load, arena, version, queued.variant)
             found = await in_thread(self.yardstick.replayer.replay, group, key=key)
             replays = found if not replays else _spliced(group, version, into=replays, other=found)
         # Of trainable rollouts alone: tokens that nobody trains on would make the mean over the group better.

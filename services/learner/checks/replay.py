@@ -51,11 +51,11 @@ class Replayer:
         """Whether draws are of all tokens, so that the Gumbel-max trick decides them alone."""
         return not self._sampling.is_truncated
 
-    def load(self, arena: Arena, version: int, flavour: str = "") -> None:
-        """Take a version's weights, or what a flavour of it stands for; nothing where they are loaded already."""
-        if (flavour, version) != self._loaded:
+    def load(self, arena: Arena, version: int, variant: str = "") -> None:
+        """Take a version's weights, or what a variant of it stands for; nothing where they are loaded already."""
+        if (variant, version) != self._loaded:
             tensors.load(arena, self._model)
-            self._loaded = (flavour, version)
+            self._loaded = (variant, version)
 
     @torch.inference_mode()
     def replay(self, group: Group, *, key: int | None) -> list[Replay]:

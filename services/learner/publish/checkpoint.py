@@ -6,7 +6,7 @@
                                         "lineage_version", "state_root", "manifest": hex,
                                         "consumed": [[site, incarnation, sequence], ...], "reports": [{...}]}
         published.payload               snapshot of the published weights (heterorl.common.weights.payload)
-        <flavour>.scales                snapshot of a flavour's scales alone, for each flavour
+        <variant>.scales                snapshot of a variant's scales alone, for each variant
         backend/                        what TrainBackend.freeze left
         DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
 
@@ -30,7 +30,7 @@ from types import MappingProxyType
 import blake3
 
 from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
-from heterorl.common.model.quantise import Flavour, scale_layout
+from heterorl.common.model.quantise import Variant, scale_layout
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest, SiteId, StepReport, report_from_row
 from heterorl.common.types.rollout import GroupId
@@ -214,8 +214,8 @@ class CheckpointStore:
                 _link(snapshot, temporary / PUBLISHED_FILE)
             elif isinstance(arena, Arena):
                 write_snapshot(temporary / PUBLISHED_FILE, arena)
-            for flavour, values in scales.items():
-                write_snapshot(temporary / f"{flavour}{SCALES_SUFFIX}", values)
+            for variant, values in scales.items():
+                write_snapshot(temporary / f"{variant}{SCALES_SUFFIX}", values)
             (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
             digests = {name: file_digest(temporary / name) for name in _files(temporary)}
             (temporary / DONE_FILE).write_text(json.dumps({"format": FORMAT, "files": digests}), encoding="utf-8")
@@ -319,8 +319,8 @@ def find_published(
     return None
 
 
-def read_all_scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
-    """Read the scales of those flavours that a checkpoint has; CorruptData where they are broken."""
+def read_all_scales(path: Path, layouts: Mapping[Variant, Layout]) -> dict[str, Arena]:
+    """Read the scales of those variants that a checkpoint has; CorruptData where they are broken."""
     found: dict[str, Arena] = {}
     for name, layout in layouts.items():
         file = path / f"{name}{SCALES_SUFFIX}"

@@ -1,10 +1,10 @@
 """Publishing a version, in an order that survives a crash between any two lines of it.
 
     1 stage       weights rounded into an arena that is not the shadow; then whatever else a `draft` has of the backend
-    2 encode      delta against the shadow (or snapshot), manifest; each flavour; in the draft where all ranks encode
+    2 encode      delta against the shadow (or snapshot), manifest; each variant; in the draft where all ranks encode
     3 checkpoint  masters, optimizer and this publication's key: from here on a restart can finish the work
     4 upload      payloads by digest, resumable
-    5 commit      one compare-and-set at the coordinator, flavours included; a lost answer is asked for by the key
+    5 commit      one compare-and-set at the coordinator, variants included; a lost answer is asked for by the key
     6 advance     only now: shadow := arena, the head moves
 
 From 2 on nothing reads the backend, so the next step may compute meanwhile. The two arenas bound what is under way to
@@ -41,9 +41,9 @@ from heterorl.learner.observe import observe_version
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.publish.checkpoint import Begun, CheckpointStore, Cursor, cursor_of
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
-from heterorl.learner.publish.flavours import EncodedFlavour, Flavours, QuantisedFlavour
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.upload import commit, upload_all
+from heterorl.learner.publish.variants import EncodedVariant, QuantisedVariant, Variants
 
 _LOG = logging.getLogger(__name__)
 _NOWHERE = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
@@ -53,7 +53,7 @@ _NOWHERE = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage
 class Draft:
     """The next version as its step left it; nothing here changes when the next step does.
 
-    `arena` has the rounded weights, `forms` the flavours of them; `canary` are the log-probs of the agreed tokens,
+    `arena` has the rounded weights, `forms` the variants of them; `canary` are the log-probs of the agreed tokens,
     computed now because the model that is trained computes them; `begun` is the checkpoint, where one is due.
     `encoded` is what all ranks have encoded already; None where this process does it, beside the next step.
     """
@@ -62,7 +62,7 @@ class Draft:
     step: int
     arena: Weights
     canary: tuple[float, ...]
-    forms: tuple[QuantisedFlavour, ...]
+    forms: tuple[QuantisedVariant, ...]
     begun: Begun | None
     encoded: Encoded | None = None
 
@@ -86,7 +86,7 @@ class Publisher:
     canary: Canary | None = None
     threads: int = 1
     """Chunks of weights that are coded at once."""
-    flavours: Flavours | None = None
+    variants: Variants | None = None
     position: Position = _NOWHERE
     is_undecided: bool = False
     """Whether a version was sent whose fate is not known here."""
@@ -100,23 +100,23 @@ class Publisher:
         """Remove payloads of an earlier process: what it did not publish is encoded again."""
         for path in self.directory.glob("v[0-9]*"):
             path.unlink()
-        if self.flavours is not None:
-            self.flavours.remove_leftovers()
+        if self.variants is not None:
+            self.variants.remove_leftovers()
 
-    async def begin_flavours(self, *, step: int, saved_by: TrainBackend) -> None:
-        """Publish the head's weights once more where a flavour has no version: who pulls it would have none to use."""
-        if self.flavours is None:
+    async def begin_variants(self, *, step: int, saved_by: TrainBackend) -> None:
+        """Publish the head's weights once more where a variant has no version: who pulls it would have none to use."""
+        if self.variants is None:
             return
-        await self.flavours.align(self.position)
+        await self.variants.align(self.position)
         shadow = self.position.shadow
-        if shadow is not None and self.flavours.are_to_begin:
-            _LOG.info("version %d repeats the head, so that a flavour begins", self.position.head_version + 1)
+        if shadow is not None and self.variants.are_to_begin:
+            _LOG.info("version %d repeats the head, so that a variant begins", self.position.head_version + 1)
             await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Weights:
         """Round the masters into weights of their own, divided where all ranks make a version; the shadow stays."""
         assert not self._is_under_way, "the arena of a version under way is still read"
-        shadow, maker = self.position.shadow, maker_of(backend, with_flavours=self.flavours is not None)
+        shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
             if isinstance(shadow, Arena):
                 shadow = await in_thread(divided, shadow, maker)
@@ -155,10 +155,10 @@ class Publisher:
         """
         position = self.position
         version = position.head_version + 1
-        forms: tuple[QuantisedFlavour, ...] = ()
-        if self.flavours is not None:
-            await self.flavours.align(position)
-            forms = await in_thread(self.flavours.quantise, whole_of(arena), canary=self.canary)
+        forms: tuple[QuantisedVariant, ...] = ()
+        if self.variants is not None:
+            await self.variants.align(position)
+            forms = await in_thread(self.variants.quantise, whole_of(arena), canary=self.canary)
         is_rollback = position.lineage_version != position.head_version
         is_due = is_last or is_rollback or version % self.checkpoint_every_versions == 0
         begun = None
@@ -198,10 +198,10 @@ class Publisher:
         encoded = draft.encoded
         if encoded is None:
             encoded = await in_thread(self._encode, draft.arena, draft.step)
-        forms: tuple[EncodedFlavour, ...] = ()
-        if self.flavours is not None:
+        forms: tuple[EncodedVariant, ...] = ()
+        if self.variants is not None:
             forms = await in_thread(
-                self.flavours.encode, self.position, draft.forms, step=draft.step, with_snapshot=self._is_snapshot_due
+                self.variants.encode, self.position, draft.forms, step=draft.step, with_snapshot=self._is_snapshot_due
             )
         cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports)
         checkpoint = None
@@ -212,7 +212,7 @@ class Publisher:
                 begun=draft.begun,
                 arena=draft.arena,
                 snapshot=encoded.snapshot,
-                scales={form.flavour: scales_of(form.arena) for form in forms},
+                scales={form.variant: scales_of(form.arena) for form in forms},
             )
         started = time.perf_counter()
         files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
@@ -230,8 +230,8 @@ class Publisher:
         publish_s = time.perf_counter() - started
         self._advance(draft.arena, encoded)
         self.is_undecided = False
-        if self.flavours is not None:
-            self.flavours.advance(forms)
+        if self.variants is not None:
+            self.variants.advance(forms)
         _remove(files)
         observe_version(encoded.manifest, encode_s=encoded.encode_s, publish_s=publish_s)
         self.journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
@@ -261,9 +261,9 @@ class Publisher:
         )
 
     def _request(
-        self, cursor: Cursor, draft: Draft, forms: Sequence[EncodedFlavour], *, encode_s: float
+        self, cursor: Cursor, draft: Draft, forms: Sequence[EncodedVariant], *, encode_s: float
     ) -> PublishRequest:
-        flavours = () if self.flavours is None else self.flavours.state(forms, signer=self.signer)
+        variants = () if self.variants is None else self.variants.state(forms, signer=self.signer)
         return PublishRequest(
             epoch=self.epoch,
             step_id=cursor.step_id,
@@ -275,7 +275,7 @@ class Publisher:
             signature=b"" if self.signer is None else self.signer.sign(cursor.manifest),
             canary=draft.canary,
             encode_s=encode_s,
-            flavours=flavours,
+            variants=variants,
         )
 
     def _advance(self, arena: Weights, encoded: Encoded) -> None:

@@ -105,7 +105,7 @@ class Leader:
             contract=self.contract,
             request_id=secrets.token_hex(8),
             patience=self.patience(),
-            flavours=self.config.flavours,
+            variants=self.config.variants,
             incarnation=await in_thread(read_incarnation, self.config.state_dir),
             groups_per_version=groups_per_version,
             statement=self.statement,

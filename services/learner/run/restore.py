@@ -28,7 +28,7 @@ from heterorl.learner.publish.checkpoint import (
     read_all_scales,
     read_checkpoint,
 )
-from heterorl.learner.publish.flavours import Flavours
+from heterorl.learner.publish.variants import Variants
 
 _LOG = logging.getLogger(__name__)
 NUM_READS = 3
@@ -37,12 +37,12 @@ NUM_READS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restorer:
-    """Fills a backend from a store of checkpoints, and the flavours with their scales."""
+    """Fills a backend from a store of checkpoints, and the variants with their scales."""
 
     backend: TrainBackend
     store: CheckpointStore
     patience: Patience
-    flavours: Flavours | None = None
+    variants: Variants | None = None
 
     async def read(self, path: Path) -> Cursor | None:
         """The cursor of a checkpoint; None when it is damaged, or the disk does not give it."""
@@ -73,10 +73,10 @@ class Restorer:
             OSError: the disk does not give it.
         """
         await in_thread(self.backend.restore, self.store.backend_directory(path))
-        maker = maker_of(self.backend, with_flavours=self.flavours is not None)
+        maker = maker_of(self.backend, with_variants=self.variants is not None)
         published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
-        if self.flavours is not None:
-            self.flavours.offer_scales(await in_thread(read_all_scales, path, self.flavours.layouts))
+        if self.variants is not None:
+            self.variants.offer_scales(await in_thread(read_all_scales, path, self.variants.layouts))
         # On top of what was published, or a dead band could not be told from damage.
         if isinstance(published, Arena):
             await in_thread(self.backend.store, published, published=published)

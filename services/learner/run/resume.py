@@ -130,7 +130,7 @@ class Resumption:
                 coordinator lost this run.
         """
         step = await self._resume()
-        await self.publisher.begin_flavours(step=step, saved_by=self.backend)
+        await self.publisher.begin_variants(step=step, saved_by=self.backend)
         return step
 
     async def _resume(self) -> int:
@@ -263,7 +263,7 @@ class Resumption:
         """What samplers have at a version, so that a delta may start from it; None when nobody has it any more."""
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
-        maker = maker_of(self.backend, with_flavours=self.publisher.flavours is not None)
+        maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)
         paths = self.store.paths()
         arena = await in_thread(find_published, paths, version, root, self.backend.layout, maker=maker)
         if arena is not None:

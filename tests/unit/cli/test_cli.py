@@ -24,7 +24,7 @@ from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config import load, parse_override
 from heterorl.common.types.rollout import DropReason
-from heterorl.common.types.run import FlavourStatus, LedgerCounts, RunStatus, SiteStatus, fold_incarnations
+from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, VariantStatus, fold_incarnations
 from heterorl.coordinator.config import CoordinatorConfig
 from tests.support.run import REPORT
 
@@ -298,17 +298,17 @@ def test_status_is_shown_to_people_and_programs():
     console.print(*status_tables(ordered, width=200))
     assert "back to version 2; not carried out yet" in console.export_text()
     assert "carried out" not in text
-    form = FlavourStatus(
-        flavour="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
+    form = VariantStatus(
+        variant="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
     )
-    small = dataclasses.replace(site, flavour="int8", last_seen_s=0.5)
-    forms = dataclasses.replace(status, is_head_signed=True, flavours=(form,), sites=(site, small))
+    small = dataclasses.replace(site, variant="int8", last_seen_s=0.5)
+    forms = dataclasses.replace(status, is_head_signed=True, variants=(form,), sites=(site, small))
     assert [table.row_count for table in status_tables(forms, width=200)] == [14, 1]
     console.print(*status_tables(forms, width=200))
     text = console.export_text(clear=False)
     assert "50 bytes; delta 5 bytes (10.0x), 1.50% changed" in text
     assert text.count("int8") == 2
-    assert status_json(forms)["sites"][1]["flavour"] == status_json(forms)["flavours"][0]["flavour"] == "int8"
+    assert status_json(forms)["sites"][1]["variant"] == status_json(forms)["variants"][0]["variant"] == "int8"
     assert "4, signed" in console.export_text()
 
 
@@ -316,7 +316,7 @@ def test_sites_are_readable_at_eighty_columns():
     site = SiteStatus(
         site="frankfurt-12", incarnation="i", policy_version=1234, state_root="", last_seen_s=-0.2,
         groups_accepted=123456, groups_dropped=17, tokens_per_s=7276.0, work_leased=5, apply_s=0.00757,
-        flavour="fp8_e4m3", canary_difference=0.0123, groups_failed=3, quota_used=0.5, groups_refused=9,
+        variant="fp8_e4m3", canary_difference=0.0123, groups_failed=3, quota_used=0.5, groups_refused=9,
     )  # fmt: skip
     silent = dataclasses.replace(site, site="never-seen", last_seen_s=-1.0, quarantine="its groups fail")
     status = RunStatus(
@@ -334,7 +334,7 @@ def test_sites_are_readable_at_eighty_columns():
     # Whatever the width, no word is cut and no cell wrapped.
     for words in (
         ("frankfurt-12", "fp8_e4m3"),
-        ("site", "flavour"),
+        ("site", "variant"),
         ("7276", "5"),
         ("0.00757 s", "50%"),
         ("never", "9"),

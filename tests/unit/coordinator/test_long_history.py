@@ -35,7 +35,7 @@ async def core(tmp_path):
             ],
         )
         connection.executemany(
-            "INSERT INTO flavour_versions VALUES ('int8', ?, zeroblob(?), 'd', ?, 1, 0)",
+            "INSERT INTO variant_versions VALUES ('int8', ?, zeroblob(?), 'd', ?, 1, 0)",
             [(version, MANIFEST_BYTES, f"small-{version}") for version in range(5, 20)],
         )
 

@@ -12,7 +12,7 @@ from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.versions import flavours
+from heterorl.coordinator.versions import variants
 from tests.support.run import INCARNATION, SITE, credits_of
 
 
@@ -47,26 +47,26 @@ async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_app
     assert shown("coordinator_site_apply_seconds", site=SITE) == 0.25
 
 
-async def test_sites_and_bytes_are_shown_by_flavour_and_no_longer_than_they_are_there(core, run):
+async def test_sites_and_bytes_are_shown_by_variant_and_no_longer_than_they_are_there(core, run):
     delta = (await core.get_status()).snapshot_bytes
-    await core.register(run.registration(flavour=""))
-    await core.database.run(lambda c: flavours.offer(c, ["int8"]))
-    await core.register(run.registration(site=SiteId("small"), flavour="int8"))
+    await core.register(run.registration(variant=""))
+    await core.database.run(lambda c: variants.offer(c, ["int8"]))
+    await core.register(run.registration(site=SiteId("small"), variant="int8"))
     await core.database.run(
-        lambda c: c.execute("INSERT INTO flavour_versions VALUES ('int8', 0, ?, 'd', 'r', 44, 0.5)", (b"",))
+        lambda c: c.execute("INSERT INTO variant_versions VALUES ('int8', 0, ?, 'd', 'r', 44, 0.5)", (b"",))
     )
 
     await observe.observe_run(core)
 
-    assert shown("coordinator_site_flavour_info", site=SITE, flavour="trained") == 1
-    assert shown("coordinator_site_flavour_info", site="small", flavour="int8") == 1
-    assert shown("coordinator_site_flavour_info", site="small", flavour="trained") is None
-    assert shown("coordinator_flavour_bytes", flavour="trained", kind="snapshot") == delta > 0
-    assert shown("coordinator_flavour_bytes", flavour="int8", kind="full") == 44
-    assert shown("coordinator_flavour_bytes", flavour="int8", kind="delta") == 0
-    await core.database.run(lambda c: flavours.offer(c, []))
+    assert shown("coordinator_site_variant_info", site=SITE, variant="trained") == 1
+    assert shown("coordinator_site_variant_info", site="small", variant="int8") == 1
+    assert shown("coordinator_site_variant_info", site="small", variant="trained") is None
+    assert shown("coordinator_variant_bytes", variant="trained", kind="snapshot") == delta > 0
+    assert shown("coordinator_variant_bytes", variant="int8", kind="full") == 44
+    assert shown("coordinator_variant_bytes", variant="int8", kind="delta") == 0
+    await core.database.run(lambda c: variants.offer(c, []))
     await observe.observe_run(core)
-    assert shown("coordinator_flavour_bytes", flavour="int8", kind="full") is None
+    assert shown("coordinator_variant_bytes", variant="int8", kind="full") is None
 
 
 async def test_run_is_shown_as_the_store_holds_it(core, run, clock):

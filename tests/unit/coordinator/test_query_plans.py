@@ -18,7 +18,7 @@ from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 SETS = [{"name": "held", "num_prompts": 2, "samples_per_prompt": 64, "temperature": 1.0}]
 GROWING = frozenset(
-    {"groups", "versions", "flavour_versions", "steps", "work", "out_work", "audit", "failures", "canaries",
+    {"groups", "versions", "variant_versions", "steps", "work", "out_work", "audit", "failures", "canaries",
      "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads",
      "evaluation_jobs", "evaluation_results", "prompts"}
 )  # fmt: skip

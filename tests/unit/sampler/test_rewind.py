@@ -49,7 +49,7 @@ def test_record_keeps_what_is_not_above_and_all_of_it_beside(tmp_path):
     ]
 
 
-def test_what_is_left_is_said_before_and_holds_for_every_flavour(tmp_path):
+def test_what_is_left_is_said_before_and_holds_for_every_variant(tmp_path):
     write(tmp_path / "versions.jsonl", [3, 7])
     write(tmp_path / "versions.int8.jsonl", [6, 8])
     write(tmp_path / "versions.old.jsonl", [2])

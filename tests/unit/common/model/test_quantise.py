@@ -1,4 +1,4 @@
-"""Flavours: quantisation is a function of the state and the scales, never saturates, and says what it cannot hold."""
+"""Variants: quantisation is a function of the state and the scales, never saturates, and says what it cannot hold."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.quantise import LIMIT, SCALE, dequantise, flavour_layout, quantise, scales_of
+from heterorl.common.model.quantise import LIMIT, SCALE, dequantise, quantise, scales_of, variant_layout
 from heterorl.common.model.tensors import TORCH_DTYPE
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.payload import apply_payload, write_delta
 from tests.support.arenas import random_arena
 
-FLAVOURS = ("int8", "fp8_e4m3")
+VARIANTS = ("int8", "fp8_e4m3")
 DTYPES = ("bf16", "fp16", "fp32")
 SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -52,14 +52,14 @@ def _filled(layout: Layout, seed: int, *, spread: float = 0.1) -> Arena:
     return arena
 
 
-def _quantised(base: Arena, flavour: str, frozen: Arena | None = None) -> tuple[Arena, int]:
-    target = Arena(flavour_layout(base.layout, flavour))
-    return target, quantise(base, target, flavour, frozen=frozen)
+def _quantised(base: Arena, variant: str, frozen: Arena | None = None) -> tuple[Arena, int]:
+    target = Arena(variant_layout(base.layout, variant))
+    return target, quantise(base, target, variant, frozen=frozen)
 
 
-def _numbers(bits: np.ndarray, flavour: str) -> np.ndarray:
+def _numbers(bits: np.ndarray, variant: str) -> np.ndarray:
     """What a byte stands for, by the definition of the type: sign, four bits of exponent (bias 7), three of mantissa."""
-    if flavour == "int8":
+    if variant == "int8":
         return bits.astype(np.float64)
     table = []
     for byte in range(256):
@@ -69,58 +69,58 @@ def _numbers(bits: np.ndarray, flavour: str) -> np.ndarray:
     return np.array(table)[bits.view(np.uint8)]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_layout_of_a_flavour_has_a_byte_for_each_weight_and_keeps_what_is_small(flavour):
-    layout = flavour_layout(_base(), flavour)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layout_of_a_variant_has_a_byte_for_each_weight_and_keeps_what_is_small(variant):
+    layout = variant_layout(_base(), variant)
 
     dtypes = {spec.name: spec.dtype for spec in layout.specs}
     assert dtypes == {
-        "embed": flavour, "embed/scale": "fp32", "head": flavour, "norm": "bf16", "narrow": "bf16", "empty": "bf16",
-        "conv": flavour, "conv/scale": "fp32",
+        "embed": variant, "embed/scale": "fp32", "head": variant, "norm": "bf16", "narrow": "bf16", "empty": "bf16",
+        "conv": variant, "conv/scale": "fp32",
     }  # fmt: skip
     assert layout.by_name["head"].alias_of == "embed"
     assert layout.spec("embed/scale").shape == (5,)
-    assert layout.layout_id == flavour_layout(_base(), flavour).layout_id
-    others = {_base().layout_id, flavour_layout(_base(), "int8" if flavour == "fp8_e4m3" else "fp8_e4m3").layout_id}
+    assert layout.layout_id == variant_layout(_base(), variant).layout_id
+    others = {_base().layout_id, variant_layout(_base(), "int8" if variant == "fp8_e4m3" else "fp8_e4m3").layout_id}
     assert layout.layout_id not in others
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_what_is_published_wider_than_the_rest_has_no_bytes(dtype, flavour):
+def test_what_is_published_wider_than_the_rest_has_no_bytes(dtype, variant):
     """A router's matrix that the model keeps in fp32."""
     layout = Layout.build([*_base(dtype).specs, TensorSpec(name="gate", dtype="fp32", shape=(4, 16))])
     base = _filled(layout, seed=3)
 
-    target, _ = _quantised(base, flavour)
+    target, _ = _quantised(base, variant)
     again = Arena(layout)
-    dequantise(target, again, flavour)
+    dequantise(target, again, variant)
 
     types = {spec.name: spec.dtype for spec in target.layout.specs}
-    assert (types["gate"], types["embed"], types["norm"]) == ("fp32", flavour, dtype)
+    assert (types["gate"], types["embed"], types["norm"]) == ("fp32", variant, dtype)
     assert "gate/scale" not in types
     assert np.array_equal(again.view("gate"), base.view("gate"))
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), dtype=st.sampled_from(DTYPES), flavour=st.sampled_from(FLAVOURS))
-def test_every_weight_is_the_nearest_that_its_row_can_hold(seed, dtype, flavour):
+@given(seed=st.integers(0, 2**32), dtype=st.sampled_from(DTYPES), variant=st.sampled_from(VARIANTS))
+def test_every_weight_is_the_nearest_that_its_row_can_hold(seed, dtype, variant):
     # Any bits that are numbers: denormals, both zeros, the largest of the type, all in one row.
     base = random_arena(_base(dtype), seed=seed)
     for name in ("embed", "conv"):
         values = _values(base, name)
         values[~values.isfinite()] = 0.0
-    target, num_rescaled = _quantised(base, flavour)
+    target, num_rescaled = _quantised(base, variant)
 
     assert num_rescaled == 0
     for name in ("embed", "conv"):
         values = _values(base, name).double().flatten(1).numpy()
         scales = _values(target, name + SCALE).double().numpy()
-        mine = _numbers(target.view(name), flavour).reshape(values.shape)
+        mine = _numbers(target.view(name), variant).reshape(values.shape)
         largest = np.abs(values).max(1)
-        assert (largest <= LIMIT[flavour] * scales * (1 + 1e-6)).all()
+        assert (largest <= LIMIT[variant] * scales * (1 + 1e-6)).all()
         assert ((scales == 0) == (largest == 0)).all()
-        grid = np.unique(_numbers(np.arange(-128, 128).astype(np.int8), flavour))
+        grid = np.unique(_numbers(np.arange(-128, 128).astype(np.int8), variant))
         grid = grid[~np.isnan(grid)]
         quotients = values / np.where(scales == 0, 1.0, scales)[:, None]
         nearest = np.abs(quotients[..., None] - grid).min(-1)
@@ -131,79 +131,79 @@ def test_every_weight_is_the_nearest_that_its_row_can_hold(seed, dtype, flavour)
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32), dtype=st.sampled_from(DTYPES), flavour=st.sampled_from(FLAVOURS))
-def test_what_a_flavour_stands_for_is_value_times_scale_rounded_once_whatever_the_bits(seed, dtype, flavour):
-    source = random_arena(flavour_layout(_base(dtype), flavour), seed=seed)
+@given(seed=st.integers(0, 2**32), dtype=st.sampled_from(DTYPES), variant=st.sampled_from(VARIANTS))
+def test_what_a_variant_stands_for_is_value_times_scale_rounded_once_whatever_the_bits(seed, dtype, variant):
+    source = random_arena(variant_layout(_base(dtype), variant), seed=seed)
     target = Arena(_base(dtype))
 
-    dequantise(source, target, flavour)
+    dequantise(source, target, variant)
 
-    expected = torch.from_numpy(_numbers(source.view("embed"), flavour).astype(np.float32))
+    expected = torch.from_numpy(_numbers(source.view("embed"), variant).astype(np.float32))
     largest = torch.finfo(TORCH_DTYPE[dtype]).max
     expected = (expected * _values(source, "embed/scale")[:, None]).clamp(-largest, largest).to(TORCH_DTYPE[dtype])
     assert torch.equal(_values(target, "embed").nan_to_num(7.0), expected.nan_to_num(7.0))
     assert np.array_equal(target.view("norm"), source.view("norm"))
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_no_number_is_refused(flavour, bad):
+def test_a_weight_that_is_no_number_is_refused(variant, bad):
     base = _filled(_base(), 1)
     _values(base, "embed")[3, 5] = bad
 
-    with pytest.raises(ConfigError, match="flavours: embed is not finite"):
-        _quantised(base, flavour)
+    with pytest.raises(ConfigError, match="variants: embed is not finite"):
+        _quantised(base, variant)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_rows_of_zeros_have_no_scale_until_a_weight_of_theirs_is_none(flavour):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_zeros_have_no_scale_until_a_weight_of_theirs_is_none(variant):
     base = _filled(_base(), 1)
     values = _values(base, "embed")
     values[2] = 0.0
     values[3] = -0.0
-    first, _ = _quantised(base, flavour)
+    first, _ = _quantised(base, variant)
     back = Arena(base.layout)
-    dequantise(first, back, flavour)
+    dequantise(first, back, variant)
     assert _values(first, "embed/scale")[2:4].tolist() == [0.0, 0.0]
     assert (_values(back, "embed")[2:4] == 0).all()
 
     values[2, 0] = 0.5
-    second, num_rescaled = _quantised(base, flavour, frozen=first)
+    second, num_rescaled = _quantised(base, variant, frozen=first)
 
     # It had none to be changed.
     assert num_rescaled == 0
-    assert _values(second, "embed/scale")[2] == pytest.approx(0.5 * 17 / 16 / LIMIT[flavour])
+    assert _values(second, "embed/scale")[2] == pytest.approx(0.5 * 17 / 16 / LIMIT[variant])
     assert _values(second, "embed/scale")[3] == 0
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_rows_of_denormals_get_the_smallest_normal_scale(flavour):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_denormals_get_the_smallest_normal_scale(variant):
     base = _filled(_base("fp32"), 1)
     _values(base, "embed")[1] = 3e-39
 
-    target, _ = _quantised(base, flavour)
+    target, _ = _quantised(base, variant)
 
     assert _values(target, "embed/scale")[1] == SMALLEST
-    assert np.isfinite(_numbers(target.view("embed")[1], flavour)).all()
+    assert np.isfinite(_numbers(target.view("embed")[1], variant)).all()
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_the_largest_weights_of_float32_are_held(flavour):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_largest_weights_of_float32_are_held(variant):
     base = _filled(_base("fp32"), 1)
     _values(base, "embed")[1, 4] = torch.finfo(torch.float32).max
-    target, _ = _quantised(base, flavour)
+    target, _ = _quantised(base, variant)
     back = Arena(base.layout)
 
-    dequantise(target, back, flavour)
+    dequantise(target, back, variant)
 
     assert _values(back, "embed").isfinite().all()
     assert _values(back, "embed")[1, 4] == pytest.approx(torch.finfo(torch.float32).max, rel=0.05)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_scales_are_frozen_until_a_row_outgrows_its_own(flavour):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scales_are_frozen_until_a_row_outgrows_its_own(variant):
     base = _filled(_base(), 1)
-    first, _ = _quantised(base, flavour)
+    first, _ = _quantised(base, variant)
     moved = base.copy()
     _values(moved, "embed").mul_(0.5)
     # A sixteenth is the room there is: row 1 grows within it, row 2 beyond.
@@ -211,40 +211,40 @@ def test_scales_are_frozen_until_a_row_outgrows_its_own(flavour):
     _values(moved, "embed")[1, 0] = float(largest[1]) * 1.05
     _values(moved, "embed")[2, 0] = float(largest[2]) * 1.08
 
-    second, num_rescaled = _quantised(moved, flavour, frozen=first)
+    second, num_rescaled = _quantised(moved, variant, frozen=first)
 
     before, after = _values(first, "embed/scale"), _values(second, "embed/scale")
     assert num_rescaled == 1
     assert (before == after).tolist() == [True, True, False, True, True]
-    chosen, _ = _quantised(moved, flavour)
+    chosen, _ = _quantised(moved, variant)
     assert after[2] == _values(chosen, "embed/scale")[2]
     # Nothing saturates: the new largest is as near as any other.
     back = Arena(base.layout)
-    dequantise(second, back, flavour)
+    dequantise(second, back, variant)
     error = (_values(back, "embed").float() - _values(moved, "embed").float()).abs().amax()
     # int8: half a step; fp8: half a step of the highest binade, 32 of 448; and the rounding of bf16 in both.
-    steps = 0.5 if flavour == "int8" else 16.0
+    steps = 0.5 if variant == "int8" else 16.0
     assert error <= steps * float(after.max()) + float(largest.max()) * 2**-8
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_state_gives_the_same_bits_again_with_the_scales_that_came_of_it(flavour):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_state_gives_the_same_bits_again_with_the_scales_that_came_of_it(variant):
     base = _filled(_base(), 1)
-    first, _ = _quantised(base, flavour)
+    first, _ = _quantised(base, variant)
     moved = base.copy()
     _values(moved, "embed").mul_(1.5)
-    second, num_rescaled = _quantised(moved, flavour, frozen=first)
+    second, num_rescaled = _quantised(moved, variant, frozen=first)
     assert num_rescaled == 5
 
     # From the scales alone, as a checkpoint has them, on one thread and on another number of them.
-    again, num_rescaled = _quantised(moved, flavour, frozen=scales_of(second))
+    again, num_rescaled = _quantised(moved, variant, frozen=scales_of(second))
 
     assert num_rescaled == 0
     assert again.state_root() == second.state_root()
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert _quantised(moved, flavour, frozen=scales_of(second))[0].state_root() == second.state_root()
+        assert _quantised(moved, variant, frozen=scales_of(second))[0].state_root() == second.state_root()
     finally:
         torch.set_num_threads(before)
 
@@ -265,14 +265,14 @@ def test_tensors_of_more_than_a_block_are_quantised_like_small_ones(monkeypatch)
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**32), flavour=st.sampled_from(FLAVOURS), data=st.data())
-def test_merged_deltas_of_a_flavour_lead_where_the_chain_leads_at_any_lag(tmp_path_factory, seed, flavour, data):
-    tmp_path = tmp_path_factory.mktemp("flavour")
+@given(seed=st.integers(0, 2**32), variant=st.sampled_from(VARIANTS), data=st.data())
+def test_merged_deltas_of_a_variant_lead_where_the_chain_leads_at_any_lag(tmp_path_factory, seed, variant, data):
+    tmp_path = tmp_path_factory.mktemp("variant")
     generator = torch.Generator().manual_seed(seed)
     base = _filled(_base(), seed % 1000)
     states: list[Arena] = []
     for _ in range(6):
-        states.append(_quantised(base, flavour, frozen=states[-1] if states else None)[0])
+        states.append(_quantised(base, variant, frozen=states[-1] if states else None)[0])
         values = _values(base, "embed")
         # Some steps outgrow a row: a changed scale is a step like any other.
         values.add_(torch.randn(values.shape, generator=generator) * 0.02)

@@ -41,6 +41,7 @@ def test_other_values_are_quoted():
 @pytest.mark.parametrize(
     ("table", "said"),
     [
+        ({"flavour": "int8"}, "flavour: is a key no longer; it is `variant`"),
         ({"ballast_bytes": 1}, "ballast_bytes: is a key no longer; .* see min_free_bytes"),
         ({"payloads": {"take_over": "ab"}}, r"payloads\.take_over: is a key no longer; .*operate\.md"),
     ],

@@ -22,7 +22,7 @@ WITHOUT_UNIT = {
     "heterorl_relay_calls", "heterorl_coordinator_standing_by",
 }  # fmt: skip
 LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
-          "applied", "stage", "quota", "check", "verdict", "flavour", "loop", "outcome", "phase", "stat",
+          "applied", "stage", "quota", "check", "verdict", "variant", "loop", "outcome", "phase", "stat",
           "set", "source", "part", "way", "metric"}  # fmt: skip
 
 

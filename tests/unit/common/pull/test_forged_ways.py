@@ -35,14 +35,14 @@ async def world(tmp_path):
     await core.close()
 
 
-def trusting(api, run, path, *, flavour=""):
+def trusting(api, run, path, *, variant=""):
     return TrustedPuller(
         api=api,
         spool=path / "spool",
         layout=LAYOUT,
         patience=Patience(clock=SystemClock(), rng=random.Random(0)),
         trust=Trust([run.signer.public_key]),
-        flavour=flavour,
+        variant=variant,
     )
 
 
@@ -52,14 +52,14 @@ async def _forger(world, *, is_held):
     return Forger(core, path / "forged", target=HEAD, held=held), held
 
 
-@pytest.mark.parametrize("flavour", ["", "int8"])
+@pytest.mark.parametrize("variant", ["", "int8"])
 @pytest.mark.parametrize("is_held", [False, True], ids=["fresh", "running"])
-async def test_manifest_that_was_judged_is_the_one_that_is_applied(world, is_held, flavour):
+async def test_manifest_that_was_judged_is_the_one_that_is_applied(world, is_held, variant):
     _, run, path = world
     api, held = await _forger(world, is_held=is_held)
 
     with pytest.raises(StateMismatch, match=r"another version's manifest"):
-        await trusting(api, run, path, flavour=flavour).pull(HEAD, held=held)
+        await trusting(api, run, path, variant=variant).pull(HEAD, held=held)
 
 
 async def test_way_is_answered_by_place_and_never_by_what_a_manifest_claims(world):
@@ -67,7 +67,7 @@ async def test_way_is_answered_by_place_and_never_by_what_a_manifest_claims(worl
     core, _, _ = world
     api, _ = await _forger(world, is_held=False)
     signed = await core.get_signed_manifest(version=HEAD)
-    way = Way(api=api, flavour="")
+    way = Way(api=api, variant="")
     plan = dataclasses.replace(api.way(signed), manifests=(signed.data,))
     way.begin(plan)
     await way.list(HEAD - 1, HEAD)
@@ -94,7 +94,7 @@ async def test_what_was_built_is_compared_with_what_was_judged(world, monkeypatc
 class SameForger(Forger):
     """Says of the caller's base model that it is version HEAD; shows a manifest that nobody signed for it."""
 
-    async def get_signed_manifest(self, *, version, flavour=""):
+    async def get_signed_manifest(self, *, version, variant=""):
         signed = await self._inner.get_signed_manifest(version=version)
         forged = dataclasses.replace(manifest_from_bytes(signed.data), state_root=self.base.state_root())
         return SignedManifest(data=manifest_to_bytes(forged), signature=signed.signature)

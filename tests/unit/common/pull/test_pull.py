@@ -298,9 +298,9 @@ def _bare(api, calls, *, page):
         plan = await api._core.plan_pull(**wanted)
         return dataclasses.replace(plan, manifests=plan.manifests[-1:])
 
-    async def list_manifests(*, first_version, last_version, flavour=""):
+    async def list_manifests(*, first_version, last_version, variant=""):
         calls.append((first_version, last_version))
-        found = await api._core.list_manifests(first_version=first_version, last_version=last_version, flavour=flavour)
+        found = await api._core.list_manifests(first_version=first_version, last_version=last_version, variant=variant)
         return found[:page]
 
     api.plan_pull, api.list_manifests = plan_pull, list_manifests

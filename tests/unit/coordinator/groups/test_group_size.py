@@ -56,7 +56,7 @@ async def test_group_at_the_bound_reaches_the_learner_within_one_message(run):
     assert outcome.status is PushStatus.ACCEPTED
     queued = await anext(run.api.stream_groups(epoch=run.epoch, held=(), credits=credits_of(1)))
     leased = LeasedGroup(
-        sealed=seal(queued.group), policy_age_s=1e9, queue_age_s=1e9, seed=2**63 - 1, flavour="f" * 256
+        sealed=seal(queued.group), policy_age_s=1e9, queue_age_s=1e9, seed=2**63 - 1, variant="f" * 256
     )
     assert len(leased_to_pb(leased).SerializeToString()) <= LIMIT
 

@@ -12,7 +12,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.sites import audit, quarantine
 from heterorl.coordinator.sites.quarantine import Rule, decide
-from heterorl.coordinator.versions import flavours
+from heterorl.coordinator.versions import variants
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 
@@ -252,19 +252,19 @@ async def test_group_is_checked_in_the_form_that_it_was_made_with_whatever_its_s
     run = await begin(core, tmp_path)
     quantised = "f" * 64
 
-    def add_flavour(connection):
-        flavours.offer(connection, ["int8"])
-        connection.execute("INSERT INTO flavour_versions VALUES ('int8', 0, ?, 'd', ?, 44, 0.5)", (b"", quantised))
+    def add_variant(connection):
+        variants.offer(connection, ["int8"])
+        connection.execute("INSERT INTO variant_versions VALUES ('int8', 0, ?, 'd', ?, 44, 0.5)", (b"", quantised))
 
-    await core.database.run(add_flavour)
+    await core.database.run(add_variant)
     before, after = await run.lease(2)
     await core.push_groups([run.group(before)])
     # The operator changes the site's configuration; its outbox keeps incarnation and groups.
-    await core.register(run.registration(flavour="int8"))
+    await core.register(run.registration(variant="int8"))
     (outcome,) = await core.push_groups([run.group(after, state_root=quantised)])
     assert outcome.status is PushStatus.ACCEPTED
 
-    assert [queued.flavour for queued in await take(core, run, 2)] == ["", "int8"]
+    assert [queued.variant for queued in await take(core, run, 2)] == ["", "int8"]
 
 
 async def test_groups_that_the_learner_gives_back_are_dropped_where_their_site_is_in_quarantine(core, tmp_path):

@@ -18,7 +18,7 @@ SIZES = [10, 20, 30, 40, 50]
 @pytest.fixture
 def connection():
     made = sqlite3.connect(":memory:")
-    made.execute("CREATE TABLE stated (version INTEGER PRIMARY KEY, manifest BLOB, flavour TEXT DEFAULT '')")
+    made.execute("CREATE TABLE stated (version INTEGER PRIMARY KEY, manifest BLOB, variant TEXT DEFAULT '')")
     yield made
     made.close()
 

@@ -66,8 +66,8 @@ class Versions:
     def __init__(self, arena, known=(0,)):
         self._arena, self._known, self.asked = arena, known, []
 
-    async def get(self, version, flavour=""):
-        self.asked.append((version, flavour) if flavour else version)
+    async def get(self, version, variant=""):
+        self.asked.append((version, variant) if variant else version)
         if version not in self._known:
             raise UnknownVersion(f"version {version} is gone")
         return self._arena
@@ -240,17 +240,17 @@ async def test_tokens_are_judged_under_the_version_that_each_names(site, honest)
     assert finding.reason is DropReason.LOGPROB_MISMATCH
 
 
-async def test_site_of_a_flavour_is_judged_by_the_weights_of_its_flavour(site, honest):
+async def test_site_of_a_variant_is_judged_by_the_weights_of_its_variant(site, honest):
     versions = Versions(arena_of(site))
-    await examiner_of(site, versions=versions, **ALWAYS).examine(queued(honest[0], flavour="int8"))
+    await examiner_of(site, versions=versions, **ALWAYS).examine(queued(honest[0], variant="int8"))
     assert versions.asked == [(0, "int8")]
 
 
 async def test_forms_of_one_version_are_not_taken_for_each_other(site, honest):
     class Forms:
-        async def get(self, version, flavour=""):
+        async def get(self, version, variant=""):
             arena = arena_of(site).copy()
-            if flavour:
+            if variant:
                 # Other weights, near enough to be numbers: the top bit of each mantissa.
                 arena.chunk(0)[:] ^= 1 << 6
             return arena
@@ -258,7 +258,7 @@ async def test_forms_of_one_version_are_not_taken_for_each_other(site, honest):
     examiner = examiner_of(site, versions=Forms(), **ALWAYS)
 
     assert (await examiner.examine(queued(honest[0]))).reason is None
-    finding = await examiner.examine(queued(honest[0], flavour="int8"))
+    finding = await examiner.examine(queued(honest[0], variant="int8"))
     assert finding.reason is DropReason.LOGPROB_MISMATCH
     assert (await examiner.examine(queued(honest[0]))).reason is None
 
@@ -266,7 +266,7 @@ async def test_forms_of_one_version_are_not_taken_for_each_other(site, honest):
 @pytest.mark.parametrize("error", [UnknownVersion("version 0 is gone"), UnknownPayload("it went meanwhile")])
 async def test_group_of_a_version_that_is_gone_is_given_up_without_blame(site, honest, error):
     class Gone:
-        async def get(self, version, flavour=""):
+        async def get(self, version, variant=""):
             raise error
 
     examiner = examiner_of(site, versions=Gone(), **ALWAYS)

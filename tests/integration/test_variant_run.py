@@ -11,7 +11,7 @@ from rich.console import Console
 from heterorl.cli.offline import verify_directory
 from heterorl.common.errors import ContractMismatch
 from heterorl.common.generation.tiny import write_tiny_model
-from heterorl.common.model.quantise import dequantise, flavour_layout, quantise
+from heterorl.common.model.quantise import dequantise, quantise, variant_layout
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
@@ -33,19 +33,19 @@ from tests.support.links import PLAINTEXT
 SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 4}}
 
 
-async def _state(api, directory, version, *, layout, flavour="", held=None):
-    puller = Puller(api=api, spool=directory / f"pulled-{flavour}", layout=layout, clock=SystemClock(), flavour=flavour)
+async def _state(api, directory, version, *, layout, variant="", held=None):
+    puller = Puller(api=api, spool=directory / f"pulled-{variant}", layout=layout, clock=SystemClock(), variant=variant)
     return await puller.pull(held=held, want_version=version)
 
 
-async def _check_states(api, directory, layout, versions, *, flavour="int8"):
-    """The flavour of each version against the version's own weights, quantised with the scales of the one before."""
+async def _check_states(api, directory, layout, versions, *, variant="int8"):
+    """The variant of each version against the version's own weights, quantised with the scales of the one before."""
     roots, scales, base, found = {}, None, None, None
     for version in versions:
-        expected = Arena(flavour_layout(layout, flavour))
+        expected = Arena(variant_layout(layout, variant))
         base = await _state(api, directory, version, layout=layout, held=base)
-        quantise(base.arena, expected, flavour, frozen=scales)
-        found = await _state(api, directory, version, layout=expected.layout, flavour=flavour, held=found)
+        quantise(base.arena, expected, variant, frozen=scales)
+        found = await _state(api, directory, version, layout=expected.layout, variant=variant, held=found)
         assert found.arena.state_root() == expected.state_root(), version
         roots[version], scales = expected.state_root(), expected
     return roots
@@ -55,7 +55,7 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     model = str(write_tiny_model(tmp_path / "model", seed=0, hidden_size=32, num_layers=2))
     learner = LearnerConfig(
         **SHARED, model_dir=model, state_dir=tmp_path / "learner", groups_per_step=4, max_steps=4,
-        backend={"lr": 1e-2, "published_dtype": "fp32"}, flavours=("int8",),
+        backend={"lr": 1e-2, "published_dtype": "fp32"}, variants=("int8",),
     )  # fmt: skip
     # Between the noise of two kernels, about 1e-6, and what int8 does to this model.
     core = await open_coordinator(tmp_path, canary_threshold=1e-4, groups_per_version=4, max_outstanding_groups=8)
@@ -81,10 +81,10 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
                 await both_have_groups.wait()
             return await push_groups(*arguments, **named)
 
-    for site, flavour in (("whole", ""), ("small", "int8")):
+    for site, variant in (("whole", ""), ("small", "int8")):
         config = SamplerConfig(
             **SHARED, model_dir=model, state_dir=tmp_path / site, site=site, engine={"batch_rows": 4}, heartbeat_s=0.05,
-            flavour=flavour, published_dtype="fp32",
+            variant=variant, published_dtype="fp32",
         )  # fmt: skip
         outboxes.append(Outbox(config.state_dir))
         samplers.append(sampler_app.build(config, Watched(), outboxes[-1], SystemClock(), random.Random(0)))
@@ -100,9 +100,9 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
 
     status = await core.get_status()
     sites = {site.site: site for site in status.sites}
-    assert {name: site.flavour for name, site in sites.items()} == {"whole": "", "small": "int8"}
+    assert {name: site.variant for name, site in sites.items()} == {"whole": "", "small": "int8"}
     assert all(site.groups_accepted > 0 and not site.quarantine for site in sites.values()), sites
-    assert (status.head_version, status.flavours[0].version) == (4, 4)
+    assert (status.head_version, status.variants[0].version) == (4, 4)
     roots = await _check_states(core, tmp_path, parts.backend.layout, range(5))
     used = rows(tmp_path / "small" / "versions.int8.jsonl")
     assert used
@@ -119,8 +119,8 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     parts.backend.store(masters)
     assert masters.state_root() == manifest_from_bytes((await core.get_signed_manifest(version=4)).data).state_root
     whole = Arena(parts.backend.layout)
-    layout = flavour_layout(parts.backend.layout, "int8")
-    dequantise((await _state(core, tmp_path, 4, layout=layout, flavour="int8")).arena, whole, "int8")
+    layout = variant_layout(parts.backend.layout, "int8")
+    dequantise((await _state(core, tmp_path, 4, layout=layout, variant="int8")).arena, whole, "int8")
     assert whole.state_root() != masters.state_root()
     for outbox in outboxes:
         outbox.close()
@@ -130,8 +130,8 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
 
 
 async def _joins_from_its_own_base_model(core, model, tmp_path):
-    """What a node begins with, quantised, is version 0 of the flavour: nothing of it is fetched."""
-    config = SamplerConfig(**SHARED, model_dir=model, site="late", flavour="int8", published_dtype="fp32")
+    """What a node begins with, quantised, is version 0 of the variant: nothing of it is fetched."""
+    config = SamplerConfig(**SHARED, model_dir=model, site="late", variant="int8", published_dtype="fp32")
     parts = assemble_sampler(config)
     plans = []
 
@@ -140,7 +140,7 @@ async def _joins_from_its_own_base_model(core, model, tmp_path):
 
     puller = Puller(
         api=core, spool=tmp_path / "late", layout=parts.engine.layout, clock=SystemClock(), base=parts.base,
-        flavour="int8",
+        variant="int8",
     )  # fmt: skip
 
     pulled = await puller.pull(held=None, want_version=0, admit=admit)
@@ -153,12 +153,12 @@ async def _joins_from_its_own_base_model(core, model, tmp_path):
 
 async def _refuses_what_nobody_publishes(core, model, tmp_path):
     config = SamplerConfig(
-        **SHARED, model_dir=model, state_dir=tmp_path / "other", site="other", flavour="fp8_e4m3",
+        **SHARED, model_dir=model, state_dir=tmp_path / "other", site="other", variant="fp8_e4m3",
         published_dtype="fp32",
     )  # fmt: skip
     outbox = Outbox(config.state_dir)
     sampler = sampler_app.build(config, core, outbox, SystemClock(), random.Random(0))
-    with pytest.raises(ContractMismatch, match=r'flavour: this node wants "fp8_e4m3", the learner publishes "", "int8'):
+    with pytest.raises(ContractMismatch, match=r'variant: this node wants "fp8_e4m3", the learner publishes "", "int8'):
         await sampler.run(asyncio.Event())
     outbox.close()
 
@@ -167,11 +167,11 @@ async def _refuses_what_nobody_publishes(core, model, tmp_path):
 @pytest.mark.timeout(300)
 async def test_processes_of_both_forms_survive_the_learners_death(tmp_path):
     cluster = Cluster(
-        tmp_path, learner={"flavours": ["int8"], "snapshot_every_versions": 1000}, coordinator={"keep_versions": 1000}
+        tmp_path, learner={"variants": ["int8"], "snapshot_every_versions": 1000}, coordinator={"keep_versions": 1000}
     )
     for name in ("coordinator", "learner", "site-whole"):
         cluster.start(name)
-    cluster.sampler = {"flavour": "int8"}
+    cluster.sampler = {"variant": "int8"}
     cluster.start("site-small")
 
     def are_both_used(version):
@@ -187,7 +187,7 @@ async def test_processes_of_both_forms_survive_the_learners_death(tmp_path):
         finally:
             cluster.stop()
 
-    assert {site.site: site.flavour for site in status.sites} == {"site-whole": "", "site-small": "int8"}
+    assert {site.site: site.variant for site in status.sites} == {"site-whole": "", "site-small": "int8"}
     assert not any(site.quarantine for site in status.sites)
     text = io.StringIO()
     code = verify_directory(tmp_path / "coordinator", keys=[], is_replaying=True, console=Console(file=text, width=200))
@@ -203,7 +203,7 @@ async def test_processes_of_both_forms_survive_the_learners_death(tmp_path):
     used = rows(tmp_path / "site-small" / "versions.int8.jsonl")
     assert {row["version"]: row["state_root"] for row in used}.items() <= roots.items()
     parents = [
-        manifest_from_bytes((await core.get_signed_manifest(version=v, flavour="int8")).data).parent_version
+        manifest_from_bytes((await core.get_signed_manifest(version=v, variant="int8")).data).parent_version
         for v in range(head + 1)
     ]
     assert parents == list(range(-1, head))

@@ -1,4 +1,4 @@
-"""Bytes and speed of flavours on the deltas of real steps: quantised with frozen scales, then coded like any arena.
+"""Bytes and speed of variants on the deltas of real steps: quantised with frozen scales, then coded like any arena.
 
 Ratios are bytes of the bf16 weights over bytes sent, so that they stand beside those of bf16 deltas; the snapshot's is
 the first version's. Speeds are bytes of bf16 weights a second, the best of the versions.
@@ -13,28 +13,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout, quantise
+from heterorl.common.model.quantise import LIMIT, Variant, dequantise, quantise, variant_layout
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta, write_snapshot
 
 
-def measure_flavours(states: Sequence[Arena], *, lr: float, lags: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for each flavour and lag on the same versions of a run."""
-    return [row for flavour in LIMIT for row in _measure(flavour, states, lr=lr, lags=lags)]
+def measure_variants(states: Sequence[Arena], *, lr: float, lags: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for each variant and lag on the same versions of a run."""
+    return [row for variant in LIMIT for row in _measure(variant, states, lr=lr, lags=lags)]
 
 
-def _measure(flavour: Flavour, states: Sequence[Arena], *, lr: float, lags: Sequence[int]) -> list[dict[str, Any]]:
-    layout, full_bytes = flavour_layout(states[0].layout, flavour), states[0].layout.full_bytes
+def _measure(variant: Variant, states: Sequence[Arena], *, lr: float, lags: Sequence[int]) -> list[dict[str, Any]]:
+    layout, full_bytes = variant_layout(states[0].layout, variant), states[0].layout.full_bytes
     forms: list[Arena] = []
     rescaled, quantise_s, dequantise_s = 0, math.inf, math.inf
     back = Arena(states[0].layout)
     for state in states:
         form = Arena(layout)
         started = time.process_time()
-        rescaled += quantise(state, form, flavour, frozen=forms[-1] if forms else None)
+        rescaled += quantise(state, form, variant, frozen=forms[-1] if forms else None)
         quantise_s = min(quantise_s, time.process_time() - started)
         started = time.process_time()
-        dequantise(form, back, flavour)
+        dequantise(form, back, variant)
         dequantise_s = min(dequantise_s, time.process_time() - started)
         forms.append(form)
     rows = []
@@ -45,7 +45,7 @@ def _measure(flavour: Flavour, states: Sequence[Arena], *, lr: float, lags: Sequ
             infos = [write_delta(Path(name) / "delta", *pair) for pair in pairs]
             rows.append(
                 {
-                    "flavour": flavour,
+                    "variant": variant,
                     "lr": lr,
                     "lag_versions": lag,
                     "changed_fraction": round(

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from docs import markdown, tables
+from docs import house, markdown, tables
 from heterorl.common.process.config import Config
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
@@ -412,4 +412,5 @@ def _sentence(model: type[Config]) -> str:
 if __name__ == "__main__":
     PATH.write_text(render(), encoding="utf-8")
     MAP.write_text(render_map(), encoding="utf-8")
+    house.PATH.write_text(house.render(), encoding="utf-8")
     markdown.fill(tables.DOCUMENTS, tables.TABLES)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from typer.main import get_command
 
-from docs import generate
+from docs import generate, house
 from docs.repository import LINK
 from heterorl.cli.main import app
 
@@ -171,6 +171,14 @@ def test_documents_are_ascii(name):
 
 def test_map_is_the_packages_own_words():
     assert generate.MAP.read_text(encoding="utf-8") == generate.render_map(), "run make docs"
+
+
+def test_picture_of_imports_is_of_the_code():
+    assert house.PATH.read_text(encoding="utf-8") == house.render(), "run make docs"
+
+
+def test_a_folder_stands_above_what_it_imports():
+    assert house.floors({"a": {"b", "d"}, "b": {"c"}, "c": set(), "d": {"c"}}) == [["c"], ["b", "d"], ["a"]]
 
 
 def test_map_has_every_package():

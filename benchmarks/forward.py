@@ -42,10 +42,10 @@ from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignmen
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta
 from heterorl.common.wire.common import bytes_digest
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.publish.canary import Canary
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.sampler.rollout.maker import RolloutMaker
 

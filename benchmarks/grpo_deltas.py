@@ -30,9 +30,9 @@ from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, WorkAssignment
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GrpoConfig
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GrpoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.sampler.rollout.maker import RolloutMaker
 
 BURN_IN = 16

@@ -143,7 +143,7 @@ def learner_config(kind: str, model_dir: Path, options: dict[str, Any]) -> Any:
 
 def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     """A step of the torch backend."""
-    from heterorl.learner.backends.torch import TorchBackend
+    from heterorl.learner.backends.torch_backend import TorchBackend
 
     config, groups = learner_config("torch", model_dir, options), queued_groups(options)
     sampling = config.sampling.semantics()
@@ -153,14 +153,14 @@ def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], obje
 
 def fsdp2_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     """A step of backend fsdp2 with one rank."""
-    from heterorl.learner.assembly import build_divided
-    from heterorl.learner.backends.ranks.company import Company
-    from heterorl.learner.backends.ranks.place import local_place
+    from heterorl.learner.backends.ranks.rank_env import local_rank_env
+    from heterorl.learner.backends.ranks.rank_group import RankGroup
+    from heterorl.learner.learner_parts import build_divided
 
     config, groups = learner_config("fsdp2", model_dir, options), queued_groups(options)
     with tempfile.TemporaryDirectory() as directory:
-        company = Company(local_place(0, num_ranks=1, file=Path(directory) / "rendezvous"))
-        backend = build_divided(config, company.join(config))
+        rank_group = RankGroup(local_rank_env(0, num_ranks=1, file=Path(directory) / "rendezvous"))
+        backend = build_divided(config, rank_group.join(config))
     return lambda: backend.train_step(groups, head_version=0, step=1)
 
 

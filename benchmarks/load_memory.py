@@ -100,10 +100,10 @@ def measure(job: dict[str, Any], *, checkout: Path = ROOT) -> dict[str, Any]:
 
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """The job, in its process: rank 0."""
-    from heterorl.learner.assembly import build_backend, build_divided
-    from heterorl.learner.backends.ranks.company import Company
-    from heterorl.learner.backends.ranks.local import LocalRanks
+    from heterorl.learner.backends.ranks.local_ranks import LocalRanks
+    from heterorl.learner.backends.ranks.rank_group import RankGroup
     from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_parts import build_backend, build_divided
 
     def config(model_dir: str) -> LearnerConfig:
         table = {"model_dir": model_dir, "sampling": {"max_new_tokens": 16}, "loss": {"kind": "grpo"}}
@@ -117,11 +117,11 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
     import_deepspeed("cpu")
     local = LocalRanks(job["ranks"])
-    company = Company(local.place)
+    rank_group = RankGroup(local.rank_env)
 
     def divided(config: LearnerConfig) -> Any:
-        company.meeting.say(config.model_dump_json())
-        return build_divided(config, company.join(config))
+        rank_group.rendezvous.say(config.model_dump_json())
+        return build_divided(config, rank_group.join(config))
 
     backend = divided(tiny)
     _operate(backend, "step", "")
@@ -135,8 +135,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
     answer = _measured(build, job["operations"], [os.getpid(), *(child.pid for child in local._children)])
     built[0].stop()
-    company.meeting.end()
-    company.leave()
+    rank_group.rendezvous.end()
+    rank_group.leave()
     local.close()
     return answer
 

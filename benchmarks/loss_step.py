@@ -28,8 +28,8 @@ from torch import nn
 
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, Span
-from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.rule import ALGORITHMS
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import ALGORITHMS
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.model import prepare
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients

@@ -50,11 +50,11 @@ from heterorl.common.types.rollout import (
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.demo.processes import start, stop
-from heterorl.learner.app import join
-from heterorl.learner.assembly import assemble
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.publish.journal import read_rows
+from heterorl.learner.learner_app import join
+from heterorl.learner.learner_parts import assemble
+from heterorl.learner.publish.training_log import read_rows
 from tests.support.cluster import free_port
 
 SITE, INCARNATION = SiteId("bench-1"), "b1946ac9"

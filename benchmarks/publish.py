@@ -106,14 +106,14 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
     from heterorl.common.rpc.options import keep_freed_frames
     from heterorl.demo.processes import start, stop
-    from heterorl.learner.assembly import build_divided
-    from heterorl.learner.backends.ranks import checkpoints
-    from heterorl.learner.backends.ranks.backend import DividedBackend
-    from heterorl.learner.backends.ranks.company import Company
-    from heterorl.learner.backends.ranks.local import LocalRanks
-    from heterorl.learner.backends.ranks.place import place_of
-    from heterorl.learner.backends.torch import TorchBackend
-    from heterorl.learner.rank import follow
+    from heterorl.learner.backends.ranks import checkpoint_writer
+    from heterorl.learner.backends.ranks.local_ranks import LocalRanks
+    from heterorl.learner.backends.ranks.rank_env import rank_env_of
+    from heterorl.learner.backends.ranks.rank_group import RankGroup
+    from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
+    from heterorl.learner.backends.torch_backend import TorchBackend
+    from heterorl.learner.learner_parts import build_divided
+    from heterorl.learner.rank_process import follow
     from tests.support.training import random_groups
 
     # As a learner's own process does.
@@ -126,28 +126,28 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
         import_deepspeed("cpu")
     torch.set_num_threads(1)
-    place = place_of(os.environ)
+    place = rank_env_of(os.environ)
     if place is not None and place.rank:
         (directory / f"pid-{place.rank}").write_text(str(os.getpid()), encoding="utf-8")
         sys.exit(follow(place))
     local = LocalRanks(job["ranks"]) if name != "torch" and place is None else None
-    met = place if local is None else local.place
-    company = None if met is None else Company(met)
+    met = place if local is None else local.rank_env
+    rank_group = None if met is None else RankGroup(met)
 
     def build(config: Any) -> Any:
-        if company is None:
+        if rank_group is None:
             sampling = config.sampling.semantics()
             return TorchBackend(model_dir=config.model_dir, config=config.backend, loss=config.loss, sampling=sampling)
-        company.meeting.say(config.model_dump_json())
-        return build_divided(config, company.join(config))
+        rank_group.rendezvous.say(config.model_dump_json())
+        return build_divided(config, rank_group.join(config))
 
     if name.endswith("before"):
         # What rank 0 does alone; the others do what it says.
-        mock.patch.object(DividedBackend, "is_divided", new=False).start()
-        mock.patch.object(checkpoints, "_sees", return_value=False).start()
+        mock.patch.object(ShardedBackend, "is_divided", new=False).start()
+        mock.patch.object(checkpoint_writer, "_sees", return_value=False).start()
     warm = build(tiny)
     warm.train_step(random_groups(4, seed=0), head_version=2, step=1)
-    if company is not None:
+    if rank_group is not None:
         warm.stop()
     if place is None:
         others = [] if local is None else [process.pid for process in local._children]
@@ -166,12 +166,12 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         answer = asyncio.run(_versions(job, config, backend, peaks))
     finally:
         stop([child])
-    if company is not None:
-        counted = company.meeting.place
+    if rank_group is not None:
+        counted = rank_group.rendezvous.rank_env
         answer["nodes"] = counted.world_size // counted.local_world_size
         backend.stop()
-        company.meeting.end()
-        company.leave()
+        rank_group.rendezvous.end()
+        rank_group.leave()
     if local is not None:
         local.close()
     return answer
@@ -182,10 +182,10 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
     from heterorl.common.process.clock import SystemClock
     from heterorl.common.process.patience import Patience
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.learner.publish.checkpoint import CheckpointStore
-    from heterorl.learner.publish.encode import Position
-    from heterorl.learner.publish.journal import Journal
-    from heterorl.learner.publish.publish import Publisher
+    from heterorl.learner.publish.checkpoint_store import CheckpointStore
+    from heterorl.learner.publish.publisher import Publisher
+    from heterorl.learner.publish.training_log import TrainingLog
+    from heterorl.learner.publish.version_payloads import Position
     from tests.support.learner_world import make_contract
     from tests.support.training import random_groups
 
@@ -222,7 +222,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
         grant = await client.acquire_lease(holder="bench", contract=contract, request_id="bench")
         publisher = Publisher(
             client, run_id="bench", epoch=grant.epoch, layout=backend.layout, directory=directory / "payloads",
-            store=store, journal=Journal(directory), patience=patience, snapshot_every_versions=1000,
+            store=store, journal=TrainingLog(directory), patience=patience, snapshot_every_versions=1000,
             checkpoint_every_versions=1000,
         )  # fmt: skip
         publisher.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
@@ -270,8 +270,8 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
     import dataclasses
 
     from heterorl.common.weights.arena import Arena
-    from heterorl.learner.backends.weights import maker_of, whole_of
-    from heterorl.learner.publish.encode import encode_version
+    from heterorl.learner.backends.version_weights import maker_of, whole_of
+    from heterorl.learner.publish.version_payloads import encode_version
     from tests.support.training import random_groups
 
     backend.train_step(random_groups(4, seed=99), head_version=2, step=99)

@@ -81,10 +81,10 @@ def _groups(num_tokens: int) -> list[Any]:
 
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """The job, in its process: rank 0."""
-    from heterorl.learner.assembly import build_divided
-    from heterorl.learner.backends.ranks.company import Company
-    from heterorl.learner.backends.ranks.local import LocalRanks
+    from heterorl.learner.backends.ranks.local_ranks import LocalRanks
+    from heterorl.learner.backends.ranks.rank_group import RankGroup
     from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_parts import build_divided
 
     config = LearnerConfig.model_validate(
         {
@@ -98,9 +98,9 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         }
     )  # fmt: skip
     local = LocalRanks(RANKS)
-    company = Company(local.place)
-    company.meeting.say(config.model_dump_json())
-    backend = build_divided(config, company.join(config))
+    rank_group = RankGroup(local.rank_env)
+    rank_group.rendezvous.say(config.model_dump_json())
+    backend = build_divided(config, rank_group.join(config))
     backend.train_step(_groups(16), head_version=2, step=0)
     pids = [os.getpid(), *(child.pid for child in local._children)]
     groups = _groups(job["tokens"])
@@ -113,8 +113,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     step_s = time.perf_counter() - started
     peaks = [resident_bytes(pid) - start for pid, start in zip(pids, base, strict=True)]
     backend.stop()
-    company.meeting.end()
-    company.leave()
+    rank_group.rendezvous.end()
+    rank_group.leave()
     local.close()
     return {"step_s": step_s, "peaks": peaks, "loss": report.loss, "grad_norm": report.grad_norm}
 

@@ -48,11 +48,17 @@ from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.seal import group_message, seal
 from heterorl.coordinator.groups.admission import ending_problem
 from heterorl.coordinator.groups.schedule import seed_of
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.checks.judge import Replay, VerificationConfig, judge_logprobs, judge_margins, logprob_difference
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.checks.findings import (
+    Replay,
+    VerificationConfig,
+    judge_logprobs,
+    judge_margins,
+    logprob_difference,
+)
 from heterorl.learner.checks.replay import Replayer
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 
 CONFIG = VerificationConfig()
 CHECKS = ("ending", "reward", "log-probs", "draws")

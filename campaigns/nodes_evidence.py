@@ -12,7 +12,7 @@ from heterorl.common.evaluation.intervals import interval
 from heterorl.common.process.threads import own_command
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.export import read_published
-from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from tests.support.cluster import Cluster
 
 

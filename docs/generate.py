@@ -71,8 +71,8 @@ _START = {
     "services/common/types/rollout.py": "what travels up: a group and its rollouts",
     "services/coordinator/core.py": "how the coordinator joins its parts over one store",
     "services/sampler/app.py": "the sampler's loops, and what each of them waits for",
-    "services/learner/run/session.py": "the learner's loop: groups in, a step, a version out",
-    "services/learner/loss/rule.py": "a loss as a value of parts, and the table of all algorithms",
+    "services/learner/run/training_loop.py": "the learner's loop: groups in, a step, a version out",
+    "services/learner/loss/loss_spec.py": "a loss as a value of parts, and the table of all algorithms",
 }
 _FOLDERS_HEAD = """
 Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life-of-a-group), station by station.

@@ -52,13 +52,13 @@ def train(kind: str, model_dir: Path, device: str, out: Path) -> None:
 
     from benchmarks.learner import queued_groups
     from heterorl.common.weights.arena import Arena
-    from heterorl.learner.assembly import build_divided
-    from heterorl.learner.backends.backend import TrainBackend
-    from heterorl.learner.backends.ranks.company import Company
-    from heterorl.learner.backends.ranks.place import local_place
-    from heterorl.learner.backends.torch import TorchBackend
+    from heterorl.learner.backends.ranks.rank_env import local_rank_env
+    from heterorl.learner.backends.ranks.rank_group import RankGroup
+    from heterorl.learner.backends.torch_backend import TorchBackend
+    from heterorl.learner.backends.train_backend import TrainBackend
     from heterorl.learner.config import LearnerConfig
-    from heterorl.learner.train.config import TorchBackendConfig
+    from heterorl.learner.learner_parts import build_divided
+    from heterorl.learner.train.backend_config import TorchBackendConfig
 
     torch.backends.cuda.matmul.allow_tf32 = False
     is_zero = kind.startswith("zero")
@@ -81,8 +81,8 @@ def train(kind: str, model_dir: Path, device: str, out: Path) -> None:
             sampling = config.sampling.semantics()
             backend = TorchBackend(model_dir=model_dir, config=config.backend, loss=config.loss, sampling=sampling)
         else:
-            company = Company(local_place(0, num_ranks=1, file=Path(name) / "rendezvous"))
-            backend = build_divided(config, company.join(config))
+            rank_group = RankGroup(local_rank_env(0, num_ranks=1, file=Path(name) / "rendezvous"))
+            backend = build_divided(config, rank_group.join(config))
         groups = queued_groups({"groups": 4, "group_size": 4, "max_tokens": 64})
         for step in range(1, STEPS + 1):
             backend.train_step(groups, head_version=0, step=step)

@@ -139,7 +139,7 @@ class StateTarget:
     def __init__(self) -> None:
         import torch
 
-        from heterorl.learner.backends.state import copy_state
+        from heterorl.learner.backends.optimizer_state import copy_state
 
         self._path = scratch(self)
         self._torch = torch
@@ -165,7 +165,7 @@ class StateTarget:
 
     def run(self, case: tuple[str, bytes]) -> None:
         """Read the state with the damaged file in its place."""
-        from heterorl.learner.backends.state import read_state
+        from heterorl.learner.backends.optimizer_state import read_state
 
         name, data = case
         (self._path / name).write_bytes(data)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
-from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.sampler.delay import DelayConfig, NoDelay
 from heterorl_research.losses.kinds import LabLoss
 

@@ -21,9 +21,9 @@ from heterorl.common.text.prompts import Prompter
 from heterorl.common.types.common import Float32Array, StepReport
 from heterorl.common.types.rollout import QueuedGroup, total_reward
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.evaluate import Evaluation, Evaluator
-from heterorl.learner.train.report import LogRatios
+from heterorl.learner.train.step_report import LogRatios
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,8 +1,8 @@
 """One run: coordinator, learner and samplers as they are, in one process, on virtual time.
 
-    what is real       heterorl.coordinator.core over SQLite, heterorl.learner.app with the torch backend, payloads and
-                       checkpoints as files, heterorl.sampler.app with outbox, delay model, pulled deltas and the hf
-                       engine, and the ledger's equation at the end
+    what is real       heterorl.coordinator.core over SQLite, heterorl.learner.learner_app with the torch backend,
+                       payloads and checkpoints as files, heterorl.sampler.app with outbox, delay model, pulled
+                       deltas and the hf engine, and the ledger's equation at the end
     what is simulated  the network (heterorl_research.lab.link), the clock, and how long steps and generation take
 
 One virtual second is one learner step, so delays in seconds are divided by what a step stands for. Where delays count
@@ -31,11 +31,11 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.versions import lineage
-from heterorl.learner import app as learner_app
-from heterorl.learner.assembly import Parts, assemble
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner import learner_app
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.learner_parts import Parts, assemble
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig

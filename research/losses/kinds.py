@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from heterorl.learner.loss.config import (
+from heterorl.learner.loss.loss_config import (
     Advantage,
     Aggregation,
     CustomLossConfig,
@@ -18,7 +18,7 @@ from heterorl.learner.loss.config import (
     LossOptions,
     RatioLossConfig,
 )
-from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.loss.loss_spec import loss_spec_of
 
 
 class MovedLoss(LossOptions):
@@ -118,7 +118,7 @@ LabLoss = Annotated[LossConfig | MovedLossConfig, Field(discriminator="kind")]
 
 def level_of(loss: LabLoss) -> str:
     """Whether a token has a weight, or a rollout."""
-    return loss.LEVEL if isinstance(loss, MovedLoss) else rule_of(loss).level
+    return loss.LEVEL if isinstance(loss, MovedLoss) else loss_spec_of(loss).level
 
 
 def learner_loss(loss: LabLoss) -> LossConfig:

@@ -178,9 +178,9 @@ def _check_engine(kind: str) -> None:
 
 
 def _try_loss(config: Any) -> None:
-    from heterorl.learner.train.trial import try_loss
+    from heterorl.learner.train.custom_loss_check import check_custom_loss
 
-    try_loss(config.loss)
+    check_custom_loss(config.loss)
 
 
 def _build_task(config: Any, prompter: Any) -> Any:
@@ -219,7 +219,7 @@ def _load_tokenizer(config: Any) -> Any:
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     from heterorl.common.model.building import room_at
     from heterorl.common.text.conversation import open_conversations, try_answers, try_prompts, try_reward
-    from heterorl.learner.checks.rewards import check_trust, tried_here
+    from heterorl.learner.checks.reward_checks import check_trust, tried_here
 
     if service == "learner":
         if config.verification.recompute_rewards:

@@ -140,21 +140,21 @@ def learner(
     On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Rank 0
     alone reads the configuration and knows the coordinator.
     """
-    from heterorl.learner.backends.ranks.place import end_with_agent, place_of
+    from heterorl.learner.backends.ranks.rank_env import end_with_agent, rank_env_of
 
-    place = place_of(os.environ)
-    if place is None:
+    rank_env = rank_env_of(os.environ)
+    if rank_env is None:
         _serve("learner", config, set_, log, num_ranks=nproc)
     if nproc > 1:
         raise ConfigError("--nproc", "a launcher has started the processes already", action="remove it")
     end_with_agent(os.environ)
-    if place.rank == 0:
-        _serve("learner", config, set_, log, place=place)
+    if rank_env.rank == 0:
+        _serve("learner", config, set_, log, rank_env=rank_env)
     from heterorl.common.process import logs
-    from heterorl.learner.rank import follow
+    from heterorl.learner.rank_process import follow
 
     logs.configure(style=log, fields=_who("learner"))
-    raise typer.Exit(follow(place))
+    raise typer.Exit(follow(rank_env))
 
 
 @app.command(rich_help_panel=RUN)

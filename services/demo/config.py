@@ -19,7 +19,7 @@ from heterorl.certs.directory import Authority
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.identity.identity import Role
 from heterorl.common.process.files import try_lock
-from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.report.figures import PICTURES
 
 MAX_SEED = 2**31 - 1

@@ -18,10 +18,10 @@ from heterorl.common.rpc.direct import Allowed, Host
 from heterorl.common.rpc.options import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.common.types.common import SamplingSemantics
-from heterorl.learner.checks.judge import VerificationConfig
-from heterorl.learner.checks.uniform import DynamicSamplingConfig
-from heterorl.learner.loss.config import GepoConfig, LossConfig
-from heterorl.learner.train.config import BackendConfig, TorchBackendConfig
+from heterorl.learner.checks.findings import VerificationConfig
+from heterorl.learner.checks.reward_signal import DynamicSamplingConfig
+from heterorl.learner.loss.loss_config import GepoConfig, LossConfig
+from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 
 
 class EvaluationConfig(Config):

@@ -47,9 +47,9 @@ from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import PayloadChunks, apply_payload
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.backends.loading import digest_of_opened, empty_model, open_model
-from heterorl.learner.backends.state import read_lora
+from heterorl.learner.backends.optimizer_state import read_lora
 from heterorl.learner.backends.tensor_file import INDEX_FILE, TYPE_NAMES
-from heterorl.learner.publish.checkpoint import (
+from heterorl.learner.publish.checkpoint_store import (
     BACKEND_DIRECTORY,
     DONE_FILE,
     PUBLISHED_FILE,

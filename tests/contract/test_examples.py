@@ -8,8 +8,8 @@ import pytest
 from heterorl.common.process.config import load
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.loss.rule import rule_of
-from heterorl.learner.train.trial import try_loss
+from heterorl.learner.loss.loss_spec import loss_spec_of
+from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl.sampler.config import SamplerConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,8 +42,8 @@ def test_the_learner_with_another_loss_differs_in_nothing_else():
 def test_the_other_loss_is_one_that_the_learner_would_start_with():
     loss = load(LearnerConfig, EXAMPLES / "own-loss" / "learner.toml").loss
 
-    try_loss(loss)
-    assert rule_of(loss).custom.options == {"eps_low": 0.2, "eps_high": 0.28}
+    check_custom_loss(loss)
+    assert loss_spec_of(loss).custom.options == {"eps_low": 0.2, "eps_high": 0.28}
 
 
 @pytest.mark.parametrize(

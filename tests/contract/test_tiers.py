@@ -134,15 +134,15 @@ def test_what_cannot_be_collected_fails(stage):
 def test_near_a_change_are_files_that_import_or_name_it(tmp_path):
     tests = tmp_path / "tests" / "unit"
     tests.mkdir(parents=True)
-    (tests / "test_a.py").write_text("from heterorl.learner.loss import rule")
-    (tests / "test_b.py").write_text("import heterorl.learner.app")
+    (tests / "test_a.py").write_text("from heterorl.learner.loss import loss_spec")
+    (tests / "test_b.py").write_text("import heterorl.learner.learner_app")
     (tests / "test_c.py").write_text('TEXTS = list(ROOT.glob("*.rst")) + [ROOT / "Makefile"]')
 
     def named(*changed):
         return [Path(name).stem for name in near.files_near(changed, root=tmp_path)]
 
-    assert named("services/learner/loss/rule.py") == ["test_a"]
-    assert named("services/learner/app.py", "docs/losses.rst") == ["test_b", "test_c"]
+    assert named("services/learner/loss/loss_spec.py") == ["test_a"]
+    assert named("services/learner/learner_app.py", "docs/losses.rst") == ["test_b", "test_c"]
     assert named("Makefile") == ["test_c"]
     assert named("tests/unit/test_a.py") == ["test_a"]
     assert named("LICENSE") == []

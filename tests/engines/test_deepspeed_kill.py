@@ -11,8 +11,8 @@ import pytest
 import tomli_w
 
 from heterorl.common.generation.tiny import write_tiny_model
-from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_parts import assemble
 from tests.support.hand_fed import fed_config, head_of, push, served_coordinator, until_leased
 from tests.support.learner_world import rows
 
@@ -43,7 +43,9 @@ class Learner:
         """Process ids of the other ranks; the kernel lists children by the thread that started them."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         children = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-        return [pid for pid in children if b"heterorl.learner.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [
+            pid for pid in children if b"heterorl.learner.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     async def end(self) -> int:
         return await asyncio.to_thread(self.process.wait)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.config import LearnerConfig
 from tests.support.families import write_family
 from tests.support.rank_jobs import run_job

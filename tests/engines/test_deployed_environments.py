@@ -30,7 +30,7 @@ COMPUTE = {
     parts.close()
 """,
     "learner": """
-    from heterorl.learner.assembly import build_backend
+    from heterorl.learner.learner_parts import build_backend
 
     backend, close = build_backend(config, 2)
     print(type(backend).__name__, backend.layout.full_bytes > 0)
@@ -47,7 +47,7 @@ SMALL = {
     "learner": ["backend.device=cpu", "backend.compute_dtype=fp32", "backend.threads=1", "sampling.max_new_tokens=8"],
 }  # fmt: skip
 CASES = [
-    ("learner", "learner-deepspeed", "learner-deepspeed", "DividedBackend True"),
+    ("learner", "learner-deepspeed", "learner-deepspeed", "ShardedBackend True"),
     ("sampler", "sampler-vllm-cpu", "sampler-vllm", "vllm-0.32.0 True"),
 ]
 

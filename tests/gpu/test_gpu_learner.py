@@ -10,9 +10,9 @@ import torch
 
 from heterorl.common.model.logprobs import GPU_CHUNK_LOGITS, token_logprobs
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]

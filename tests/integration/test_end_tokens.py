@@ -12,10 +12,10 @@ from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.rollout import FinishReason, PushStatus
 from heterorl.common.types.run import Registration
-from heterorl.learner import app as learner_app
-from heterorl.learner.assembly import Parts
-from heterorl.learner.assembly import assemble as assemble_learner
+from heterorl.learner import learner_app
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_parts import Parts
+from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
@@ -66,7 +66,7 @@ async def test_completions_end_by_any_token_of_the_list_and_another_list_is_refu
     sampler = sampler_app.build(config, Watched(), outbox, SystemClock(), random.Random(0))
     learning = learner_app.join(
         learner,
-        Parts(backend=parts.backend, contract=parts.contract, yardstick=parts.yardstick),
+        Parts(backend=parts.backend, contract=parts.contract, verification=parts.verification),
         api=Watched(),
         clock=SystemClock(),
         rng=random.Random(0),

@@ -57,7 +57,7 @@ def test_services_themselves_start(project):
 
 
 def test_a_rank_of_a_learner_waits_for_its_orders_and_ends_with_them(project):
-    command = own_command("heterorl.learner.rank", "--rank", "1", "--world-size", "2", "--rendezvous", "file")
+    command = own_command("heterorl.learner.rank_process", "--rank", "1", "--world-size", "2", "--rendezvous", "file")
 
     run(*command, stdin="\n")
 

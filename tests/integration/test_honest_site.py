@@ -9,10 +9,10 @@ import torch
 
 from heterorl.common.generation.tiny import write_tiny_model
 from heterorl.common.process.clock import SystemClock
-from heterorl.learner import app as learner_app
-from heterorl.learner.assembly import Parts
-from heterorl.learner.assembly import assemble as assemble_learner
+from heterorl.learner import learner_app
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_parts import Parts
+from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.config import SamplerConfig

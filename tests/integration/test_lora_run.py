@@ -20,11 +20,11 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.learner import app as learner_app
-from heterorl.learner.assembly import Parts
-from heterorl.learner.assembly import assemble as assemble_learner
+from heterorl.learner import learner_app
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.export import export_model
+from heterorl.learner.learner_parts import Parts
+from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig

@@ -15,7 +15,7 @@ AGENT = """
 import os, subprocess, sys
 rank = '''
 import os, sys, threading
-from heterorl.learner.backends.ranks.place import end_with_agent
+from heterorl.learner.backends.ranks.rank_env import end_with_agent
 print(os.getpid(), end_with_agent(os.environ), flush=True)
 threading.Event().wait()
 '''
@@ -25,7 +25,7 @@ subprocess.Popen([sys.executable, "-c", rank]).wait()
 # Stopped as by SIGSTOP.
 STOPPED = """
 import os, signal
-from heterorl.learner.backends.ranks.watch import Watchdog
+from heterorl.learner.backends.ranks.heartbeats import Watchdog
 watchdog = Watchdog(0.8)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -33,7 +33,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 # Seconds left by the kernel's timer: nearly over, then postponed, then watched no more, although a late thread postpones.
 RUNNING = """
 import ctypes
-from heterorl.learner.backends.ranks.watch import Watchdog
+from heterorl.learner.backends.ranks.heartbeats import Watchdog
 def left():
     times = (ctypes.c_long * 4)()
     library.timer_gettime(watchdog._timer, ctypes.byref(times))
@@ -51,8 +51,8 @@ print(seen)
 # glibc takes blocks from its heap once a larger one has been freed; the last block then holds the end of the heap.
 BLOCKS = """
 import sys
-from heterorl.learner import rank
-from heterorl.learner.backends.ranks.place import Place
+from heterorl.learner import rank_process
+from heterorl.learner.backends.ranks.rank_env import Place
 
 def resident_bytes():
     with open("/proc/self/statm") as file:

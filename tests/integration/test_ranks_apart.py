@@ -36,12 +36,12 @@ def fail_once(call):
     return either
 """
 READ = "module._fill = fail"
-STEP = "module.DividedBackend._train = fail"
+STEP = "module.ShardedBackend._train = fail"
 
 
 @pytest.mark.parametrize(
     ("module", "change"),
-    [("heterorl.learner.backends.fsdp2", READ), ("heterorl.learner.backends.ranks.backend", STEP)],
+    [("heterorl.learner.backends.fsdp2", READ), ("heterorl.learner.backends.ranks.sharded_backend", STEP)],
     ids=["build", "step"],
 )
 def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path, module, change):
@@ -67,7 +67,7 @@ def test_error_of_one_rank_alone_ends_the_others_within_the_stated_time(tmp_path
 def test_step_that_cannot_begin_is_rank_0s_error_and_leaves_all_ranks_there(tmp_path, is_alone):
     """A publication under way then takes the time that it needs, whatever a rank waits for one that has left."""
     tiny_model().save_pretrained(tmp_path / "model")
-    module = "heterorl.learner.backends.ranks.backend"
+    module = "heterorl.learner.backends.ranks.sharded_backend"
     change = f"if {is_alone} and '--rank' in sys.argv: module.build_batch = fail_once(module.build_batch)"
     path = patched_path(tmp_path / "path", module, change, FAIL_ONCE)
     config = LearnerConfig.model_validate(
@@ -94,22 +94,22 @@ JOINING = """
 import os, signal, sys, time
 import torch.distributed as dist
 from heterorl.common.process import logs
-from heterorl.learner.backends.ranks.company import Company
-from heterorl.learner.backends.ranks.place import place_of
+from heterorl.learner.backends.ranks.rank_group import RankGroup
+from heterorl.learner.backends.ranks.rank_env import rank_env_of
 from heterorl.learner.config import LearnerConfig
 
 logs.configure(level="WARNING")
-place = place_of(os.environ)
+rank_env = rank_env_of(os.environ)
 def stand_still(*_, **__):
     os.kill(os.getpid(), signal.SIGSTOP)
-if place.rank and sys.argv[1] == "groups":
+if rank_env.rank and sys.argv[1] == "groups":
     dist.new_group = stand_still
-company = Company(place, timeout_s=float(sys.argv[2]))
+rank_group = RankGroup(rank_env, timeout_s=float(sys.argv[2]))
 print("met", flush=True)
-if place.rank and sys.argv[1] == "met":
+if rank_env.rank and sys.argv[1] == "met":
     stand_still()
 backend = {"kind": "fsdp2", "threads": 1}
-company.join(LearnerConfig.model_validate({"model_dir": "none", "backend": backend}))
+rank_group.join(LearnerConfig.model_validate({"model_dir": "none", "backend": backend}))
 """
 
 
@@ -146,13 +146,13 @@ def test_rank_that_stands_still_while_ranks_join_ends_all_of_them_within_the_sta
 MEETING = """
 import sys
 from heterorl.common.process import logs
-from heterorl.learner.backends.ranks import company
-from heterorl.learner.backends.ranks.place import Place
+from heterorl.learner.backends.ranks import rank_group
+from heterorl.learner.backends.ranks.rank_env import RankEnv
 
 logs.configure(level="WARNING")
-company.MEETING_S = 0.5
-place = Place(rank=1, local_rank=0, world_size=2, local_world_size=1, host="127.0.0.1", port=int(sys.argv[1]))
-company.Company(place)
+rank_group.MEETING_S = 0.5
+rank_env = RankEnv(rank=1, local_rank=0, world_size=2, local_world_size=1, host="127.0.0.1", port=int(sys.argv[1]))
+rank_group.RankGroup(rank_env)
 """
 
 

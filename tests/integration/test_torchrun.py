@@ -13,8 +13,8 @@ import pytest
 import tomli_w
 
 from heterorl.common.generation.tiny import write_tiny_model
-from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_parts import assemble
 from tests.support.hand_fed import fed_config, head_of, push, served_coordinator
 from tests.support.learner_world import rows
 from tests.support.nodes import Agents, Machine, can_make_namespaces, joined_namespace

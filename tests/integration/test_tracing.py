@@ -16,7 +16,7 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import open_group, seal
-from heterorl.learner.observe import observe_step
+from heterorl.learner.step_metrics import observe_step
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.rollout.maker import RolloutMaker

@@ -18,10 +18,10 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.sites import quarantine
-from heterorl.learner import app as learner_app
-from heterorl.learner.assembly import Parts
-from heterorl.learner.assembly import assemble as assemble_learner
+from heterorl.learner import learner_app
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_parts import Parts
+from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig

@@ -2,7 +2,7 @@
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId
-from heterorl.learner.publish.checkpoint import Cursor
+from heterorl.learner.publish.checkpoint_store import Cursor
 from tests.support.learner_world import NumpyBackend, queued
 
 

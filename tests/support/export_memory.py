@@ -23,7 +23,7 @@ from heterorl.common.weights.payload import write_coded
 from heterorl.common.wire.policy import manifest_to_bytes
 from heterorl.learner.backends.loading import empty_model
 from heterorl.learner.export import export_model
-from heterorl.learner.publish.checkpoint import Begun, CheckpointStore, Cursor
+from heterorl.learner.publish.checkpoint_store import Begun, CheckpointStore, Cursor
 
 
 class _LaidOut:

@@ -31,10 +31,10 @@ from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.learner import app
-from heterorl.learner.assembly import Parts
+from heterorl.learner import learner_app
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.train.report import LogRatios
+from heterorl.learner.learner_parts import Parts
+from heterorl.learner.train.step_report import LogRatios
 
 SITE, INCARNATION = SiteId("eu-1"), "b1946ac9"
 VOCAB, GROUP_SIZE = 50, 2
@@ -371,13 +371,13 @@ def learner_config(directory: Path, **changes: Any) -> LearnerConfig:
     return LearnerConfig(**{**values, **changes})
 
 
-async def learn(config: LearnerConfig, api: Any, backend: Any = None, **changes: Any) -> app.RunResult:
+async def learn(config: LearnerConfig, api: Any, backend: Any = None, **changes: Any) -> learner_app.RunResult:
     """Train with these parts; `changes` are other parts, clock, rng, stop and on_ready."""
     values: dict[str, Any] = {"clock": SystemClock(), "rng": random.Random(0)}
     joining = {name: changes.pop(name, value) for name, value in values.items()}
     stop, on_ready = changes.pop("stop", asyncio.Event()), changes.pop("on_ready", lambda: None)
     parts = Parts(**{"backend": backend or NumpyBackend(), "contract": make_contract(), **changes})
-    return await app.join(config, parts, api=api, **joining).run(stop, on_ready=on_ready)
+    return await learner_app.join(config, parts, api=api, **joining).run(stop, on_ready=on_ready)
 
 
 async def head_root(coordinator: Any) -> str:

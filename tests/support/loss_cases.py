@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from heterorl.common.types.rollout import Group
-from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.loss_config import LossConfig
 from tests.support.loss_reference import Case, Rows
 from tests.support.losses import groups_of, run_loss
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from heterorl.common.types.rollout import Group
-from heterorl.learner.loss.config import (
+from heterorl.learner.loss.loss_config import (
     BnpoConfig,
     CispoConfig,
     CustomLossConfig,
@@ -40,11 +40,11 @@ from heterorl.learner.loss.config import (
     TisConfig,
     ToprConfig,
 )
+from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.loss.objectives import LossTerms
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import Batch, build_batch
-from heterorl.learner.train.coupling import couple, step_coefficients
+from heterorl.learner.train.first_pass import step_coefficients, with_first_pass
 from heterorl.learner.train.micro_batch import collate
 from tests.support.training import group, rollout
 
@@ -135,16 +135,16 @@ def run_loss(
         head_version: version of the learner.
         advantages: instead of those of the rewards.
     """
-    rule = rule_of(config)
+    spec = loss_spec_of(config)
     batch = build_batch(groups, loss=config, head_version=head_version)
     if advantages is not None:
         pairs = zip(batch.sequences, advantages, strict=True)
         batch = Batch(sequences=tuple(dataclasses.replace(one, advantage=value) for one, value in pairs))
-    if rule.needs_reference:
+    if spec.needs_reference:
         batch = with_reference(batch)
     logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
-    if rule.needs_first_pass:
-        batch = couple(rule, batch, logprobs, max_new_tokens=max_tokens)
+    if spec.needs_first_pass:
+        batch = with_first_pass(spec, batch, logprobs, max_new_tokens=max_tokens)
     value, terms = 0.0, []
     gradients = [torch.zeros(0)] * len(logprobs)
     for part in parts or [range(len(batch.sequences))]:
@@ -159,8 +159,8 @@ def run_loss(
             },
         )
         learner_BT = inputs.padded(torch.cat([logprobs[position] for position in part])).requires_grad_()
-        coefficients_BT = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=max_tokens)
-        one = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
+        coefficients_BT = step_coefficients(spec, inputs.mask_BT, batch, max_new_tokens=max_tokens)
+        one = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
         total = one.contributions_B.sum()
         total.backward()
         assert learner_BT.grad is not None

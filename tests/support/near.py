@@ -39,7 +39,7 @@ def files_near(names: Iterable[str], root: Path = ROOT) -> list[str]:
 
 
 def _module(name: str) -> str:
-    """`services/learner/app.py` is imported as heterorl.learner.app, tests and benchmarks by their paths."""
+    """`services/learner/learner_app.py` is imported as heterorl.learner.learner_app, tests and benchmarks by their paths."""
     parts = PurePath(name).with_suffix("").parts
     if parts[0] in PACKAGES and parts[1] not in PROGRAMS:
         parts = (PACKAGES[parts[0]], *parts[1:])

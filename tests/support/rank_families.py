@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.config import LearnerConfig
 from tests.support.families import FAMILIES, write_family
 from tests.support.rank_jobs import run_job

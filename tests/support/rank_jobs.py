@@ -22,10 +22,10 @@ import numpy as np
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.weights import read_snapshot
+from heterorl.learner.backends.version_weights import read_snapshot
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.publish.checkpoint import CheckpointStore, Cursor
-from heterorl.learner.publish.encode import Position, encode_version
+from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
+from heterorl.learner.publish.version_payloads import Position, encode_version
 from tests.support.training import random_groups, random_trajectories
 
 
@@ -225,15 +225,15 @@ _OPERATIONS = {
 
 def main() -> None:
     from heterorl.common.process import logs
-    from heterorl.learner.assembly import build_divided
-    from heterorl.learner.backends.ranks.company import Company
-    from heterorl.learner.backends.ranks.local import LocalRanks
-    from heterorl.learner.backends.ranks.place import place_of
+    from heterorl.learner.backends.ranks.local_ranks import LocalRanks
+    from heterorl.learner.backends.ranks.rank_env import rank_env_of
+    from heterorl.learner.backends.ranks.rank_group import RankGroup
+    from heterorl.learner.learner_parts import build_divided
 
     logs.configure(level="WARNING")
-    place = place_of(os.environ)
+    place = rank_env_of(os.environ)
     if place is not None and place.rank:
-        from heterorl.learner.rank import follow
+        from heterorl.learner.rank_process import follow
 
         sys.exit(follow(place))
     if compilers := sys.argv[3:]:
@@ -241,13 +241,13 @@ def main() -> None:
 
         torch.compile = functools.partial(torch.compile, backend=compilers[0])
     local = LocalRanks(int(sys.argv[1])) if place is None else None
-    company = Company(place or local.place, timeout_s=float(sys.argv[2]))
+    rank_group = RankGroup(place or local.rank_env, timeout_s=float(sys.argv[2]))
     for line in sys.stdin:
         table, operations = json.loads(line)
         config = LearnerConfig.model_validate(table)
-        company.meeting.say(config.model_dump_json())
+        rank_group.rendezvous.say(config.model_dump_json())
         try:
-            backend = build_divided(config, company.join(config))
+            backend = build_divided(config, rank_group.join(config))
         except HeterorlError as error:
             answer: list[Any] = [{"error": type(error).__name__, "message": str(error)}]
         else:
@@ -255,8 +255,8 @@ def main() -> None:
             backend.stop()
         sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
         sys.stdout.flush()
-    company.meeting.end()
-    company.leave()
+    rank_group.rendezvous.end()
+    rank_group.leave()
     if local is not None:
         local.close()
 

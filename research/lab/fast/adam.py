@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 
 EPS = 1e-8
 """Added to the root of the second moment, torch's default."""

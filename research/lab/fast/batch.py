@@ -20,9 +20,9 @@ import torch
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.types.common import StepReport
-from heterorl.learner.loss.rule import rule_of
-from heterorl.learner.train.config import Schedule, TorchBackendConfig
-from heterorl.learner.train.report import MicroBatchSample, ess_fraction, mean, step_extras, step_size_factor
+from heterorl.learner.loss.loss_spec import loss_spec_of
+from heterorl.learner.train.backend_config import Schedule, TorchBackendConfig
+from heterorl.learner.train.step_report import MicroBatchSample, ess_fraction, mean, step_extras, step_size_factor
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.fast.adam import Adam
 from heterorl_research.lab.fast.evaluation import Drawing, Evaluations, additive_mask, mean_advantages, sampling_of
@@ -209,7 +209,7 @@ class _Batch:
             Schedule(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps).rate(
                 step=version + 1, applied_steps=version
             )
-            * step_size_factor(rule_of(config), sample.sequences)
+            * step_size_factor(loss_spec_of(config), sample.sequences)
             for run, config, sample in zip(runs, configs, samples, strict=True)
         ]
         norms = self._adam.step(

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.group import beta_weights, group_advantages
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, token_coefficients
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.coupling import couple
+from heterorl.learner.train.first_pass import with_first_pass
 from heterorl.learner.train.micro_batch import collate
-from heterorl.learner.train.report import MicroBatchSample, SequenceSample, measure
 from heterorl.learner.train.step import micro_batch_loss
+from heterorl.learner.train.step_report import MicroBatchSample, SequenceSample, measure
 from heterorl_research.lab.fast.rollouts import Rollouts
 
 _LAID_OUT = frozenset(
@@ -65,15 +65,15 @@ class Step:
     num_tokens: list[int]
 
 
-def is_separable(rule: Rule) -> bool:
+def is_separable(spec: LossSpec) -> bool:
     """Whether runs of the rule may be one call."""
-    others = [field for field in fields(Rule) if field.name not in _LAID_OUT]
+    others = [field for field in fields(LossSpec) if field.name not in _LAID_OUT]
     return (
         {field.name for field in fields(LossInputs) if field.default is MISSING} == _INPUTS
-        and not (rule.needs_first_pass or rule.needs_reference)
-        and rule.denominator in _DENOMINATORS
-        and rule.advantage in _ADVANTAGES
-        and all(field.default is not MISSING and getattr(rule, field.name) == field.default for field in others)
+        and not (spec.needs_first_pass or spec.needs_reference)
+        and spec.denominator in _DENOMINATORS
+        and spec.advantage in _ADVANTAGES
+        and all(field.default is not MISSING and getattr(spec, field.name) == field.default for field in others)
     )
 
 
@@ -113,49 +113,49 @@ def losses(
         learner_RBT: log p under the runs' weights, with gradient.
         entropies_RBT: of the distributions that tokens were drawn from.
     """
-    rules = [rule_of(config) for config in configs]
-    members: dict[Rule, list[int]] = {}
-    for number, rule in enumerate(rules):
-        members.setdefault(rule, []).append(number)
+    specs = [loss_spec_of(config) for config in configs]
+    members: dict[LossSpec, list[int]] = {}
+    for number, spec in enumerate(specs):
+        members.setdefault(spec, []).append(number)
     total = learner_RBT.new_zeros((), dtype=torch.float64)
     samples: dict[int, MicroBatchSample] = {}
-    for rule, numbers in members.items():
-        if is_separable(rule):
-            part, measured = _together(rule, numbers, step, learner_RBT, entropies_RBT)
+    for spec, numbers in members.items():
+        if is_separable(spec):
+            part, measured = _together(spec, numbers, step, learner_RBT, entropies_RBT)
             total = total + part
             samples |= dict(zip(numbers, measured, strict=True))
             continue
         for number in numbers:
             part, samples[number] = _apart(configs[number], number, step, learner_RBT, entropies_RBT)
             total = total + part
-    return total, [samples[number] for number in range(len(rules))]
+    return total, [samples[number] for number in range(len(specs))]
 
 
 def _together(
-    rule: Rule, numbers: list[int], step: Step, learner_RBT: Tensor, entropies_RBT: Tensor
+    spec: LossSpec, numbers: list[int], step: Step, learner_RBT: Tensor, entropies_RBT: Tensor
 ) -> tuple[Tensor, list[MicroBatchSample]]:
-    inputs = _inputs(rule, numbers, step)
+    inputs = _inputs(spec, numbers, step)
     num_rollouts, num_tokens = step.mask_RBT.shape[1:]
     learner_BT = torch.where(inputs.mask_BT, learner_RBT[numbers].flatten(0, 1).double(), 0.0)
     coefficients_BT = torch.cat(
         [
             token_coefficients(
                 step.mask_RBT[number],
-                aggregation=rule.aggregation,
+                aggregation=spec.aggregation,
                 num_sequences=num_rollouts,
                 num_tokens=step.num_tokens[number],
                 max_tokens=num_tokens,
-                length_power=rule.length_power,
-                sum_of_powers=_sum_of_powers(rule, step.mask_RBT[number]),
+                length_power=spec.length_power,
+                sum_of_powers=_sum_of_powers(spec, step.mask_RBT[number]),
             )
             for number in numbers
         ]
     )
-    terms = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT)
-    kl_BT = kl_estimates(learner_BT, inputs.sampler_BT, inputs.mask_BT, max_log_ratio=rule.max_log_weight)
+    terms = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT)
+    kl_BT = kl_estimates(learner_BT, inputs.sampler_BT, inputs.mask_BT, max_log_ratio=spec.max_log_weight)
     losses_B = terms.contributions_B
-    if rule.kl_coefficient > 0.0:
-        losses_B = losses_B + rule.kl_coefficient * (coefficients_BT * kl_BT).sum(1)
+    if spec.kl_coefficient > 0.0:
+        losses_B = losses_B + spec.kl_coefficient * (coefficients_BT * kl_BT).sum(1)
     totals = losses_B.view(len(numbers), -1).sum(1)
     found: list[float] = totals.tolist()
     sequences = measure(inputs, learner_BT, terms)
@@ -182,17 +182,17 @@ def _together(
     return totals.sum(), samples
 
 
-def _inputs(rule: Rule, numbers: list[int], step: Step) -> LossInputs:
+def _inputs(spec: LossSpec, numbers: list[int], step: Step) -> LossInputs:
     mask_BT = step.mask_RBT[numbers].flatten(0, 1)
     staleness_BT = torch.zeros(mask_BT.shape, dtype=torch.float64, device=mask_BT.device)
-    if rule.needs_staleness:
+    if spec.needs_staleness:
         ages = [max(step.head_version - step.rollouts[number].version, 0) for number in numbers]
         staleness_BT = mask_BT.view(len(numbers), -1) * torch.tensor(ages, device=mask_BT.device).double()[:, None]
         staleness_BT = staleness_BT.view(mask_BT.shape)
     advantages = step.centred_RGM[numbers]
-    if rule.advantage == "mean_std":
+    if spec.advantage == "mean_std":
         advantages = _advantages(step.rewards_RGM[numbers], kind="mean_std")
-    if rule.advantage == "beta":
+    if spec.advantage == "beta":
         advantages = advantages * torch.stack([_scales(step, number) for number in numbers])[..., None]
     means_RGM = step.log_probs_RGM["length"][numbers]
     return LossInputs(
@@ -200,7 +200,7 @@ def _inputs(rule: Rule, numbers: list[int], step: Step) -> LossInputs:
         mask_BT=mask_BT,
         advantages_B=advantages.flatten(),
         centred_rewards_B=step.centred_RGM[numbers].flatten(),
-        log_denominators_B=_log_means(step.log_probs_RGM[rule.normalisation][numbers], kind=rule.denominator).flatten(),
+        log_denominators_B=_log_means(step.log_probs_RGM[spec.normalisation][numbers], kind=spec.denominator).flatten(),
         log_expectations_B=_log_means(means_RGM, kind="contraharmonic").flatten(),
         couplings_B=torch.zeros_like(means_RGM).flatten(),
         staleness_BT=staleness_BT,
@@ -238,14 +238,14 @@ def _log_means(log_probs_RGM: Tensor, *, kind: str) -> Tensor:
     return (torch.logsumexp(2.0 * log_probs_RGM, -1, keepdim=True) - log_sum).expand_as(log_probs_RGM)
 
 
-def _sum_of_powers(rule: Rule, mask_BT: Tensor) -> float:
-    return float(mask_BT.sum(1).double().pow(-rule.length_power).sum()) if rule.aggregation == "length_power" else 1.0
+def _sum_of_powers(spec: LossSpec, mask_BT: Tensor) -> float:
+    return float(mask_BT.sum(1).double().pow(-spec.length_power).sum()) if spec.aggregation == "length_power" else 1.0
 
 
 def _apart(
     config: LossConfig, number: int, step: Step, learner_RBT: Tensor, entropies_RBT: Tensor
 ) -> tuple[Tensor, MicroBatchSample]:
-    rule, max_new_tokens = rule_of(config), step.mask_RBT.shape[2]
+    spec, max_new_tokens = loss_spec_of(config), step.mask_RBT.shape[2]
     batch = build_batch(step.rollouts[number].as_groups(), loss=config, head_version=step.head_version)
     if not batch.sequences:
         raise RuntimeError("no group of a step has rewards that differ, and the loss leaves out the others")
@@ -254,8 +254,8 @@ def _apart(
     rows = [group * group_size + member for group in kept for member in range(group_size)]
     is_token = step.mask_RBT[number][rows]
     logprobs_N, entropies_N = learner_RBT[number][rows][is_token], entropies_RBT[number][rows][is_token]
-    if rule.needs_first_pass:
-        known = couple(rule, batch, [logprobs_N.detach()], max_new_tokens=max_new_tokens)
+    if spec.needs_first_pass:
+        known = with_first_pass(spec, batch, [logprobs_N.detach()], max_new_tokens=max_new_tokens)
         batch = known.with_whole(known, learner_RBT.device)
     micro_batch = collate(batch.sequences, batching="padded").to(learner_RBT.device)
-    return micro_batch_loss(rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens)
+    return micro_batch_loss(spec, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.sampler.delay import FixedDelay, NoDelay
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.pace import counts_versions
@@ -31,5 +31,5 @@ def check_scope(cell: Cell) -> None:
         raise ConfigError("regime.link_loss", "messages are lost by the services' link", action=_SERVICES)
     if regime.steps_per_version != 1:
         raise ConfigError("regime.steps_per_version", "a version holds one step here", action=_SERVICES)
-    if rule_of(learner_loss(cell.algorithm.loss)).needs_reference:
+    if loss_spec_of(learner_loss(cell.algorithm.loss)).needs_reference:
         raise ConfigError("algorithms.loss", f"{cell.algorithm.name} needs a reference model", action=_SERVICES)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from heterorl.common.generation.tiny import WarmStart, warm_start
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl_research.lab.fast.batch import run_batch
 from heterorl_research.lab.results import summarise
 from heterorl_research.lab.world import run_cell

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GspoConfig
-from heterorl.learner.train.config import TorchBackendConfig
-from heterorl.learner.train.trial import try_loss
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GspoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
+from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl_research.losses.kinds import (
     DsGepoConfig,
     GepoQuantileConfig,
@@ -144,7 +144,7 @@ def test_defensive_weights_are_at_most_one_over_the_fraction(fraction):
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 def test_a_learner_starts_with_it(loss):
-    try_loss(loss)
+    check_custom_loss(loss)
 
 
 def test_a_key_that_its_function_has_not_is_refused():
@@ -170,4 +170,4 @@ def test_forged_rollout_counts_for_at_most_twenty_of_its_peers(tmp_path, name):
 
 def test_trajectory_balance_without_a_reference_says_which_key():
     with pytest.raises(ConfigError, match=r"set loss\.reads_reference"):
-        try_loss(LOSSES["tba"].model_copy(update={"reads_reference": False}))
+        check_custom_loss(LOSSES["tba"].model_copy(update={"reads_reference": False}))

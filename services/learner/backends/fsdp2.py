@@ -41,24 +41,24 @@ from heterorl.learner.backends.loading import (
     replace_parameters,
 )
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
-from heterorl.learner.backends.ranks.division import (
-    Division,
+from heterorl.learner.backends.ranks.passes import LogprobModel
+from heterorl.learner.backends.ranks.sharded_state import Key, Piece, Pieces, ShardedState
+from heterorl.learner.backends.ranks.sharding import (
+    Sharding,
     check_divisible,
     check_experts,
     check_products,
     open_together,
     untrained_buffers,
 )
-from heterorl.learner.backends.ranks.passes import LogprobModel
-from heterorl.learner.backends.ranks.state import DividedState, Key, Piece, Pieces
-from heterorl.learner.backends.slices import slice_passes
-from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.train.config import Fsdp2BackendConfig
+from heterorl.learner.backends.sequence_parallel import slice_passes
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.train.backend_config import Fsdp2BackendConfig
 from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
 from heterorl.learner.train.model import REFERENCE_KEY
 
 
-class ShardedEngine:
+class Fsdp2Engine:
     """A divided `LogprobModel` as a PassEngine."""
 
     def __init__(self, wrapped: LogprobModel) -> None:
@@ -94,7 +94,7 @@ def shard(
     products: torch.dtype | None,
     device: torch.device,
     is_frozen: bool = False,
-) -> ShardedEngine:
+) -> Fsdp2Engine:
     """Divide a model without content over all ranks, in place; its parameters are then of arbitrary content.
 
     It is on the meta device but for its buffers, which are moved. `products` is the type that passes compute with,
@@ -126,7 +126,7 @@ def shard(
     wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=None)
     # With a backward pass to come the root would be gathered again at once.
     fully_shard(wrapped, reshard_after_forward=is_frozen, **options)
-    return ShardedEngine(wrapped)
+    return Fsdp2Engine(wrapped)
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
@@ -144,7 +144,7 @@ def piece_of(shape: torch.Size, *, rank: int, world_size: int) -> Piece:
     return Piece(start=start * width, size=(min(start + length, num_rows) - start) * width)
 
 
-class ShardedState(DividedState):
+class Fsdp2State(ShardedState):
     """This rank's part of what is trained. All ranks call together."""
 
     def __init__(
@@ -292,7 +292,7 @@ def open_reference(
     return opened
 
 
-class ShardedDivision(Division):
+class Fsdp2Sharding(Sharding):
     """A model that `fully_shard` divides."""
 
     def __init__(
@@ -311,7 +311,7 @@ class ShardedDivision(Division):
             ConfigError: the model cannot be loaded or trained in the chosen layout, there are no layers for the
                 adapters, the loss depends on how a step is cut into passes, or its reference is no such model.
         """
-        rule = check_divisible(loss, ranks, has_reference=True)
+        loss_spec = check_divisible(loss, ranks, has_reference=True)
         opened = open_together(model_dir, config, ranks)
         if lora.is_on:
             self.lora = lora.settings(digest_of_opened(opened))
@@ -325,13 +325,13 @@ class ShardedDivision(Division):
             check_products(self.model)
         choose_attention(self.model, config)
         frozen: OpenedModel | None = None
-        if rule.needs_reference:
+        if loss_spec.needs_reference:
             # Before this model's own names are those of divided tensors; and before Liger, whose classes for GPUs alone
             # models of the same kind would have that are opened later, and checked on the CPU.
             frozen = open_reference(config.reference_model_dir or model_dir, config, ranks, learner=self.model)
         apply_liger(self.model, config)
         self.layout = tensors.layout_of(self.model, config.published_dtype)
-        self.device = rank_device(config.device, ranks.place)
+        self.device = rank_device(config.device, ranks.rank_env)
         types = {spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs}
         is_rounded = config.forward_weights == "published" and config.published_dtype != "fp32"
         sharded = shard(
@@ -355,7 +355,7 @@ class ShardedDivision(Division):
                 device=self.device,
             )
             sharded.free()
-        self.state: ShardedState = ShardedState(trainable(self.model), config=config, ranks=ranks)
+        self.state: Fsdp2State = Fsdp2State(trainable(self.model), config=config, ranks=ranks)
         if frozen is not None:
             self.reference = shard(
                 frozen.model,

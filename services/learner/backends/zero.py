@@ -33,24 +33,24 @@ from heterorl.common.model.packages import check_engine
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.backends.loading import OpenedModel, blocks_of, hold_untrained, replace_parameters
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
-from heterorl.learner.backends.ranks.division import (
-    Division,
+from heterorl.learner.backends.ranks.passes import LogprobModel
+from heterorl.learner.backends.ranks.sharded_state import Key, Piece, Pieces, ShardedState
+from heterorl.learner.backends.ranks.sharding import (
+    Sharding,
     check_divisible,
     check_experts,
     check_products,
     open_together,
     untrained_buffers,
 )
-from heterorl.learner.backends.ranks.passes import LogprobModel
-from heterorl.learner.backends.ranks.state import DividedState, Key, Piece, Pieces
-from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.train.config import DeepSpeedBackendConfig
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.train.backend_config import DeepSpeedBackendConfig
 from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
-from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import apply_gradients
+from heterorl.learner.train.swapped_weights import Rounding
 
 
-class ZeroState(DividedState):
+class ZeroState(ShardedState):
     """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
 
     def __init__(
@@ -74,7 +74,7 @@ class ZeroState(DividedState):
 
     @torch.no_grad()
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
-        """Set this rank's piece, and for a master also the copy that the model computes with; see DividedState."""
+        """Set this rank's piece, and for a master also the copy that the model computes with; see ShardedState."""
         piece = self._own[name]
         values = whole[piece.start : piece.start + piece.size]
         parameter = self._parameters[name]
@@ -236,7 +236,7 @@ def build_engine(
         ConfigError: DeepSpeed found another kind of device.
     """
     deepspeed = import_deepspeed(config.device)
-    device = rank_device(config.device, ranks.place)
+    device = rank_device(config.device, ranks.rank_env)
     if device.type != deepspeed.get_accelerator().device_name():
         raise ConfigError(
             "backend.device",
@@ -306,7 +306,7 @@ def _without_broadcast(engine: Any) -> Iterator[None]:
         engine._broadcast_model = own
 
 
-class ZeroDivision(Division):
+class ZeroSharding(Sharding):
     """A model that DeepSpeed divides."""
 
     def __init__(

@@ -1,4 +1,4 @@
 """What is believed of a group before it trains: reward, log-probs and draws computed again.
 
-Open `examiner` first. `judge` says what is wrong with a group; the coordinator decides about its site.
+Open `verifier` first. `findings` says what is wrong with a group; the coordinator decides about its site.
 """

@@ -23,11 +23,11 @@ from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.types.rollout import Group
 from heterorl.common.types.trajectory import strips_of
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.checks.judge import Replay
+from heterorl.learner.checks.findings import Replay
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.micro_batch import collate, split
 from heterorl.learner.train.model import hidden_states, learner_logprobs, load_model, output_embedding
-from heterorl.learner.train.stand_in import arena_weights
+from heterorl.learner.train.swapped_weights import arena_weights
 
 MAX_PASS_TOKENS = 32_768
 """Model inputs of one pass."""

@@ -23,7 +23,7 @@ import torch
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.worker import LoadError, load_function, words_of
-from heterorl.learner.loss.config import CustomLossConfig
+from heterorl.learner.loss.loss_config import CustomLossConfig
 from heterorl.learner.loss.objectives import LossInputs, LossTerms
 
 KEY = "loss.function"

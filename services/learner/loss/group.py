@@ -13,8 +13,8 @@ import math
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.loss.config import Advantage, Denominator
-from heterorl.learner.loss.rule import Rule
+from heterorl.learner.loss.loss_config import Advantage, Denominator
+from heterorl.learner.loss.loss_spec import LossSpec
 
 STD_FLOOR = 1e-4
 MIN_BETA_RANGE = 1e-9
@@ -49,17 +49,17 @@ def group_log_denominator(mean_logprobs_G: torch.Tensor, *, kind: Denominator) -
     return float(torch.logsumexp(2.0 * mean_logprobs_G, 0) - log_sum)
 
 
-def log_denominators(rule: Rule, log_probs_G: torch.Tensor) -> torch.Tensor:
+def log_denominators(spec: LossSpec, log_probs_G: torch.Tensor) -> torch.Tensor:
     """Log of what each rollout's probability is divided by, float64 [G], over one whole group.
 
     `log_probs_G` are means (or, raw, sums) of the sampler's token log-probs. The expectation over learner probabilities
     is not known yet; contraharmonic stands in for it.
     """
-    if rule.denominator == "own":
+    if spec.denominator == "own":
         return log_probs_G
-    if rule.denominator == "leave_one_out":
+    if spec.denominator == "leave_one_out":
         return _others_log_denominators(log_probs_G)
-    kind: Denominator = "contraharmonic" if rule.denominator == "expected_learner" else rule.denominator
+    kind: Denominator = "contraharmonic" if spec.denominator == "expected_learner" else spec.denominator
     return torch.full_like(log_probs_G, group_log_denominator(log_probs_G, kind=kind))
 
 

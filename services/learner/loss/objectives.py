@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from heterorl.learner.loss.config import Aggregation
+from heterorl.learner.loss.loss_config import Aggregation
 
 MAX_LOG_WEIGHT = 20.0
 """Weights beyond e^20 are capped, without gradient and counted as clipped: their exp could overflow to inf.

@@ -15,6 +15,7 @@ from heterorl.learner.loss import importance
 from heterorl.learner.loss.custom import LossBatch, batch_of, terms_of
 from heterorl.learner.loss.group import masked_mean
 from heterorl.learner.loss.importance import has_not_drifted
+from heterorl.learner.loss.loss_spec import LossSpec
 from heterorl.learner.loss.objectives import (
     LossInputs,
     LossTerms,
@@ -25,11 +26,10 @@ from heterorl.learner.loss.objectives import (
     with_likelihood_of_bad,
     with_likelihood_of_good,
 )
-from heterorl.learner.loss.rule import Rule
 
 
 def policy_loss(
-    rule: Rule,
+    spec: LossSpec,
     inputs: LossInputs,
     learner_BT: torch.Tensor,
     *,
@@ -50,41 +50,41 @@ def policy_loss(
     advantages_B = inputs.advantages_B.detach()
 
     is_kept_BT = mask_BT & inputs.is_selected_BT
-    for limit, is_total in ((rule.opsm_threshold, False), (rule.drift_limit, True)):
+    for limit, is_total in ((spec.opsm_threshold, False), (spec.drift_limit, True)):
         if limit > 0.0:
             is_kept_B = has_not_drifted(learner_BT, sampler_BT, mask_BT, advantages_B, limit=limit, is_total=is_total)
             is_kept_BT = is_kept_BT & is_kept_B[:, None]
-    if rule.custom is not None:
-        batch = batch_of(inputs, learner_BT, coefficients_BT=coefficients_BT, max_log_weight=rule.max_log_weight)
-        return terms_of(rule.custom(batch, step), batch, is_kept_BT)
+    if spec.custom is not None:
+        batch = batch_of(inputs, learner_BT, coefficients_BT=coefficients_BT, max_log_weight=spec.max_log_weight)
+        return terms_of(spec.custom(batch, step), batch, is_kept_BT)
     coefficients_BT = torch.where(is_kept_BT, coefficients_BT, 0.0)
 
-    if rule.level == "token":
-        objective = _token_objective(rule, inputs, learner_BT, sampler_BT, advantages_B[:, None])
+    if spec.level == "token":
+        objective = _token_objective(spec, inputs, learner_BT, sampler_BT, advantages_B[:, None])
         is_counted = mask_BT
     else:
-        objective = _sequence_objective(rule, inputs, learner_BT, sampler_BT, advantages_B)
+        objective = _sequence_objective(spec, inputs, learner_BT, sampler_BT, advantages_B)
         is_counted = mask_BT.any(1)
-    if rule.positive_weight != "own":
+    if spec.positive_weight != "own":
         objective = with_likelihood_of_good(
-            objective, learner_BT, advantages_B[:, None], is_clip_kept=rule.positive_weight == "one_clipped"
+            objective, learner_BT, advantages_B[:, None], is_clip_kept=spec.positive_weight == "one_clipped"
         )
-    if rule.negative_weight != "own":
+    if spec.negative_weight != "own":
         # Of weight 1, or of the whole rollout's ratio.
-        logs_BT = learner_BT - sampler_BT if rule.negative_weight == "product" else torch.zeros_like(learner_BT)
+        logs_BT = learner_BT - sampler_BT if spec.negative_weight == "product" else torch.zeros_like(learner_BT)
         logs_B1 = logs_BT.sum(1, keepdim=True)
         objective = with_likelihood_of_bad(objective, learner_BT, advantages_B[:, None], logs_B1)
 
     contributions_B = -(coefficients_BT * objective.values).sum(1)
-    if rule.denominator == "expected_learner":
+    if spec.denominator == "expected_learner":
         means_B = masked_mean(learner_BT, mask_BT)
         contributions_B = contributions_B + inputs.couplings_B.detach() * (means_B - means_B.detach())
     is_clipped = objective.is_clipped
-    if rule.level != "token":
+    if spec.level != "token":
         is_clipped = is_clipped[:, 0] if is_clipped.shape[1] == 1 else is_clipped
     return LossTerms(
         contributions_B=contributions_B,
-        weights=objective.weights if rule.level == "token" else objective.weights[:, 0],
+        weights=objective.weights if spec.level == "token" else objective.weights[:, 0],
         is_clipped=is_clipped & (mask_BT if is_clipped.dim() == 2 else mask_BT.any(1)),
         is_counted=is_counted,
         is_kept_BT=is_kept_BT,
@@ -92,120 +92,124 @@ def policy_loss(
 
 
 def _token_objective(
-    rule: Rule,
+    spec: LossSpec,
     inputs: LossInputs,
     learner_BT: torch.Tensor,
     sampler_BT: torch.Tensor,
     advantages_B1: torch.Tensor,
 ) -> Objective:
     staleness_BT = inputs.staleness_BT
-    if rule.trace_cap > 0.0:
-        return _trace_objective(rule, inputs.mask_BT, learner_BT, sampler_BT, advantages_B1)
-    if rule.mixture_slope > 0.0:
+    if spec.trace_cap > 0.0:
+        return _trace_objective(spec, inputs.mask_BT, learner_BT, sampler_BT, advantages_B1)
+    if spec.mixture_slope > 0.0:
         denominators_BT = importance.mixture_log_denominators(
-            learner_BT if rule.mixture_gradient == "full" else learner_BT.detach(),
+            learner_BT if spec.mixture_gradient == "full" else learner_BT.detach(),
             sampler_BT,
             staleness_BT,
-            age=rule.mixture_age,
-            slope=rule.mixture_slope,
+            age=spec.mixture_age,
+            slope=spec.mixture_slope,
         )
-        return _objective(rule, learner_BT - denominators_BT, learner_BT, advantages_B1, decision=None)
-    if rule.is_score or rule.proximal == "none":
-        return _objective(rule, learner_BT - sampler_BT, learner_BT, advantages_B1, decision=None)
+        return _objective(spec, learner_BT - denominators_BT, learner_BT, advantages_B1, decision=None)
+    if spec.is_score or spec.proximal == "none":
+        return _objective(spec, learner_BT - sampler_BT, learner_BT, advantages_B1, decision=None)
     proximal_BT = importance.proximal_logprobs(
-        learner_BT, sampler_BT, staleness_BT, is_exact=rule.proximal == "step_start"
+        learner_BT, sampler_BT, staleness_BT, is_exact=spec.proximal == "step_start"
     )
-    inner = _objective(rule, learner_BT - proximal_BT, learner_BT, advantages_B1, decision=None)
-    behaviour_BT = (proximal_BT - sampler_BT).clamp(max=rule.max_log_weight).exp().clamp(max=rule.behaviour_cap)
+    inner = _objective(spec, learner_BT - proximal_BT, learner_BT, advantages_B1, decision=None)
+    behaviour_BT = (proximal_BT - sampler_BT).clamp(max=spec.max_log_weight).exp().clamp(max=spec.behaviour_cap)
     return Objective(
         values=inner.values * behaviour_BT, weights=inner.weights * behaviour_BT, is_clipped=inner.is_clipped
     )
 
 
 def _trace_objective(
-    rule: Rule, mask_BT: torch.Tensor, learner_BT: torch.Tensor, sampler_BT: torch.Tensor, advantages_B1: torch.Tensor
+    spec: LossSpec,
+    mask_BT: torch.Tensor,
+    learner_BT: torch.Tensor,
+    sampler_BT: torch.Tensor,
+    advantages_B1: torch.Tensor,
 ) -> Objective:
     ratios_BT = learner_BT - sampler_BT
-    log_weights_BT = importance.v_trace_log_weights(ratios_BT, mask_BT, rho_cap=rule.high, c_cap=rule.trace_cap)
+    log_weights_BT = importance.v_trace_log_weights(ratios_BT, mask_BT, rho_cap=spec.high, c_cap=spec.trace_cap)
     objective = score_objective(
-        log_weights_BT, learner_BT, advantages_B1, low=0.0, high=float("inf"), max_log_weight=rule.max_log_weight
+        log_weights_BT, learner_BT, advantages_B1, low=0.0, high=float("inf"), max_log_weight=spec.max_log_weight
     )
     # What was truncated is a factor, not the product.
-    is_truncated_BT = ratios_BT.detach() > math.log(rule.high)
+    is_truncated_BT = ratios_BT.detach() > math.log(spec.high)
     return Objective(values=objective.values, weights=objective.weights, is_clipped=is_truncated_BT)
 
 
 def _sequence_objective(
-    rule: Rule, inputs: LossInputs, learner_BT: torch.Tensor, sampler_BT: torch.Tensor, advantages_B: torch.Tensor
+    spec: LossSpec, inputs: LossInputs, learner_BT: torch.Tensor, sampler_BT: torch.Tensor, advantages_B: torch.Tensor
 ) -> Objective:
     mask_BT, advantages_B1 = inputs.mask_BT, advantages_B[:, None]
-    is_raw = rule.normalisation == "raw"
+    is_raw = spec.normalisation == "raw"
     numerators_BT, is_token_clipped_BT = learner_BT, None
-    if rule.clip == "token_log":
+    if spec.clip == "token_log":
         ratios_BT, is_token_clipped_BT = importance.clip_token_log_ratios(
-            learner_BT - sampler_BT, advantages_B, low=rule.low, high=rule.high
+            learner_BT - sampler_BT, advantages_B, low=spec.low, high=spec.high
         )
         numerators_BT = sampler_BT + ratios_BT
     log_probs_B = importance.sequence_log_probs(numerators_BT, mask_BT, is_raw=is_raw)
-    log_weights_B = log_probs_B - _log_denominators(rule, inputs, learner_BT, sampler_BT, log_probs_B)
+    log_weights_B = log_probs_B - _log_denominators(spec, inputs, learner_BT, sampler_BT, log_probs_B)
     # A mask of single tokens takes their gradient only if each token's gradient is its own.
-    is_spread = rule.m2_budget > 0.0
+    is_spread = spec.m2_budget > 0.0
     log_weights = importance.spread(log_weights_B, learner_BT) if is_spread else log_weights_B[:, None]
     decision = None
-    if rule.clip_on != "own":
-        bases_B = inputs.log_expectations_B if rule.clip_on == "gepo" else masked_mean(sampler_BT, mask_BT)
+    if spec.clip_on != "own":
+        bases_B = inputs.log_expectations_B if spec.clip_on == "gepo" else masked_mean(sampler_BT, mask_BT)
         decision = (masked_mean(learner_BT, mask_BT) - bases_B)[:, None]
-    objective = _objective(rule, log_weights, learner_BT, advantages_B1, decision=decision)
+    objective = _objective(spec, log_weights, learner_BT, advantages_B1, decision=decision)
     if is_token_clipped_BT is None:
         return objective
     return Objective(values=objective.values, weights=objective.weights, is_clipped=is_token_clipped_BT)
 
 
 def _log_denominators(
-    rule: Rule, inputs: LossInputs, learner_BT: torch.Tensor, sampler_BT: torch.Tensor, log_probs_B: torch.Tensor
+    spec: LossSpec, inputs: LossInputs, learner_BT: torch.Tensor, sampler_BT: torch.Tensor, log_probs_B: torch.Tensor
 ) -> torch.Tensor:
     log_denominators_B = inputs.log_denominators_B.detach()
-    if rule.kl_threshold > 0.0:
+    if spec.kl_threshold > 0.0:
         kl_B = masked_mean(kl_estimates(learner_BT, sampler_BT, inputs.mask_BT), inputs.mask_BT)
         own_B = masked_mean(sampler_BT, inputs.mask_BT)
         log_denominators_B = importance.switched_log_denominators(
-            log_denominators_B, own_B, kl_B, threshold=rule.kl_threshold
+            log_denominators_B, own_B, kl_B, threshold=spec.kl_threshold
         )
-    if rule.defensive_fraction > 0.0:
+    if spec.defensive_fraction > 0.0:
         log_denominators_B = importance.defensive_log_denominators(
-            log_denominators_B, log_probs_B, fraction=rule.defensive_fraction
+            log_denominators_B, log_probs_B, fraction=spec.defensive_fraction
         )
     return log_denominators_B
 
 
 def _objective(
-    rule: Rule,
+    spec: LossSpec,
     log_weights: torch.Tensor,
     learner_BT: torch.Tensor,
     advantages_B1: torch.Tensor,
     *,
     decision: torch.Tensor | None,
 ) -> Objective:
-    if rule.is_score:
+    if spec.is_score:
         return score_objective(
             log_weights,
             learner_BT,
             advantages_B1,
-            low=rule.low,
-            high=rule.high,
-            is_dropping=rule.clip == "drop",
-            max_log_weight=rule.max_log_weight,
+            low=spec.low,
+            high=spec.high,
+            is_dropping=spec.clip == "drop",
+            max_log_weight=spec.max_log_weight,
         )
-    has_bounds = rule.clip in ("zero", "preserve")
+    has_bounds = spec.clip in ("zero", "preserve")
     return ratio_objective(
         log_weights,
         advantages_B1,
-        low=rule.low if has_bounds else 0.0,
-        high=rule.high if has_bounds else float("inf"),
-        dual=rule.dual_clip or float("inf"),
+        low=spec.low if has_bounds else 0.0,
+        high=spec.high if has_bounds else float("inf"),
+        dual=spec.dual_clip or float("inf"),
         decision_log_weights=decision,
-        is_preserving=rule.clip == "preserve",
-        max_log_weight=rule.max_log_weight,
+        is_preserving=spec.clip == "preserve",
+        max_log_weight=spec.max_log_weight,
     )
 
 

@@ -39,18 +39,18 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.weights import Weights, maker_of
-from heterorl.learner.publish.checkpoint import CheckpointStore, Cursor, find_published
-from heterorl.learner.publish.encode import Position
-from heterorl.learner.publish.journal import Journal
-from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.restore import PublishedVersions, Restorer
+from heterorl.learner.backends.train_backend import TrainBackend
+from heterorl.learner.backends.version_weights import Weights, maker_of
+from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor, find_published
+from heterorl.learner.publish.publisher import Publisher
+from heterorl.learner.publish.training_log import TrainingLog
+from heterorl.learner.publish.version_payloads import Position
+from heterorl.learner.run.restorer import PublishedVersions, Restorer
 
 _LOG = logging.getLogger(__name__)
 
 
-class Way(enum.Enum):
+class ResumePlan(enum.Enum):
     """How to go on."""
 
     CONTINUE = "continue"
@@ -61,7 +61,9 @@ class Way(enum.Enum):
     ADOPT = "adopt"
 
 
-def decide(cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool) -> tuple[Way, str]:
+def decide(
+    cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool
+) -> tuple[ResumePlan, str]:
     """Judge a checkpoint by the fate of its publication.
 
     `committed_version` is what the publication became; None is final under the newest epoch, since an older epoch's
@@ -69,29 +71,29 @@ def decide(cursor: Cursor, *, head_version: int, committed_version: int | None, 
     """
     if committed_version is None:
         if cursor.parent_version == head_version:
-            return Way.REPUBLISH, f"its publication after version {head_version} was never committed"
-        return Way.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
+            return ResumePlan.REPUBLISH, f"its publication after version {head_version} was never committed"
+        return ResumePlan.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
     if committed_version == head_version:
-        return Way.CONTINUE, f"it is the head, version {head_version}"
+        return ResumePlan.CONTINUE, f"it is the head, version {head_version}"
     if is_in_lineage:
-        return Way.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
-    return Way.SKIP, f"version {committed_version} was abandoned"
+        return ResumePlan.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
+    return ResumePlan.SKIP, f"version {committed_version} was abandoned"
 
 
-def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, run_id: str) -> Way:
+def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, run_id: str) -> ResumePlan:
     """How to go on where no checkpoint was taken.
 
     Raises:
         OperatorError: there are checkpoints of a run whose versions the coordinator has lost.
     """
     if head_version != NO_VERSION:
-        return Way.ADOPT
+        return ResumePlan.ADOPT
     if num_checkpoints:
         raise OperatorError(
             f"{state_dir} has checkpoints of run {run_id}, the coordinator has no version of it",
             action="restore the coordinator's data_dir, or choose another state_dir to start anew",
         )
-    return Way.START
+    return ResumePlan.START
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,7 +117,7 @@ class Resumption:
     store: CheckpointStore
     restorer: Restorer
     published: PublishedVersions
-    journal: Journal
+    journal: TrainingLog
     patience: Patience
     run_id: str
     epoch: int
@@ -143,22 +145,22 @@ class Resumption:
         way = decide_without(
             head_version=head, num_checkpoints=len(paths), state_dir=self.state_dir, run_id=self.run_id
         )
-        return await (self._start(head) if way is Way.START else self._adopt(head))
+        return await (self._start(head) if way is ResumePlan.START else self._adopt(head))
 
     async def _try(self, path: Path, head: int) -> int | None:
         """The steps in the weights; None: the checkpoint is gone down from."""
         way, found = await self._look(path, head)
         if found is None:
             return None
-        if way is Way.CONTINUE:
+        if way is ResumePlan.CONTINUE:
             return await self._continue(found)
-        return await (self._republish(found) if way is Way.REPUBLISH else self._roll_back(found))
+        return await (self._republish(found) if way is ResumePlan.REPUBLISH else self._roll_back(found))
 
-    async def _look(self, path: Path, head: int) -> tuple[Way, _Found | None]:
+    async def _look(self, path: Path, head: int) -> tuple[ResumePlan, _Found | None]:
         """The way that a checkpoint opens, and the checkpoint restored; None where it is gone down from."""
         cursor = await self.restorer.read(path)
         if cursor is None:
-            return Way.SKIP, None
+            return ResumePlan.SKIP, None
         if cursor.run_id != self.run_id:
             raise ConfigError("state_dir", f"{path} belongs to run {cursor.run_id}, not {self.run_id}")
         committed = await self.patience.insist(lambda: self.api.get_step(step_id=cursor.step_id))
@@ -169,14 +171,14 @@ class Resumption:
             is_in_lineage=committed is not None and await self._is_in_lineage(committed, cursor.state_root),
         )
         _LOG.info("checkpoint %s: %s, %s", path.name, way.value, reason)
-        if way is Way.SKIP:
+        if way is ResumePlan.SKIP:
             return way, None
         try:
             arena = await self.restorer.restore(path, cursor)
         except (CorruptData, OSError) as error:
             _LOG.error("%s cannot be restored and is left as it is: %s", path, error)
             self.store.keep_unreadable(path)
-            return Way.SKIP, None
+            return ResumePlan.SKIP, None
         return way, _Found(path=path, cursor=cursor, arena=arena, committed=committed, head=head)
 
     async def _is_in_lineage(self, version: int, state_root: str) -> bool:

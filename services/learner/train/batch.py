@@ -15,10 +15,10 @@ import torch
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, Rollout
 from heterorl.common.types.trajectory import Strip, strips_of
-from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.custom import LossBatch
 from heterorl.learner.loss.group import beta_weights, group_advantages, group_log_denominator, log_denominators
-from heterorl.learner.loss.rule import Rule, rule_of
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,13 +114,13 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
         ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has not one
             log-prob for each drawn token, or a reward is outside what the advantage is defined for.
     """
-    rule = rule_of(loss)
-    scales = _prompt_scales(groups) if rule.advantage == "beta" else [1.0] * len(groups)
+    spec = loss_spec_of(loss)
+    scales = _prompt_scales(groups) if spec.advantage == "beta" else [1.0] * len(groups)
     sequences = [
         sequence
         for number, (group, scale) in enumerate(zip(groups, scales, strict=True))
-        if not (rule.drop_uniform_groups and _is_uniform(group))
-        for sequence in _sequences(group, rule, number=number, scale=scale, head_version=head_version)
+        if not (spec.drop_uniform_groups and _is_uniform(group))
+        for sequence in _sequences(group, spec, number=number, scale=scale, head_version=head_version)
     ]
     return Batch(sequences=tuple(replace(sequence, row=row) for row, sequence in enumerate(sequences)))
 
@@ -140,7 +140,7 @@ def _prompt_scales(groups: Sequence[Group]) -> list[float]:
     return [scale_of[group.prompt_token_ids.tobytes()] for group in groups]
 
 
-def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_version: int) -> list[TrainingSequence]:
+def _sequences(group: Group, spec: LossSpec, *, number: int, scale: float, head_version: int) -> list[TrainingSequence]:
     if group.prompt_token_ids.size == 0:
         raise ValueError(f"group {group.id}: the prompt is empty")
     members = [(place, rollout) for place, rollout in enumerate(group.rollouts) if rollout.is_trainable]
@@ -155,10 +155,10 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
         [float(rollout.sampler_logprobs.sum(dtype=np.float64)) for rollout in rollouts], dtype=torch.float64
     )
     means_G = sums_G / counts_G
-    advantages_G = (group_advantages(rewards_G, kind=rule.advantage) * scale).tolist()
+    advantages_G = (group_advantages(rewards_G, kind=spec.advantage) * scale).tolist()
     centred_G = group_advantages(rewards_G, kind="mean").tolist()
-    log_probs_G = sums_G if rule.normalisation == "raw" else means_G
-    log_denominators_G = log_denominators(rule, log_probs_G).tolist()
+    log_probs_G = sums_G if spec.normalisation == "raw" else means_G
+    log_denominators_G = log_denominators(spec, log_probs_G).tolist()
     log_expectation = group_log_denominator(means_G, kind="contraharmonic")
     return [
         TrainingSequence(
@@ -170,7 +170,7 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
             log_expectation=log_expectation,
             group=number,
             number=place,
-            staleness=_staleness(rollout, head_version) if rule.needs_staleness else None,
+            staleness=_staleness(rollout, head_version) if spec.needs_staleness else None,
             routed_experts=rollout.routed_experts,
         )
         for (place, rollout), own, advantage, centred_reward, log_denominator in zip(

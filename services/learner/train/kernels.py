@@ -14,7 +14,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model.directory import first_line
-from heterorl.learner.train.config import BackendConfig
+from heterorl.learner.train.backend_config import BackendConfig
 
 
 def apply_liger(model: nn.Module, config: BackendConfig) -> None:

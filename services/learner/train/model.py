@@ -21,8 +21,8 @@ from heterorl.common.model.directory import check_model_dir, first_line
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors
 from heterorl.common.weights.arena import Layout
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
 
 CHECK_TOLERANCE = 1e-3

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from heterorl.common.model.routing import RouterReplay
-from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.group import log_denominators, masked_mean
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.loss.objectives import LossInputs, kl_estimates, reference_kl_estimates
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.rule import Rule, rule_of
+from heterorl.learner.train.backend_config import Schedule
 from heterorl.learner.train.batch import Batch, TrainingSequence
-from heterorl.learner.train.config import Schedule
-from heterorl.learner.train.coupling import couple, step_coefficients
+from heterorl.learner.train.first_pass import step_coefficients, with_first_pass
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.learner.train.report import (
+from heterorl.learner.train.step_report import (
     MicroBatchSample,
     StepEnd,
     join,
@@ -83,16 +83,16 @@ def accumulate_gradients(
     `reference` is a frozen model for losses that compare with one; it routes by itself. `replay` gives the model's
     routers the experts that the sequences have. `note_pass` is told how many micro-batches are done, of how many.
     """
-    rule = rule_of(loss)
+    spec = loss_spec_of(loss)
     forward = _Forward(
         model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype, replay=replay
     )
     parts = split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching)
-    if rule.needs_reference:
+    if spec.needs_reference:
         assert reference is not None
         parts = _with_reference(parts, dataclasses.replace(forward, model=reference, replay=None))
     only_pass = None
-    if rule.needs_first_pass and parts:
+    if spec.needs_first_pass and parts:
         if len(parts) == 1:
             only_pass = forward(forward.collate(parts[0]))
             logprobs = [only_pass[0].detach()]
@@ -100,7 +100,7 @@ def accumulate_gradients(
             with torch.no_grad():
                 logprobs = [forward(forward.collate(part))[0] for part in parts]
         ordered = Batch(sequences=tuple(sequence for part in parts for sequence in part))
-        known = couple(rule, ordered, logprobs, max_new_tokens=max_new_tokens)
+        known = with_first_pass(spec, ordered, logprobs, max_new_tokens=max_new_tokens)
         coupled = iter(known.sequences)
         parts = [[next(coupled) for _ in part] for part in parts]
         batch = batch.with_whole(known, forward.device)
@@ -110,7 +110,7 @@ def accumulate_gradients(
         micro_batch = forward.collate(sequences)
         logprobs_N, entropies_N = forward(micro_batch) if only_pass is None else only_pass
         total, sample = micro_batch_loss(
-            rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens
+            spec, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens
         )
         total.backward()  # type: ignore[no-untyped-call]
         samples.append(sample)
@@ -165,7 +165,7 @@ def apply_gradients(
 def end_step(
     samples: Sequence[MicroBatchSample],
     *,
-    rule: Rule,
+    spec: LossSpec,
     schedule: Schedule,
     step: int,
     applied_steps: int,
@@ -177,7 +177,7 @@ def end_step(
     Without samples there is no gradient and no update. `step` is of the run, from 1.
     """
     sequences = join([sample.sequences for sample in samples])
-    step_size = schedule.rate(step=step, applied_steps=applied_steps) * step_size_factor(rule, sequences)
+    step_size = schedule.rate(step=step, applied_steps=applied_steps) * step_size_factor(spec, sequences)
     is_applied, grad_norm = update(sum(sample.loss for sample in samples), step_size) if samples else (False, 0.0)
     return StepEnd(
         samples=samples,
@@ -189,7 +189,7 @@ def end_step(
 
 
 def micro_batch_loss(
-    rule: Rule,
+    spec: LossSpec,
     micro_batch: MicroBatch,
     logprobs_N: torch.Tensor,
     entropies_N: torch.Tensor,
@@ -204,20 +204,20 @@ def micro_batch_loss(
     inputs = micro_batch.loss_inputs
     mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT
     learner_BT = inputs.padded(logprobs_N)
-    if rule.scope == "microbatch":
-        inputs = _with_shared_denominator(rule, inputs)
-    coefficients_BT = step_coefficients(rule, mask_BT, batch, max_new_tokens=max_new_tokens)
-    terms = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
+    if spec.scope == "microbatch":
+        inputs = _with_shared_denominator(spec, inputs)
+    coefficients_BT = step_coefficients(spec, mask_BT, batch, max_new_tokens=max_new_tokens)
+    terms = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
     total = terms.contributions_B.sum()
-    kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=rule.max_log_weight)
-    if rule.kl_coefficient > 0.0:
-        total = total + rule.kl_coefficient * (coefficients_BT * kl_BT).sum()
-    if rule.reference_kl > 0.0:
+    kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=spec.max_log_weight)
+    if spec.kl_coefficient > 0.0:
+        total = total + spec.kl_coefficient * (coefficients_BT * kl_BT).sum()
+    if spec.reference_kl > 0.0:
         assert inputs.reference_BT is not None
         distance_BT = reference_kl_estimates(
-            learner_BT, inputs.reference_BT, mask_BT, max_log_ratio=rule.max_log_weight
+            learner_BT, inputs.reference_BT, mask_BT, max_log_ratio=spec.max_log_weight
         )
-        total = total + rule.reference_kl * (coefficients_BT * distance_BT).sum()
+        total = total + spec.reference_kl * (coefficients_BT * distance_BT).sum()
     clippable = mask_BT if terms.is_clipped.dim() == 2 else mask_BT.any(1)
     sample = MicroBatchSample(
         loss=total.item(),
@@ -233,9 +233,9 @@ def micro_batch_loss(
     return total, sample
 
 
-def _with_shared_denominator(rule: Rule, inputs: LossInputs) -> LossInputs:
+def _with_shared_denominator(spec: LossSpec, inputs: LossInputs) -> LossInputs:
     # The published code of GEPO takes its mean over whatever shares the pass, whichever prompts that mixes.
-    assert rule.has_group_denominator
+    assert spec.has_group_denominator
     mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT
-    log_probs_B = sampler_BT.sum(1) if rule.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)
-    return dataclasses.replace(inputs, log_denominators_B=log_denominators(rule, log_probs_B))
+    log_probs_B = sampler_BT.sum(1) if spec.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)
+    return dataclasses.replace(inputs, log_denominators_B=log_denominators(spec, log_probs_B))

@@ -12,13 +12,13 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.state import read_lora
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.optimizer_state import read_lora
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.export import export_model
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.publish.checkpoint import CheckpointStore, Cursor
-from heterorl.learner.publish.encode import Position, encode_version
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
+from heterorl.learner.publish.version_payloads import Position, encode_version
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.families import write_family
 from tests.support.training import SAMPLING, tiny_model
 

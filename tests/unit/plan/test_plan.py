@@ -14,9 +14,9 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import write_delta
 from heterorl.learner.backends.fsdp2 import piece_of
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.plan.assumptions import Assumptions, parse
 from heterorl.plan.costs import MEASURED, changed_by, delta_bytes, drawing, rank_memory
 from heterorl.plan.plan import Question, plan

@@ -1,4 +1,5 @@
 """Several processes that train one model: rank 0 is the learner, the others obey its commands.
 
-Open `backend` first; `place` says who is who, `meeting` brings them together, `watch` ends all when one is gone.
+Open `sharded_backend` first. `rank_env` has a rank's number and address, `rendezvous` joins the ranks, `heartbeats`
+ends all of them when one is gone.
 """

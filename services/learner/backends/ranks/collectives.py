@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from heterorl.common.errors import HeterorlError, OperatorError
 from heterorl.common.model.directory import first_line
-from heterorl.learner.backends.ranks.place import Place
+from heterorl.learner.backends.ranks.rank_env import RankEnv
 
 ResultT = TypeVar("ResultT")
 
@@ -33,28 +33,28 @@ OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
 class Collectives:
     """The process group of one learner's ranks; all of them call the same methods in the same order."""
 
-    def __init__(self, *, place: Place, store: Store, device: str) -> None:
+    def __init__(self, *, rank_env: RankEnv, store: Store, device: str) -> None:
         """Join the others."""
-        self.place = place
-        self.rank, self.world_size = place.rank, place.world_size
-        if place.file is not None:
+        self.rank_env = rank_env
+        self.rank, self.world_size = rank_env.rank, rank_env.world_size
+        if rank_env.file is not None:
             # What DeepSpeed reads, and what a launcher would have set. Nothing listens at that port: the group below
             # exists before DeepSpeed asks. No port is opened but those of gloo on loopback.
             os.environ.update(
-                RANK=str(place.rank),
-                LOCAL_RANK=str(place.local_rank),
-                WORLD_SIZE=str(place.world_size),
-                LOCAL_WORLD_SIZE=str(place.local_world_size),
+                RANK=str(rank_env.rank),
+                LOCAL_RANK=str(rank_env.local_rank),
+                WORLD_SIZE=str(rank_env.world_size),
+                LOCAL_WORLD_SIZE=str(rank_env.local_world_size),
             )
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", "1")
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        if device != "cpu" and place.local_rank < torch.cuda.device_count():
+        if device != "cpu" and rank_env.local_rank < torch.cuda.device_count():
             # NCCL takes the device that is current where it is told none. One that is missing is told of later.
-            torch.cuda.set_device(place.local_rank)
+            torch.cuda.set_device(rank_env.local_rank)
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=OPERATION_TIMEOUT
+            backend, store=store, rank=rank_env.rank, world_size=rank_env.world_size, timeout=OPERATION_TIMEOUT
         )
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         self.aside = Aside(dist.new_group(backend="gloo", timeout=_FOREVER))
@@ -63,7 +63,7 @@ class Collectives:
     @property
     def are_on_one_machine(self) -> bool:
         """Whether all ranks share one machine's memory of files."""
-        return self.place.local_world_size == self.world_size
+        return self.rank_env.local_world_size == self.world_size
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
         """Rank 0's bytes, on every rank."""
@@ -178,13 +178,15 @@ def make_together(make: Callable[[], ResultT], ranks: Collectives) -> ResultT:
     raise problem or RanksDiffer(f"rank {number} has met what rank 0 has not: {word}")
 
 
-def rank_device(kind: str, place: Place) -> torch.device:
+def rank_device(kind: str, rank_env: RankEnv) -> torch.device:
     """`cpu`, or `cuda:LOCAL_RANK`."""
-    return torch.device("cpu" if kind == "cpu" else f"cuda:{place.local_rank}")
+    return torch.device("cpu" if kind == "cpu" else f"cuda:{rank_env.local_rank}")
 
 
-def missing_device(kind: str, place: Place) -> str:
+def missing_device(kind: str, rank_env: RankEnv) -> str:
     """What is wrong with it; empty where nothing is."""
-    if kind == "cpu" or place.local_rank < torch.cuda.device_count():
+    if kind == "cpu" or rank_env.local_rank < torch.cuda.device_count():
         return ""
-    return f"rank {place.rank} has no {rank_device(kind, place)}: its machine shows {torch.cuda.device_count()} GPUs"
+    return (
+        f"rank {rank_env.rank} has no {rank_device(kind, rank_env)}: its machine shows {torch.cuda.device_count()} GPUs"
+    )

@@ -18,7 +18,7 @@ from heterorl.common.wire.seal import open_group, read_sealed, seal
 
 
 class Do(Enum):
-    """The methods of DividedBackend that all ranks take part in, and the end."""
+    """The methods of ShardedBackend that all ranks take part in, and the end."""
 
     TRAIN = "train"
     STORE = "store"

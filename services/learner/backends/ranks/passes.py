@@ -25,13 +25,13 @@ from torch import nn
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.routing import RouterReplay
 from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.loss.rule import Rule
+from heterorl.learner.loss.loss_spec import LossSpec
 from heterorl.learner.train.batch import Batch, TrainingSequence
-from heterorl.learner.train.coupling import couple
+from heterorl.learner.train.first_pass import with_first_pass
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, Shares, collate, empty_pass, share_out
 from heterorl.learner.train.model import hidden_states
-from heterorl.learner.train.report import MicroBatchSample, SequenceSample
 from heterorl.learner.train.step import micro_batch_loss
+from heterorl.learner.train.step_report import MicroBatchSample, SequenceSample
 
 
 class PassEngine(Protocol):
@@ -111,7 +111,7 @@ class Passes:
     """Of a frozen model, for losses that compare with one."""
     device: torch.device
     ranks: Collectives
-    rule: Rule
+    loss_spec: LossSpec
     max_new_tokens: int
     micro_batch_tokens: int
     batching: Batching
@@ -132,9 +132,9 @@ class Passes:
         )
         if not shares.num_passes:
             return []
-        if self.rule.needs_reference:
+        if self.loss_spec.needs_reference:
             shares = self._with_reference(shares)
-        if self.rule.needs_first_pass:
+        if self.loss_spec.needs_first_pass:
             shares, batch = self._coupled(shares, batch)
         own = shares.parts[self.ranks.rank // self.sharing]
         samples: list[MicroBatchSample] = []
@@ -146,7 +146,7 @@ class Passes:
             micro_batch, logprobs_N, entropies_N = self._forward(own, number)
             if number < len(own):
                 total, sample = micro_batch_loss(
-                    self.rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=self.max_new_tokens
+                    self.loss_spec, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=self.max_new_tokens
                 )
                 samples.append(sample)
             else:
@@ -177,7 +177,7 @@ class Passes:
     def _coupled(self, shares: Shares, batch: Batch) -> tuple[Shares, Batch]:
         logprobs = self._logprobs(shares, self.engine)
         ordered = Batch(sequences=tuple(shares.ordered()))
-        known = couple(self.rule, ordered, logprobs, max_new_tokens=self.max_new_tokens)
+        known = with_first_pass(self.loss_spec, ordered, logprobs, max_new_tokens=self.max_new_tokens)
         return shares.replaced(known.sequences), batch.with_whole(known, self.device)
 
     def _with_reference(self, shares: Shares) -> Shares:

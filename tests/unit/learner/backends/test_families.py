@@ -13,9 +13,9 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.families import FAMILIES, TRAINED, write_family
 from tests.support.training import SAMPLING, group, queued, rollout
 

@@ -9,16 +9,16 @@ from torch import nn
 from heterorl.common.errors import ConfigError, DependencyUnsupported
 from heterorl.common.model import packages
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
-from heterorl.learner import assembly
+from heterorl.learner import learner_parts
 from heterorl.learner.backends import fsdp2, zero
-from heterorl.learner.backends.fsdp2 import ShardedDivision, ShardedState, piece_of
-from heterorl.learner.backends.ranks.division import check_experts
-from heterorl.learner.backends.ranks.place import Place
-from heterorl.learner.backends.ranks.state import Piece
-from heterorl.learner.backends.zero import ZeroDivision
+from heterorl.learner.backends.fsdp2 import Fsdp2Sharding, Fsdp2State, piece_of
+from heterorl.learner.backends.ranks.rank_env import RankEnv
+from heterorl.learner.backends.ranks.sharded_state import Piece
+from heterorl.learner.backends.ranks.sharding import check_experts
+from heterorl.learner.backends.zero import ZeroSharding
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig
 from tests.support.patched import patched_path
 from tests.support.rank_processes import Ranks
 from tests.support.thread_ranks import on_all_ranks
@@ -55,7 +55,7 @@ def test_rows_that_leave_the_storage_of_the_optimizer_are_refused_on_all_ranks(m
 
     def work(ranks):
         parameter = nn.Parameter(torch.zeros(5 - ranks.rank, 2))
-        sharded = ShardedState({"w": parameter}, config=Fsdp2BackendConfig(), ranks=ranks)
+        sharded = Fsdp2State({"w": parameter}, config=Fsdp2BackendConfig(), ranks=ranks)
         if ranks.rank == 1:
             parameter.data = parameter.data.clone()
         return sharded.update(1.0, 1e-3)
@@ -82,9 +82,9 @@ def test_experts_that_are_modules_of_their_own_are_refused_where_ranks_meet_diff
 @pytest.mark.parametrize(
     ("module", "backend", "config"),
     [
-        (fsdp2, ShardedDivision, Fsdp2BackendConfig()),
-        (zero, ZeroDivision, DeepSpeedBackendConfig(stage=3)),
-        (zero, ZeroDivision, DeepSpeedBackendConfig(stage=2)),
+        (fsdp2, Fsdp2Sharding, Fsdp2BackendConfig()),
+        (zero, ZeroSharding, DeepSpeedBackendConfig(stage=3)),
+        (zero, ZeroSharding, DeepSpeedBackendConfig(stage=2)),
     ],
     ids=["fsdp2", "zero-3", "zero-2"],
 )
@@ -107,10 +107,10 @@ def test_backend_whose_ranks_reduce_by_parameter_asks_for_the_experts_of_its_mod
     monkeypatch.setattr(module, "open_together", open_together)
     monkeypatch.setattr(module, "shard" if module is fsdp2 else "build_engine", build_engine)
     loss, sampling = GepoConfig(), SamplingConfig(max_new_tokens=16).semantics()
-    options = {"lora": LoraConfig()} if backend is ShardedDivision else {}
+    options = {"lora": LoraConfig()} if backend is Fsdp2Sharding else {}
 
     def work(ranks):
-        ranks.place = Place(rank=ranks.rank, local_rank=ranks.rank, world_size=2, local_world_size=2)
+        ranks.rank_env = RankEnv(rank=ranks.rank, local_rank=ranks.rank, world_size=2, local_world_size=2)
         return backend("none", config, loss=loss, sampling=sampling, ranks=ranks, **options)
 
     answers = on_all_ranks(2, work)
@@ -125,15 +125,15 @@ def test_backend_whose_ranks_reduce_by_parameter_asks_for_the_experts_of_its_mod
 def test_package_that_trains_wrongly_when_divided_is_refused_before_another_rank_begins(monkeypatch, name, found):
     own = packages.installed
     monkeypatch.setattr(packages, "installed", lambda asked: found if asked == name else own(asked))
-    monkeypatch.setattr(assembly, "LocalRanks", lambda _: pytest.fail("another rank begins"))
+    monkeypatch.setattr(learner_parts, "LocalRanks", lambda _: pytest.fail("another rank begins"))
     config = LearnerConfig.model_validate(
         {"model_dir": "none", "sampling": {"max_new_tokens": 16}, "backend": {"kind": "fsdp2"}}
     )
 
     with pytest.raises(DependencyUnsupported, match=name):
-        assembly.build_backend(config, 2)
+        learner_parts.build_backend(config, 2)
     with pytest.raises(DependencyUnsupported, match=name):
-        assembly._check_divided(config)
+        learner_parts._check_divided(config)
 
 
 @pytest.mark.slow

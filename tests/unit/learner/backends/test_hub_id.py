@@ -17,7 +17,7 @@ import sys
 import torch
 from heterorl.learner.backends.loading import fill, open_model
 from heterorl.learner.backends.tensor_file import weight_files
-from heterorl.learner.backends.ranks.company import model_digest
+from heterorl.learner.backends.ranks.rank_group import model_digest
 name, directory = sys.argv[1:]
 opened = open_model(name, may_hold=False)
 assert all(parameter.is_meta for parameter in opened.model.parameters())

@@ -15,9 +15,9 @@ from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.versions.lineage import contract_difference
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.learner_world import make_contract
 from tests.support.training import SAMPLING, random_groups, tiny_model
 

@@ -9,10 +9,10 @@ from safetensors import safe_open
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
-from heterorl.learner.backends.state import build_optimizer, moments_of
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
+from heterorl.learner.backends.optimizer_state import build_optimizer, moments_of
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
 from heterorl.learner.train.kernels import choose_attention
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 

@@ -8,10 +8,10 @@ import torch
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.backends.zero import ZeroDivision
-from heterorl.learner.loss.config import CustomLossConfig, GrpoConfig
-from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.backends.zero import ZeroSharding
+from heterorl.learner.loss.loss_config import CustomLossConfig, GrpoConfig
+from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
 
 SETTINGS = {"lr": 1e-3, "micro_batch_tokens": 64}
@@ -123,7 +123,7 @@ def test_reference_that_is_not_there_is_named_by_its_own_key(model_dir, tmp_path
 @pytest.mark.parametrize("loss", [GrpoConfig(reference_kl=1.0), NEAR_REFERENCE])
 def test_divided_models_have_no_reference(model_dir, loss):
     with pytest.raises(ConfigError, match="reference model"):
-        ZeroDivision(
+        ZeroSharding(
             str(model_dir),
             DeepSpeedBackendConfig(),
             loss=loss,

@@ -14,10 +14,10 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.routing import RouterReplay, routers_of, routing_shape
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.wire.seal import canonical, open_group, seal
-from heterorl.learner.checks.admission import Limits, judge
-from heterorl.learner.checks.judge import SOUND
+from heterorl.learner.checks.findings import SOUND
+from heterorl.learner.checks.limits import Limits, judge
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.micro_batch import collate
 from heterorl.learner.train.model import learner_logprobs, prepare

@@ -9,13 +9,13 @@ import torch
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
+from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
 from heterorl.learner.backends.tensor_file import TensorFile
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import DecoupledPpoConfig, GepoConfig, LossConfig
-from heterorl.learner.progress import PassCount
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.backends.train_backend import TrainBackend
+from heterorl.learner.loss.loss_config import DecoupledPpoConfig, GepoConfig, LossConfig
+from heterorl.learner.step_timing import PassCount
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
 
 CONFIG = TorchBackendConfig(lr=1e-3, warmup_steps=4, micro_batch_tokens=64, weight_decay=0.01)

@@ -9,10 +9,10 @@ import pytest
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import load
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
-from heterorl.learner.backends.ranks.local import LocalRanks
+from heterorl.learner.backends.ranks.local_ranks import LocalRanks
 from heterorl.learner.backends.zero import engine_config, import_deepspeed
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.training import random_groups
 
 
@@ -64,7 +64,7 @@ def test_missing_package_is_named_with_its_extra():
 
 
 def test_several_processes_need_a_backend_that_divides(tmp_path):
-    from heterorl.learner.assembly import build_backend
+    from heterorl.learner.learner_parts import build_backend
 
     with pytest.raises(ConfigError, match="--nproc"):
         build_backend(LearnerConfig(model_dir="x"), 2)

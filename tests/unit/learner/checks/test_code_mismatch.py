@@ -14,7 +14,7 @@ from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import Doubts, close_task
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
-from heterorl.learner.checks.rewards import judge_rewards
+from heterorl.learner.checks.reward_checks import judge_rewards
 from tests.support.learner_world import queued
 
 TEXT = "what it says"

@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.common.errors import EnvironmentFailed, RewardError
 from heterorl.common.types.rollout import GIVEN, DropReason, FinishReason, RewardPart, Span
-from heterorl.learner.checks.rewards import judge_episodes
+from heterorl.learner.checks.reward_checks import judge_episodes
 from tests.support.training import group, rollout
 
 PARTS = (RewardPart(name="found", value=0.5), RewardPart(name="speed", value=0.25, weight=2.0))

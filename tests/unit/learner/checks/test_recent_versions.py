@@ -10,7 +10,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.learner.checks.examiner import RecentVersions
+from heterorl.learner.checks.verifier import RecentVersions
 from tests.support.clock import ManualClock
 from tests.support.run import LAYOUT, Run
 

@@ -11,7 +11,7 @@ from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards import matching
 from heterorl.common.tasks.task import close_task
 from heterorl.common.types.rollout import DropReason, RewardPart
-from heterorl.learner.checks.rewards import judge_rewards
+from heterorl.learner.checks.reward_checks import judge_rewards
 from tests.support.run import Run, rollout
 
 pytestmark = pytest.mark.process

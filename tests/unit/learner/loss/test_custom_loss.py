@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import load
-from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.loss.config import CustomLossConfig, GspoConfig
-from heterorl.learner.loss.rule import rule_of
-from heterorl.learner.train.config import TorchBackendConfig
-from heterorl.learner.train.trial import try_loss
+from heterorl.learner.loss.loss_config import CustomLossConfig, GspoConfig
+from heterorl.learner.loss.loss_spec import loss_spec_of
+from heterorl.learner.train.backend_config import TorchBackendConfig
+from heterorl.learner.train.custom_loss_check import check_custom_loss
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, OWN_LOSS, groups_of, run_loss
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
@@ -85,7 +85,7 @@ def test_a_loss_of_the_whole_step_is_the_same_in_one_pass_and_in_many(model_dir,
 
 @pytest.mark.parametrize("loss", [GSPO, _own("normalised"), _own("over_the_sampler"), GspoConfig()])
 def test_a_sound_loss_passes_the_trial(loss):
-    try_loss(loss)
+    check_custom_loss(loss)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_sound_loss_passes_the_trial(loss):
 )
 def test_what_does_not_fit_is_refused_before_a_model_is_loaded(name, options, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        try_loss(_own(name, options=options))
+        check_custom_loss(_own(name, options=options))
 
     assert caught.value.key == "loss.function"
     assert caught.value.action
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(name, options, wo
 )
 def test_a_function_that_cannot_be_had_is_an_error_of_its_key(function, options, key, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        rule_of(CustomLossConfig(function=function, directory=str(OWN_LOSS), options=options))
+        loss_spec_of(CustomLossConfig(function=function, directory=str(OWN_LOSS), options=options))
 
     assert caught.value.key == key
 
@@ -138,12 +138,12 @@ def test_a_module_that_does_not_import_names_its_line(tmp_path):
     (tmp_path / "own_loss_broken.py").write_text("import torch\n\nEPS = 1 / 0\n")
 
     with pytest.raises(ConfigError, match=r"ZeroDivisionError: division by zero \(.*own_loss_broken.py, line 3\)"):
-        rule_of(CustomLossConfig(function="own_loss_broken:loss", directory=str(tmp_path)))
+        loss_spec_of(CustomLossConfig(function="own_loss_broken:loss", directory=str(tmp_path)))
 
 
 def test_an_error_in_the_run_names_the_users_line(model_dir):
     loss = _own("raising", options={"when_rows": 12})
-    try_loss(loss)
+    check_custom_loss(loss)
 
     with pytest.raises(ConfigError, match=r"raised LookupError: no such rollout \(.*custom_losses.py, line \d+\)"):
         _trained(model_dir, loss, micro_batch_tokens=4096)
@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_leaves_everything_as_it_was(model_dir):
 
 def test_options_are_part_of_what_a_rule_is():
     first, same, other = (
-        rule_of(CustomLossConfig(function="gspo:loss", directory=str(OWN_LOSS), options={"eps_high": eps}))
+        loss_spec_of(CustomLossConfig(function="gspo:loss", directory=str(OWN_LOSS), options={"eps_high": eps}))
         for eps in (0.2, 0.2, 0.3)
     )
 
@@ -168,8 +168,8 @@ def test_options_are_part_of_what_a_rule_is():
     assert first != other
     assert first.custom is not None
     assert not first.needs_first_pass
-    assert rule_of(_own("normalised")).needs_first_pass
-    assert rule_of(_own("normalised", reads_reference=True)).needs_reference
+    assert loss_spec_of(_own("normalised")).needs_first_pass
+    assert loss_spec_of(_own("normalised", reads_reference=True)).needs_reference
 
 
 def test_a_selection_of_tokens_goes_into_the_function():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import (
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import (
     DecoupledPpoConfig,
     DsGspoConfig,
     GepoConfig,
@@ -18,7 +18,7 @@ from heterorl.learner.loss.config import (
     TisConfig,
     ToprConfig,
 )
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 # Of the tokens of one rollout of 16. An untrained model gives each about -3: ratios of e^2, e^5, e^17 and e^20, the

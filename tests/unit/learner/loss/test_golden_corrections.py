@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from heterorl.learner.loss.config import (
+from heterorl.learner.loss.loss_config import (
     GepoConfig,
     GepoOneSidedConfig,
     GepoProductConfig,

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from heterorl.learner.loss.config import GepoConfig, LossConfig
-from heterorl.learner.loss.rule import ALGORITHMS, caveats, rule_of
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.loss.loss_config import GepoConfig, LossConfig
+from heterorl.learner.loss.loss_spec import ALGORITHMS, caveats, loss_spec_of
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.losses import CATALOGUE
 
 ADAPTER = TypeAdapter(LossConfig)
@@ -29,7 +29,7 @@ def test_kind_alone_selects_a_loss_with_its_rule(kind):
 
     assert loss.kind == kind
     assert loss.kl_coefficient == 0.005
-    assert rule_of(loss).kl_coefficient == 0.005
+    assert loss_spec_of(loss).kl_coefficient == 0.005
 
 
 @pytest.mark.parametrize("kind", ["gepo", "gspo", "grpo"])
@@ -37,7 +37,7 @@ def test_clip_range_is_the_reference_implementation_s(kind):
     loss = ADAPTER.validate_python({"kind": kind})
 
     assert (loss.eps_low, loss.eps_high) == (0.2, 0.2)
-    assert (rule_of(loss).low, rule_of(loss).high) == (0.8, 1.2)
+    assert (loss_spec_of(loss).low, loss_spec_of(loss).high) == (0.8, 1.2)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_clip_range_is_the_reference_implementation_s(kind):
     ],
 )
 def test_combinations_are_expressible(table, parts):
-    rule = rule_of(ADAPTER.validate_python(table))
+    spec = loss_spec_of(ADAPTER.validate_python(table))
 
-    assert {name: getattr(rule, name) for name in parts} == parts
+    assert {name: getattr(spec, name) for name in parts} == parts
 
 
 def test_reproduction_choices_are_pointed_out():
-    assert caveats(rule_of(GepoConfig())) == ()
-    assert "shortest" in caveats(rule_of(GepoConfig(normalisation="raw")))[0]
-    assert "micro_batch_tokens" in caveats(rule_of(GepoConfig(scope="microbatch")))[0]
+    assert caveats(loss_spec_of(GepoConfig())) == ()
+    assert "shortest" in caveats(loss_spec_of(GepoConfig(normalisation="raw")))[0]
+    assert "micro_batch_tokens" in caveats(loss_spec_of(GepoConfig(scope="microbatch")))[0]
 
 
 def test_unknown_key_is_refused_with_its_path():

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from heterorl.learner.loss.config import (
+from heterorl.learner.loss.group import beta_weights, group_log_denominator
+from heterorl.learner.loss.loss_config import (
     CispoConfig,
     DapoConfig,
     DeltaLConfig,
@@ -19,7 +20,6 @@ from heterorl.learner.loss.config import (
     TisConfig,
     ToprConfig,
 )
-from heterorl.learner.loss.group import beta_weights, group_log_denominator
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of, run_loss
 
 TOLERANCE = 1e-9

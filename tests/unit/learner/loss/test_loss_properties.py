@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from heterorl.learner.loss.config import DecoupledPpoConfig, GepoConfig, GspoConfig, LossConfig, TisConfig
+from heterorl.learner.loss.loss_config import DecoupledPpoConfig, GepoConfig, GspoConfig, LossConfig, TisConfig
+from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.coupling import couple, step_coefficients
+from heterorl.learner.train.first_pass import step_coefficients, with_first_pass
 from heterorl.learner.train.micro_batch import collate
 from tests.support.losses import CATALOGUE, groups_of, run_loss, with_reference
 
@@ -48,22 +48,22 @@ def test_loss_does_not_depend_on_padding(name):
 
 
 def _inputs(config: LossConfig, learner, groups):
-    rule = rule_of(config)
+    spec = loss_spec_of(config)
     batch = build_batch(groups, loss=config, head_version=3)
-    if rule.needs_reference:
+    if spec.needs_reference:
         batch = with_reference(batch)
     logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
-    if rule.needs_first_pass:
-        batch = couple(rule, batch, logprobs, max_new_tokens=8)
+    if spec.needs_first_pass:
+        batch = with_first_pass(spec, batch, logprobs, max_new_tokens=8)
     inputs = collate(batch.sequences, batching="padded").loss_inputs
-    coefficients = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=8)
-    return rule, inputs, inputs.padded(torch.cat(logprobs)), {"coefficients_BT": coefficients, "step": batch.whole}
+    coefficients = step_coefficients(spec, inputs.mask_BT, batch, max_new_tokens=8)
+    return spec, inputs, inputs.padded(torch.cat(logprobs)), {"coefficients_BT": coefficients, "step": batch.whole}
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_gradient_reaches_learner_logprobs_only(name):
     learner, groups = _case(4)
-    rule, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
+    spec, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
     constants = [
         inputs.sampler_BT,
         inputs.advantages_B,
@@ -76,7 +76,7 @@ def test_gradient_reaches_learner_logprobs_only(name):
     for tensor in (learner_BT, *constants):
         tensor.requires_grad_()
 
-    policy_loss(rule, inputs, learner_BT, **given).contributions_B.sum().backward()
+    policy_loss(spec, inputs, learner_BT, **given).contributions_B.sum().backward()
 
     assert learner_BT.grad.abs().max() > 0
     assert all(tensor.grad is None for tensor in constants if tensor is not inputs.staleness_BT)
@@ -86,13 +86,13 @@ def test_gradient_reaches_learner_logprobs_only(name):
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_what_stands_in_padding_changes_nothing(name):
     learner, groups = _case(5)
-    rule, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
+    spec, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
     mask = inputs.mask_BT
-    clean = policy_loss(rule, inputs, learner_BT, **given).contributions_B
+    clean = policy_loss(spec, inputs, learner_BT, **given).contributions_B
     garbage = learner_BT.masked_fill(~mask, float("nan")).requires_grad_()
     inputs.sampler_BT.masked_fill_(~mask, float("inf"))
 
-    dirty = policy_loss(rule, inputs, garbage, **given).contributions_B
+    dirty = policy_loss(spec, inputs, garbage, **given).contributions_B
     dirty.sum().backward()
 
     assert torch.equal(clean, dirty)
@@ -111,10 +111,10 @@ PLAIN = [
 @pytest.mark.parametrize("name", PLAIN)
 def test_gradient_equals_finite_differences(name):
     learner, groups = _case(6)
-    rule, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
+    spec, inputs, learner_BT, given = _inputs(CATALOGUE[name], learner, groups)
 
     def contributions(values):
-        return policy_loss(rule, inputs, values, **given).contributions_B
+        return policy_loss(spec, inputs, values, **given).contributions_B
 
     assert torch.autograd.gradcheck(contributions, learner_BT.requires_grad_())
 
@@ -194,10 +194,10 @@ def test_groups_of_equal_rewards_add_no_policy_gradient(name):
 @pytest.mark.parametrize("config", [GspoConfig(), GepoConfig(), CATALOGUE["grpo"]])
 def test_clip_mask_is_exactly_where_the_gradient_vanishes(config):
     learner, groups = _case(8, shape=[[1] * 8] * 5, spread=0.6)
-    rule, inputs, learner_BT, given = _inputs(config, learner, groups)
+    spec, inputs, learner_BT, given = _inputs(config, learner, groups)
     learner_BT.requires_grad_()
 
-    terms = policy_loss(rule, inputs, learner_BT, **given)
+    terms = policy_loss(spec, inputs, learner_BT, **given)
     terms.contributions_B.sum().backward()
 
     moves = learner_BT.grad[:, 0] != 0
@@ -208,7 +208,7 @@ def test_clip_mask_is_exactly_where_the_gradient_vanishes(config):
 
 def test_loss_refuses_misaligned_tensors():
     learner, groups = _case(1)
-    rule, inputs, learner_BT, given = _inputs(GepoConfig(), learner, groups)
+    spec, inputs, learner_BT, given = _inputs(GepoConfig(), learner, groups)
 
     with pytest.raises(AssertionError):
-        policy_loss(rule, inputs, learner_BT[:, :2], **given)
+        policy_loss(spec, inputs, learner_BT[:, :2], **given)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from heterorl.learner.loss.config import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, OpsmConfig
+from heterorl.learner.loss.loss_config import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, OpsmConfig
 from heterorl.learner.loss.objectives import reference_kl_estimates
 from tests.support.losses import groups_of, run_loss
 

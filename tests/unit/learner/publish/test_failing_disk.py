@@ -8,7 +8,7 @@ import random
 import pytest
 
 from heterorl.common.errors import ConfigError, UnknownPayload
-from heterorl.learner.publish import checkpoint
+from heterorl.learner.publish import checkpoint_store
 from tests.support.learner_world import (
     FragileApi,
     Killed,
@@ -35,8 +35,8 @@ class Disk:
 
     def __init__(self, monkeypatch, code, times=1_000_000):
         self.code, self.left, self.broken = code, times, None
-        self.read = checkpoint.file_digest
-        monkeypatch.setattr(checkpoint, "file_digest", self)
+        self.read = checkpoint_store.file_digest
+        monkeypatch.setattr(checkpoint_store, "file_digest", self)
 
     def __call__(self, path):
         if self.broken is not None and self.broken in path.parents and self.left > 0:
@@ -113,10 +113,10 @@ async def test_directory_that_may_not_be_listed_is_not_taken_for_damaged(tmp_pat
         onerror(PermissionError(errno.EACCES, "Permission denied", str(root)))
         return walk(root)
 
-    monkeypatch.setattr(checkpoint.os, "walk", refused)
+    monkeypatch.setattr(checkpoint_store.os, "walk", refused)
 
     with pytest.raises(PermissionError):
-        checkpoint.read_checkpoint(path)
+        checkpoint_store.read_checkpoint(path)
 
 
 async def test_no_checkpoint_can_be_read_and_the_optimizer_is_not_thrown_away(coordinator, tmp_path, monkeypatch):
@@ -138,12 +138,12 @@ async def test_file_system_without_hard_links_has_checkpoints_too(coordinator, t
     def refused(source, target):
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(checkpoint.os, "link", refused)
+    monkeypatch.setattr(checkpoint_store.os, "link", refused)
     await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, QUEUE))
 
     # Version 2 has a snapshot beside its delta, which its checkpoint shares.
     paths = sorted((tmp_path / "learner" / "checkpoints").iterdir())
-    assert [checkpoint.read_checkpoint(path).version for path in paths] == [2, 3]
+    assert [checkpoint_store.read_checkpoint(path).version for path in paths] == [2, 3]
 
 
 # ---- the coordinator's disk

@@ -11,9 +11,9 @@ from heterorl.common.model import tensors
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.progress import progress_of
-from heterorl.learner.run.feed import Inbox
-from heterorl.learner.run.selection import Selection
+from heterorl.learner.run.group_selection import GroupSelection
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.step_timing import new_step_timer
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued
 from tests.support.training import tiny_model
@@ -33,12 +33,12 @@ def selection_of(tmp_path, api, inbox, **verification):
     model = tiny_model()
     published = Arena(tensors.layout_of(model, "bf16"))
     tensors.store(model, published)
-    return Selection(
+    return GroupSelection(
         config=learner_config(tmp_path, verification=verification), api=api,
         backend=SimpleNamespace(torch_model=model),
         publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
         patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
-        progress=progress_of(ManualClock()), epoch=1,
+        progress=new_step_timer(ManualClock()), epoch=1,
     )  # fmt: skip
 
 

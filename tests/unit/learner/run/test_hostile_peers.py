@@ -15,11 +15,11 @@ from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
 from heterorl.common.types.rollout import MAX_PART_VALUE, RewardPart
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
-from heterorl.learner.checks.admission import MAX_REWARD, Limits, judge
-from heterorl.learner.publish.journal import Journal
+from heterorl.learner.checks.limits import MAX_REWARD, Limits, judge
+from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.upload import upload
-from heterorl.learner.run.feed import Inbox
-from heterorl.learner.run.lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.learner_lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
 from tests.support.learner_world import (
     GROUP_SIZE,
     VOCAB,
@@ -165,5 +165,5 @@ async def test_row_that_a_disk_has_damaged_does_not_keep_the_learner_from_starti
     path.write_bytes(b"\0\xff\0\n7\n" + path.read_bytes())
 
     assert (await learn(config, core)).version == 1
-    assert Journal(config.state_dir).last_version == 1
+    assert TrainingLog(config.state_dir).last_version == 1
     await core.close()

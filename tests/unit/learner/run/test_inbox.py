@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from heterorl.learner.run.feed import Inbox
+from heterorl.learner.run.inbox import Inbox
 from tests.support.learner_world import queued
 
 

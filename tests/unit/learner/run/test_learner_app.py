@@ -14,7 +14,7 @@ from heterorl.common.errors import (
     Unreachable,
 )
 from heterorl.common.types.rollout import GroupId
-from heterorl.learner.run.lease import read_incarnation
+from heterorl.learner.run.learner_lease import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,
     SITE,

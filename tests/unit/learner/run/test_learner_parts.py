@@ -24,10 +24,10 @@ from heterorl.common.errors import (
 from heterorl.common.process.patience import REMIND_S, Patience, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.learner.checks.admission import Limits, judge
+from heterorl.learner.checks.limits import Limits, judge
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.run.feed import Inbox, feed
-from heterorl.learner.run.lease import acquire, hold_directory, renew
+from heterorl.learner.run.inbox import Inbox, feed
+from heterorl.learner.run.learner_lease import acquire, hold_directory, renew
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 
 LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)

@@ -13,12 +13,12 @@ import pytest
 from heterorl.common.errors import DiskFull, GroupNotAvailable, OperatorError, StaleEpoch
 from heterorl.common.generation.engine import ScoredText
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.publish import publish
-from heterorl.learner.publish.canary import Canary
-from heterorl.learner.run.lease import read_incarnation
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.publish import publisher
+from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.run.learner_lease import read_incarnation
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.learner_world import (
     FragileApi,
     Killed,
@@ -197,7 +197,7 @@ async def test_kill_at_any_line_while_a_step_computes_changes_no_bit(core, tmp_p
     if method:
         points[f"die_{when}"] = (method, number)
     elif when == "encode":
-        honest, encoded = publish.encode_version, []
+        honest, encoded = publisher.encode_version, []
 
         def encode(*args, **kwargs):
             encoded.append(None)
@@ -205,7 +205,7 @@ async def test_kill_at_any_line_while_a_step_computes_changes_no_bit(core, tmp_p
                 _die(moment)
             return honest(*args, **kwargs)
 
-        monkeypatch.setattr(publish, "encode_version", encode)
+        monkeypatch.setattr(publisher, "encode_version", encode)
     else:
         saves = []
 

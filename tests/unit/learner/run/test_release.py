@@ -6,17 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from heterorl.common.errors import StaleEpoch
-from heterorl.learner.run import leader
+from heterorl.learner.run import training_run
 from tests.support.learner_world import make_contract, open_coordinator
 
 
 async def test_lease_that_nobody_takes_back_is_told_with_a_reason(caplog, monkeypatch):
-    monkeypatch.setattr(leader, "RELEASE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(training_run, "RELEASE_TIMEOUT_S", 0.01)
 
     async def silent(*, epoch):
         await asyncio.Event().wait()
 
-    await leader.Leader.release(SimpleNamespace(api=SimpleNamespace(release_lease=silent)), SimpleNamespace(epoch=1))
+    await training_run.TrainingRun.release(
+        SimpleNamespace(api=SimpleNamespace(release_lease=silent)), SimpleNamespace(epoch=1)
+    )
     assert "runs out by itself: no answer in 0.01 s" in caplog.text
 
 
@@ -25,7 +27,7 @@ async def test_release_whose_answer_was_lost_is_said_again_without_effect(tmp_pa
     grant = await core.acquire_lease(holder="first", contract=make_contract(), request_id="r1")
     await core.release_lease(epoch=grant.epoch)
 
-    await leader.Leader.release(SimpleNamespace(api=core), grant)
+    await training_run.TrainingRun.release(SimpleNamespace(api=core), grant)
 
     assert "could not be released" not in caplog.text
     following = await core.acquire_lease(holder="second", contract=make_contract(), request_id="r2")

@@ -7,8 +7,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.notify import Notifier
-from heterorl.learner import app
-from heterorl.learner.run.lease import hold_directory
+from heterorl.learner import learner_app
+from heterorl.learner.run.learner_lease import hold_directory
 from heterorl.learner.run.run_file import RUN_FILE
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config
@@ -16,12 +16,14 @@ from tests.support.links import PLAINTEXT
 
 
 async def _start(config, monkeypatch, leader=None):
-    monkeypatch.setattr(app, "join", lambda *args, **options: app.Learner(leader=leader, state_dir=config.state_dir))
-    monkeypatch.setattr(app.metrics, "serve", lambda *args, **options: 0)
+    monkeypatch.setattr(
+        learner_app, "join", lambda *args, **options: learner_app.Learner(leader=leader, state_dir=config.state_dir)
+    )
+    monkeypatch.setattr(learner_app.metrics, "serve", lambda *args, **options: 0)
     stop = asyncio.Event()
     stop.set()
     parts = SimpleNamespace(signer=None, close=lambda: None)
-    await app._train(config, parts, ManualClock(), stop, Notifier())
+    await learner_app._train(config, parts, ManualClock(), stop, Notifier())
 
 
 async def test_what_the_first_one_runs_with_is_not_written_over(tmp_path, monkeypatch):

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.rollout import Span
-from heterorl.learner.loss.config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.loss.loss_config import (
+    BnpoConfig,
+    DapoConfig,
+    DecoupledPpoConfig,
+    GepoConfig,
+    GrpoConfig,
+    GspoConfig,
+)
 from heterorl.learner.train.batch import TrainingSequence, build_batch
 from heterorl.learner.train.micro_batch import collate, split
 from tests.support.training import group, random_groups, rollout

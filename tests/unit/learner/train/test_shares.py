@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.learner.loss.config import (
+from heterorl.learner.loss.loss_config import (
     EqpConfig,
     GepoConfig,
     GrpoConfig,
@@ -14,9 +14,9 @@ from heterorl.learner.loss.config import (
     M2poConfig,
     MoisConfig,
 )
-from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.batch import Batch, build_batch
-from heterorl.learner.train.coupling import couple
+from heterorl.learner.train.first_pass import with_first_pass
 from heterorl.learner.train.micro_batch import assign_groups, collate, empty_pass, share_out
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.learner.train.step import micro_batch_loss
@@ -34,12 +34,12 @@ LOSSES = [
 def _gradient(loss, groups, *, num_ranks, batching="padded"):
     """What the ranks' gradients add up to, and their losses."""
     model = tiny_model(dtype=F64)
-    rule = rule_of(loss)
+    spec = loss_spec_of(loss)
     batch = build_batch([queued.group for queued in groups], loss=loss, head_version=2)
-    if rule.needs_reference:
+    if spec.needs_reference:
         batch = with_reference(batch)
     shares = share_out(batch.sequences, num_ranks=num_ranks, max_tokens=40, batching=batching)
-    if rule.needs_first_pass:
+    if spec.needs_first_pass:
         with torch.no_grad():
             values = [
                 learner_logprobs(model, collate(part, batching=batching), temperature=1.0)[0]
@@ -47,14 +47,14 @@ def _gradient(loss, groups, *, num_ranks, batching="padded"):
                 for part in parts
             ]
         ordered = Batch(sequences=tuple(shares.ordered()))
-        known = couple(rule, ordered, values, max_new_tokens=16)
+        known = with_first_pass(spec, ordered, values, max_new_tokens=16)
         shares, batch = shares.replaced(known.sequences), batch.with_whole(known, torch.device("cpu"))
     total = 0.0
     for parts in shares.parts:
         for part in parts:
             micro_batch = collate(part, batching=batching)
             logprobs_N, entropies_N = learner_logprobs(model, micro_batch, temperature=1.0)
-            value, _ = micro_batch_loss(rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=16)
+            value, _ = micro_batch_loss(spec, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=16)
             value.backward()
             total += float(value.detach())
     return total, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

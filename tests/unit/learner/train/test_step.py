@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.loss.loss_config import GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.model import check_forward, prepare
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients

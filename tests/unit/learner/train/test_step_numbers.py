@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.loss.loss_config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.coupling import step_coefficients
+from heterorl.learner.train.first_pass import step_coefficients
 from heterorl.learner.train.micro_batch import collate
-from heterorl.learner.train.report import SequenceSample, join, measure, step_extras, step_size_factor
+from heterorl.learner.train.step_report import SequenceSample, join, measure, step_extras, step_size_factor
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of
 
 F64 = torch.float64
@@ -21,15 +21,15 @@ PRODUCTS = [1.552707218511, 0.670320046036, 1.698932308619, 0.606530659713]
 
 
 def _golden(config, parts=((0, 1, 2, 3),)):
-    rule = rule_of(config)
+    spec = loss_spec_of(config)
     batch = build_batch(groups_of([GOLDEN_SAMPLER], [GOLDEN_REWARDS]), loss=config)
     samples = []
     for part in parts:
         inputs = collate([batch.sequences[i] for i in part], batching="padded").loss_inputs
         rows = torch.cat([torch.tensor(GOLDEN_LEARNER[i], dtype=F64) for i in part])
         learner = inputs.padded(rows)
-        coefficients = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=8)
-        samples.append(measure(inputs, learner, policy_loss(rule, inputs, learner, coefficients_BT=coefficients)))
+        coefficients = step_coefficients(spec, inputs.mask_BT, batch, max_new_tokens=8)
+        samples.append(measure(inputs, learner, policy_loss(spec, inputs, learner, coefficients_BT=coefficients)))
     return join(samples)
 
 
@@ -97,19 +97,19 @@ def test_extras_do_not_depend_on_micro_batches(config):
 def test_step_size_is_scaled_by_the_root_of_the_effective_share():
     gepo, grpo = GepoConfig(step_size="ess"), GrpoConfig(step_size="ess")
 
-    assert step_size_factor(rule_of(GepoConfig()), _golden(gepo)) == 1.0
-    assert step_size_factor(rule_of(gepo), _golden(gepo)) == pytest.approx(math.sqrt(_ess(GEPO)), abs=1e-12)
-    assert step_size_factor(rule_of(grpo), _golden(grpo)) == pytest.approx(0.9156799550695, abs=1e-12)
+    assert step_size_factor(loss_spec_of(GepoConfig()), _golden(gepo)) == 1.0
+    assert step_size_factor(loss_spec_of(gepo), _golden(gepo)) == pytest.approx(math.sqrt(_ess(GEPO)), abs=1e-12)
+    assert step_size_factor(loss_spec_of(grpo), _golden(grpo)) == pytest.approx(0.9156799550695, abs=1e-12)
 
 
 def test_step_size_may_be_scaled_by_ratios_up_to_the_largest_weight_whatever_the_loss():
     gepo = GepoConfig(step_size="ess_uncapped")
 
-    assert step_size_factor(rule_of(gepo), _golden(gepo)) == pytest.approx(0.9156799550695, abs=1e-12)
+    assert step_size_factor(loss_spec_of(gepo), _golden(gepo)) == pytest.approx(0.9156799550695, abs=1e-12)
     # What a site states counts for e^3 at most; e^2.5 and more is beyond the cap of 8.
     expected = (math.exp(2.5) + math.exp(3.0)) ** 2 / (2 * (math.exp(5.0) + math.exp(6.0)))
-    assert step_size_factor(rule_of(gepo), _products([2.5, 1e6])) == pytest.approx(math.sqrt(expected), abs=1e-12)
-    assert step_size_factor(rule_of(gepo), _products([])) == 0.0
+    assert step_size_factor(loss_spec_of(gepo), _products([2.5, 1e6])) == pytest.approx(math.sqrt(expected), abs=1e-12)
+    assert step_size_factor(loss_spec_of(gepo), _products([])) == 0.0
 
 
 def _products(values):
@@ -129,6 +129,6 @@ def _products(values):
     ],
 )
 def test_sequence_ratios_are_capped_at_eight_and_never_underflow(logs, share):
-    rule = rule_of(GrpoConfig(step_size="ess"))
+    spec = loss_spec_of(GrpoConfig(step_size="ess"))
 
-    assert step_size_factor(rule, _products(logs)) == pytest.approx(math.sqrt(share), abs=1e-12)
+    assert step_size_factor(spec, _products(logs)) == pytest.approx(math.sqrt(share), abs=1e-12)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.learner.train.report import MicroBatchSample, StepEnd, ess_fraction, join
+from heterorl.learner.train.step_report import MicroBatchSample, StepEnd, ess_fraction, join
 from tests.support.training import group, queued, rollout
 
 F64 = torch.float64

@@ -5,9 +5,9 @@ import torch
 from pydantic import ValidationError
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss.config import GepoConfig
-from heterorl.learner.train.config import Schedule, TorchBackendConfig
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.loss.loss_config import GepoConfig
+from heterorl.learner.train.backend_config import Schedule, TorchBackendConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 

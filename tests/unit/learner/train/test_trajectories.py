@@ -9,12 +9,12 @@ import torch
 
 from heterorl.common.types.rollout import GIVEN, FinishReason, QueuedGroup, Rollout, Span
 from heterorl.common.types.trajectory import without_stale
-from heterorl.learner.loss.config import GepoConfig, TisConfig
-from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.loss.loss_config import GepoConfig, TisConfig
+from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.micro_batch import collate
-from heterorl.learner.train.report import wanted_log_ratios
 from heterorl.learner.train.step import accumulate_gradients, micro_batch_loss
+from heterorl.learner.train.step_report import wanted_log_ratios
 from tests.support.losses import CATALOGUE
 from tests.support.training import group, random_trajectories, tiny_model
 
@@ -275,7 +275,9 @@ def test_own_probability_weights_give_the_exact_policy_gradient_of_a_world_of_tw
         batch = build_batch([group(members, prompt=[5])], loss=loss)
         micro_batch = collate(batch.sequences, batching="padded")
         logprobs_N = torch.cat([world.logprobs(*path) for path in paths])
-        total, _ = micro_batch_loss(rule_of(loss), micro_batch, logprobs_N, torch.zeros(18), batch, max_new_tokens=4)
+        total, _ = micro_batch_loss(
+            loss_spec_of(loss), micro_batch, logprobs_N, torch.zeros(18), batch, max_new_tokens=4
+        )
         gradients[name] = -world.gradient(total)
 
     # A reward travels as float64, a log-prob as float32.

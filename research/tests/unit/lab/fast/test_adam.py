@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.step import apply_gradients
 from heterorl_research.lab.fast.adam import Adam
 

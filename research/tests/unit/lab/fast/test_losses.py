@@ -4,8 +4,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from heterorl.learner.loss.rule import ALGORITHMS, rule_of
-from heterorl.learner.train.report import step_extras
+from heterorl.learner.loss.loss_spec import ALGORITHMS, loss_spec_of
+from heterorl.learner.train.step_report import step_extras
 from heterorl_research.lab.fast import losses as fast
 from heterorl_research.lab.fast.layout import Sizes
 from heterorl_research.losses.kinds import LabLoss, learner_loss
@@ -40,7 +40,7 @@ def one_step(num_runs):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 def test_a_loss_of_stacked_runs_is_the_learners_own(config):
-    if rule_of(config).needs_reference:
+    if loss_spec_of(config).needs_reference:
         pytest.skip("a reference model is not laid out")
     step, learner, entropies = one_step(3)
     total, samples = fast.losses([config] * 3, step, learner, entropies)
@@ -73,7 +73,7 @@ def test_runs_of_several_rules_keep_their_places():
 
 
 def test_what_is_called_together_and_what_apart():
-    together = {config.kind for config in CONFIGS if fast.is_separable(rule_of(config))}
+    together = {config.kind for config in CONFIGS if fast.is_separable(loss_spec_of(config))}
     assert {"gepo", "gspo", "grpo", "topr", "cispo", "bnpo", "delta_l", "gmpo"} <= together
     assert {"reinforce", "impala", "mois", "gepo_1s", "gepo_product", "gepo_whole"} <= together
     assert not {"eqp", "m2po", "custom"} & together

@@ -20,7 +20,7 @@ from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import Doubts, close_task, source_of
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.learner.train.completions import by_source
+from heterorl.learner.train.completion_stats import by_source
 from tests.support.learner_world import make_group
 
 

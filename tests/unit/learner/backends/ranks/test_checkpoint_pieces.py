@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load_file
 
 from heterorl.common.errors import CorruptStore, HeterorlError
-from heterorl.learner.backends.ranks import checkpoints, restoring
-from heterorl.learner.backends.ranks.checkpoints import Writing, write_checkpoint_files
-from heterorl.learner.backends.ranks.restoring import open_together, read_checkpoint_files
-from heterorl.learner.backends.ranks.state import DividedState, Piece, Pieces
+from heterorl.learner.backends.ranks import checkpoint_reader, checkpoint_writer
+from heterorl.learner.backends.ranks.checkpoint_reader import open_together, read_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoint_writer import Writing, write_checkpoint_files
+from heterorl.learner.backends.ranks.sharded_state import Piece, Pieces, ShardedState
 from tests.support.thread_ranks import on_all_ranks
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": ()}
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 
 
-class _State(DividedState):
+class _State(ShardedState):
     def __init__(self, ranks, *, steps=3):
         self.shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
         self._steps = steps
@@ -87,7 +87,7 @@ def random_state():
 @pytest.mark.parametrize("one_machine", [True, False])
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_files_are_those_of_one_process(alone, tmp_path, monkeypatch, one_machine, is_shared, is_beside):
-    monkeypatch.setattr(checkpoints, "BLOCK_ELEMENTS", 2)
+    monkeypatch.setattr(checkpoint_writer, "BLOCK_ELEMENTS", 2)
     shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
     shared.mkdir()
     directories = [shared, shared, shared if is_shared else elsewhere]
@@ -188,7 +188,7 @@ def test_rank_that_cannot_receive_a_tensor_ends_and_by_that_the_others(alone, tm
         def __getattr__(self, name):
             return fail if name == "zeros" and here.is_full else getattr(torch, name)
 
-    monkeypatch.setattr(restoring, "torch", Torch())
+    monkeypatch.setattr(checkpoint_reader, "torch", Torch())
 
     def work(ranks):
         here.is_full = False
@@ -217,14 +217,14 @@ def test_state_before_the_first_step_has_no_moments(tmp_path):
 def test_rank_0_writes_again_what_it_reads_otherwise_than_it_was_written(alone, tmp_path, monkeypatch, is_beside):
     shared = tmp_path / "shared"
     shared.mkdir()
-    own = checkpoints.CheckpointLayout.digest
+    own = checkpoint_writer.CheckpointLayout.digest
     monkeypatch.setattr(
-        checkpoints.CheckpointLayout,
+        checkpoint_writer.CheckpointLayout,
         "digest",
         lambda self, state, rank: b"torn" if rank == 1 else own(self, state, rank),
     )
     alone_again = []
-    for place, name in ((checkpoints, "write_gathered"), (checkpoints.Writing, "_write_alone")):
+    for place, name in ((checkpoint_writer, "write_gathered"), (checkpoint_writer.Writing, "_write_alone")):
         rest = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *args, rest=rest: (alone_again.append(1), rest(*args))[1])
 
@@ -255,13 +255,13 @@ def test_disk_that_fills_up_beside_a_step_is_rank_0s_error_and_the_next_checkpoi
 ):
     later = tmp_path / "later"
     later.mkdir()
-    own = checkpoints.write_runs
+    own = checkpoint_writer.write_runs
 
     def write_runs(directory, runs, **options):
         # Found by the directory that rank is given, because both are threads of this process.
         return _full() if directory.name == f"full-{full}" else own(directory, runs, **options)
 
-    monkeypatch.setattr(checkpoints, "write_runs", write_runs)
+    monkeypatch.setattr(checkpoint_writer, "write_runs", write_runs)
 
     def work(ranks):
         ranks.are_on_one_machine = one_machine
@@ -292,14 +292,14 @@ def test_disk_that_fills_up_beside_a_step_is_rank_0s_error_and_the_next_checkpoi
 def test_any_error_of_a_checkpoint_thread_keeps_the_checkpoint_from_its_name_and_none_waits(
     alone, tmp_path, monkeypatch, error, broken, one_machine
 ):
-    own = checkpoints.write_runs
+    own = checkpoint_writer.write_runs
 
     def write_runs(directory, runs, **options):
         if directory.name == f"broken-{broken}":
             raise error
         return own(directory, runs, **options)
 
-    monkeypatch.setattr(checkpoints, "write_runs", write_runs)
+    monkeypatch.setattr(checkpoint_writer, "write_runs", write_runs)
 
     def work(ranks):
         ranks.are_on_one_machine = one_machine
@@ -359,7 +359,7 @@ def test_rank_that_leaves_the_gathering_of_a_checkpoint_ends_and_by_that_the_oth
 
 
 def test_disk_that_fills_up_under_what_rank_0_receives_is_an_error_of_all_and_none_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "_write_all", _full)
+    monkeypatch.setattr(checkpoint_writer, "_write_all", _full)
 
     def work(ranks):
         directory = tmp_path / str(ranks.rank)

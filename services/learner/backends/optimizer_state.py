@@ -1,0 +1,233 @@
+"""The optimizers, and trainable state as files: safetensors for tensors, JSON for counters, no pickle.
+
+    adamw       two moments as large as the parameter: 8 bytes of each element; any piece of a parameter by itself
+    adafactor   arXiv 1804.04235: of a matrix the mean square of each row and of each column, of a vector of each
+                element, and no first moment
+
+Adafactor needs whole matrices: columns, the size of a parameter and that of its update are sums over all rows, so a
+rank that has some of them would take another step than one that has all.
+
+    weights.safetensors     fp32 masters by parameter name, tied ones once
+    optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `random/cpu`, `random/cuda`
+    state.json              {"format": 1, "applied_steps": n}, and "lora": the settings of adapters where there are some
+
+Adafactor has `row_var/NAME` and `col_var/NAME` of a matrix, `variance/NAME` of a vector, and "optimizer": "adafactor".
+
+Guarantees: read_state checks everything before it changes anything; what it restores is bit-identical.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from heterorl.common.errors import CorruptStore
+from heterorl.common.model.adapters import trainable
+from heterorl.common.types.common import NO_LORA, LoraSettings
+from heterorl.learner.backends.tensor_file import TensorFile
+from heterorl.learner.train.backend_config import OptimizerName
+
+STEP = "step"
+"""Beside the moments of every parameter: how many steps they have seen."""
+_EPSILONS = (1e-16, 1e-3)
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+COUNTERS_FILE = "state.json"
+FORMAT = 1
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    optimizer: OptimizerName,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """The optimizer that is configured, before its first step."""
+    if optimizer == "adafactor":
+        # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
+        return torch.optim.Adafactor(parameters, lr=lr, eps=_EPSILONS, weight_decay=weight_decay)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
+    """Names and shapes of what is kept of a parameter beside its count of steps; all of it fp32."""
+    if optimizer == "adamw":
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {
+        "row_var": torch.Size((*shape[:-1], 1)),
+        "col_var": torch.Size((*shape[:-2], 1, shape[-1])),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateCopy:
+    """A state in the host's memory, 12 bytes a parameter with AdamW, that no later step changes."""
+
+    weights: Mapping[str, torch.Tensor]
+    moments: Mapping[str, torch.Tensor]
+    counters: Mapping[str, object]
+
+    def write(self, directory: Path) -> None:
+        """Write the three files into an existing directory."""
+        save_file(dict(self.weights), directory / WEIGHTS_FILE)
+        save_file(dict(self.moments), directory / OPTIMIZER_FILE)
+        (directory / COUNTERS_FILE).write_text(json.dumps(self.counters), encoding="utf-8")
+
+
+def copy_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    kind: OptimizerName = "adamw",
+    applied_steps: int,
+    lora: LoraSettings = NO_LORA,
+) -> StateCopy:
+    """Copy what the three files hold; of a model with adapters, these alone are its weights."""
+    parameters = trainable(model)
+    weights = {name: _copy(parameter) for name, parameter in parameters.items()}
+    moments = {
+        f"{key}/{name}": _copy(optimizer.state[parameter][key])
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+        for key in (*moments_of(kind, parameter.shape), STEP)
+    }
+    moments["random/cpu"] = torch.get_rng_state()
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        moments["random/cuda"] = torch.cuda.get_rng_state(device)
+    counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
+    if kind != "adamw":
+        counters["optimizer"] = kind
+    if lora.rank:
+        counters["lora"] = dataclasses.asdict(lora)
+    return StateCopy(weights=weights, moments=moments, counters=counters)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Also where it is on the CPU: the next step writes into the tensor itself.
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+@torch.no_grad()
+def read_state(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName = "adamw"
+) -> int:
+    """Put the state back into a model and a fresh optimizer; beside these, one tensor at a time is in memory.
+
+    Returns the number of applied steps. Raises as `open_state`; nothing was changed then.
+    """
+    parameters = trainable(model)
+    weights, moments, applied_steps = open_state(directory, parameters, kind=kind)
+    random = moments.flat("random/cpu").clone()
+    # All of them are mapped before one is copied: a file that is gone by now has changed nothing.
+    mapped = {name: weights.flat(name) for name in parameters}
+    states = {name: moments.flat(name) for name in moments.tensors}
+    for name, parameter in parameters.items():
+        parameter.copy_(mapped.pop(name).view(parameter.shape))
+        if f"step/{name}" in states:
+            # The count is kept on the CPU whatever the device.
+            optimizer.state[parameter] = {
+                key: states.pop(stored).view(moments.tensors[stored].shape).to(place, copy=True)
+                for key in (*moments_of(kind, parameter.shape), STEP)
+                for stored, place in [(f"{key}/{name}", "cpu" if key == STEP else parameter.device)]
+            }
+    torch.set_rng_state(random)
+    device = next(model.parameters()).device
+    if device.type == "cuda" and "random/cuda" in states:
+        torch.cuda.set_rng_state(states["random/cuda"].clone(), device)
+    return applied_steps
+
+
+def open_state(
+    directory: Path, parameters: Mapping[str, torch.Tensor], *, kind: OptimizerName = "adamw"
+) -> tuple[TensorFile, TensorFile, int]:
+    """Weights, moments and the number of applied steps of a state, checked against a model.
+
+    Raises:
+        CorruptStore: a file is missing, broken, or of another model.
+    """
+    weights, moments = TensorFile(directory / WEIGHTS_FILE), TensorFile(directory / OPTIMIZER_FILE)
+    try:
+        counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
+    applied_steps = _check_state(directory, parameters, weights.tensors, moments.tensors, counters, kind=kind)
+    try:
+        # Here, where it does no harm: torch looks into it when it is set.
+        torch.Generator().set_state(moments.flat("random/cpu").clone())
+    except RuntimeError as error:
+        raise CorruptStore(f"checkpoint {directory}: random/cpu is not a random state: {error}") from error
+    return weights, moments, applied_steps
+
+
+def read_lora(directory: Path) -> LoraSettings:
+    """The adapter settings that a state was written with; rank 0 where it holds all weights.
+
+    Raises:
+        CorruptStore: the file is missing or broken.
+    """
+    try:
+        stated = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8")).get("lora")
+        if stated is None:
+            return NO_LORA
+        return LoraSettings(
+            rank=int(stated["rank"]),
+            alpha=float(stated["alpha"]),
+            target_modules=tuple(str(name) for name in stated["target_modules"]),
+            base_digest=str(stated["base_digest"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptStore(f"checkpoint {directory} cannot be read: {error!r}") from error
+
+
+def _check_state(
+    directory: Path,
+    parameters: Mapping[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    moments: dict[str, torch.Tensor],
+    counters: object,
+    *,
+    kind: OptimizerName,
+) -> int:
+    """The number of applied steps of what fits a model; types and shapes are enough, but for the random state."""
+    if not isinstance(counters, dict) or counters.get("format") != FORMAT:
+        raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
+    if (stated := counters.get("optimizer", "adamw")) != kind:
+        problem = f"checkpoint {directory} is of optimizer {str(stated)[:20]!r}, not {kind}"
+        raise CorruptStore(problem, action="set backend.optimizer back, or start with adopt_without_optimizer")
+    applied_steps = counters.get("applied_steps")
+    if not isinstance(applied_steps, int) or applied_steps < 0:
+        raise CorruptStore(f"checkpoint {directory}: applied_steps is not a count")
+    shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()}
+    if {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()} != shapes:
+        raise CorruptStore(f"checkpoint {directory}: weights of another model", action="check model_dir")
+    for name, parameter in parameters.items():
+        expected = {f"{key}/{name}": shape for key, shape in moments_of(kind, parameter.shape).items()}
+        found = [stored in moments for stored in (*expected, f"{STEP}/{name}")]
+        if any(found) and not all(found):
+            raise CorruptStore(f"checkpoint {directory}: part of the optimizer state of {name} is missing")
+        if all(found) and any(moments[stored].shape != shape for stored, shape in expected.items()):
+            raise CorruptStore(f"checkpoint {directory}: optimizer state of another model", action="check model_dir")
+        if all(found) and any(moments[stored].dtype != torch.float32 for stored in (*expected, f"{STEP}/{name}")):
+            raise CorruptStore(f"checkpoint {directory}: optimizer state of {name} in another type")
+        if all(found) and moments[f"step/{name}"].shape != ():
+            raise CorruptStore(f"checkpoint {directory}: the step count of {name} is not a number")
+    if "random/cpu" not in moments:
+        raise CorruptStore(f"checkpoint {directory}: the random state is missing")
+    for name in ("random/cpu", "random/cuda"):
+        # Torch takes bytes only; how many, `open_state` asks it.
+        state = moments.get(name)
+        if state is not None and state.dtype != torch.uint8:
+            raise CorruptStore(f"checkpoint {directory}: {name} is not a random state")
+    return applied_steps

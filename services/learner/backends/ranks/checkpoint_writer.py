@@ -1,0 +1,490 @@
+"""A checkpoint of sharded state in the files of `backends.optimizer_state`, written by all ranks together.
+
+A piece of a tensor is a run of bytes of its file, so the ranks' pieces need no files of their own: the checkpoint is
+that of one process, byte for byte. Memory: a block of a piece.
+
+`Writing` writes beside the next step, of a copy of the rank's share: 12 bytes a parameter in the host's memory, pinned
+where the share is on a GPU. On one machine each run of it is given back as soon as it is written; what is pinned stays
+torch's, which keeps it for the next checkpoint.
+
+    all ranks    make the files and agree that all see them; copy; go on with the next step
+    a thread     writes its rank's copy and makes it durable; says so to rank 0
+    rank 0's     hears all of them and, over several machines, compares what it reads with digests of what was written;
+                 where that differs, it receives all copies and writes them alone
+
+Guarantees: any number of ranks, any stage and the torch backend read what any of them wrote. Weights and moments come
+back bit for bit, of the moment at which the copies were taken. The optimizer of a divided model counts steps once for
+all parameters. `wait` returns on rank 0 when the pieces of all ranks are durable, so whoever names the checkpoint
+afterwards names a whole one. Whatever goes wrong in a thread, `wait` raises it, and no other rank's thread waits for
+its word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import xxhash
+
+from heterorl.common.errors import HeterorlError
+from heterorl.common.types.common import NO_LORA, LoraSettings
+from heterorl.common.weights.file_plan import Entry, FilePlan
+from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, FORMAT, OPTIMIZER_FILE, WEIGHTS_FILE
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.sharded_state import MOMENTS, Key, ShardedState
+
+_LOG = logging.getLogger(__name__)
+BLOCK_ELEMENTS = 4 << 20
+_TOKEN_FILE = "ranks.token"
+_GOOD, _AGAIN, _OVER = b"good", b"again", b"over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Elements [start, start + size) of a rank's piece, and their first byte in a file."""
+
+    file_name: str
+    place: int
+    name: str
+    key: Key
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckpointLayout:
+    """The files of one checkpoint."""
+
+    directory: Path
+    weights: FilePlan
+    moments: FilePlan
+    steps: int
+    """That the moments have seen; there are none at 0."""
+    counters: str
+
+    @classmethod
+    def of(cls, directory: Path, state: ShardedState, *, applied_steps: int, lora: LoraSettings) -> CheckpointLayout:
+        """Lay out the state as it is now."""
+        steps = state.steps()
+        names = sorted(state.shapes)
+        table: list[Entry] = [("random/cpu", "U8", tuple(torch.get_rng_state().shape))]
+        if steps:
+            table += [(f"{key}/{name}", "F32", tuple(state.shapes[name])) for key in MOMENTS for name in names]
+            table += [(f"step/{name}", "F32", ()) for name in names]
+        counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
+        if lora.rank:
+            counters["lora"] = dataclasses.asdict(lora)
+        return cls(
+            directory=directory,
+            weights=FilePlan([(name, "F32", tuple(state.shapes[name])) for name in names]),
+            moments=FilePlan(table),
+            steps=steps,
+            counters=json.dumps(counters),
+        )
+
+    @property
+    def files(self) -> list[tuple[str, FilePlan, Sequence[Key]]]:
+        """Each file of tensors: its name, its plan, and what of the state is in it."""
+        return [
+            (WEIGHTS_FILE, self.weights, ("",)),
+            (OPTIMIZER_FILE, self.moments, MOMENTS if self.steps else ()),
+        ]
+
+    def make(self) -> None:
+        """Make the files at their full size, without content."""
+        for file_name, plan, _ in self.files:
+            with (self.directory / file_name).open("wb") as file:
+                file.write(plan.header)
+                file.truncate(plan.num_bytes)
+        (self.directory / COUNTERS_FILE).write_text(self.counters, encoding="utf-8")
+
+    def runs(self, state: ShardedState, rank: int) -> Iterator[Run]:
+        """What a rank has, in the order in which it is written and digested; nothing of the values is read."""
+        for file_name, plan, keys in self.files:
+            for key in keys:
+                for name in sorted(state.shapes):
+                    piece = state.pieces.tables[rank][name]
+                    begin = plan.place(f"{key}/{name}" if key else name) + 4 * piece.start
+                    for start in range(0, piece.size, BLOCK_ELEMENTS):
+                        size = min(BLOCK_ELEMENTS, piece.size - start)
+                        yield Run(
+                            file_name=file_name, place=begin + 4 * start, name=name, key=key, start=start, size=size
+                        )
+
+    def singles(self) -> list[tuple[int, bytes]]:
+        """What is not divided: bytes of the file of moments, with their places."""
+        random, step = (values.numpy().tobytes() for values in (torch.get_rng_state(), torch.tensor(float(self.steps))))
+        return [
+            (self.moments.place(name), random if name == "random/cpu" else step)
+            for name, _, _ in self.moments.table
+            if name == "random/cpu" or name.startswith("step/")
+        ]
+
+    def digest(self, state: ShardedState, rank: int) -> bytes:
+        """Of what this process reads in the places of a rank."""
+        found = xxhash.xxh3_128()
+        for file_name, _, _ in self.files:
+            with (self.directory / file_name).open("rb") as file:
+                for run in self.runs(state, rank):
+                    if run.file_name == file_name:
+                        file.seek(run.place)
+                        found.update(file.read(4 * run.size))
+        return found.digest()
+
+
+def write_runs(directory: Path, runs: Iterator[tuple[Run, torch.Tensor]], *, with_digest: bool) -> bytes:
+    """Write values to their places and make them durable; returns their digest, or nothing."""
+    digest = xxhash.xxh3_128()
+    file: BinaryIO | None = None
+    name = ""
+    try:
+        for run, values in runs:
+            if file is None or run.file_name != name:
+                _close(file)
+                file, name = (directory / run.file_name).open("r+b"), run.file_name
+            data = values.numpy().data
+            file.seek(run.place)
+            file.write(data)
+            if with_digest:
+                digest.update(data)
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+    _close(file)
+    return digest.digest() if with_digest else b""
+
+
+def write_singles(directory: Path, singles: Sequence[tuple[int, bytes]]) -> None:
+    """Write `CheckpointLayout.singles`; durable when it returns."""
+    with (directory / OPTIMIZER_FILE).open("r+b") as file:
+        for place, data in singles:
+            file.seek(place)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _close(file: BinaryIO | None) -> None:
+    if file is not None:
+        with file:
+            file.flush()
+            # Here, because rank 0 makes durable what its own machine has written.
+            os.fsync(file.fileno())
+
+
+def write_checkpoint_files(
+    directory: Path, state: ShardedState, ranks: Collectives, *, applied_steps: int, lora: LoraSettings = NO_LORA
+) -> None:
+    """Write the three files; all ranks call.
+
+    Each rank writes its pieces to their places in files that rank 0 has made; where ranks are on several machines,
+    rank 0 compares what it then reads with digests of what was written. Where a rank does not see the directory, or the
+    comparison fails, everything is sent to rank 0, one tensor at a time.
+
+    Raises:
+        OSError: on rank 0: a rank could not write; all are through.
+        HeterorlError: the same on the others.
+    """
+    layout = CheckpointLayout.of(directory, state, applied_steps=applied_steps, lora=lora)
+    if not (make_files(layout, ranks) and _write_own(layout, state, ranks)):
+        write_gathered(layout, state, ranks)
+
+
+def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
+    """Let rank 0 make the files; all ranks call. Returns whether all of them see the directory."""
+    token = ranks.broadcast_bytes(os.urandom(16) if ranks.rank == 0 else b"")
+    with _together(ranks):
+        if ranks.rank == 0:
+            layout.make()
+            (layout.directory / _TOKEN_FILE).write_bytes(token)
+    is_seen = ranks.all_agree(_sees(layout.directory, token))
+    if ranks.rank == 0:
+        (layout.directory / _TOKEN_FILE).unlink(missing_ok=True)
+    return is_seen
+
+
+def _write_own(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> bool:
+    """Write this rank's pieces; returns whether rank 0 reads them as all have written them."""
+    is_compared = not ranks.are_on_one_machine
+    own = b""
+    with _together(ranks):
+        own = write_runs(layout.directory, _blocks(layout, state, ranks.rank), with_digest=is_compared)
+        if ranks.rank == 0:
+            write_singles(layout.directory, layout.singles())
+    if not is_compared:
+        return True
+    stated = ranks.all_gather_bytes(own)
+    is_equal = True
+    with _together(ranks):
+        if ranks.rank == 0:
+            is_equal = all(layout.digest(state, rank) == digest for rank, digest in enumerate(stated))
+    return ranks.all_agree(is_equal)
+
+
+def _blocks(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
+    for run in layout.runs(state, rank):
+        yield run, state.read(run.name, run.key, start=run.start, size=run.size).to("cpu", torch.float32).contiguous()
+
+
+def _sees(directory: Path, token: bytes) -> bool:
+    try:
+        return (directory / _TOKEN_FILE).read_bytes() == token
+    except OSError:
+        return False
+
+
+@contextmanager
+def _together(ranks: Collectives) -> Iterator[None]:
+    """An error of one rank, of the disk or any other, is raised on all, when all are through.
+
+    Not around a collective operation: a rank that leaves one would go into another than the ranks that wait for it.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - told below, when the other ranks know of it
+        problem = error
+    raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
+
+
+def words_of(problem: BaseException | None) -> bytes:
+    """An error for the other ranks; nothing where there is none."""
+    if problem is None:
+        return b""
+    code = problem.errno if isinstance(problem, OSError) else None
+    return json.dumps([code, str(problem) or repr(problem)]).encode()
+
+
+def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> None:
+    """Raise what the first rank that has an error says of it.
+
+    Raises:
+        OSError: on rank 0: a disk's.
+        HeterorlError: on the others; and on rank 0, of any other error of another rank.
+    """
+    for number, word in enumerate(words):
+        if word and rank:
+            raise HeterorlError(f"no checkpoint: rank {number} cannot write it")
+        if word:
+            code, text = json.loads(word)
+            if own is not None and number == rank:
+                raise own
+            if code is None:
+                raise HeterorlError(f"no checkpoint: rank {number}: {text}")
+            raise OSError(code, f"rank {number}: {text}")
+
+
+def write_gathered(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> None:
+    """Write the tensors' files on rank 0, which receives them; all ranks call. Raises as `write_checkpoint_files`."""
+    if ranks.rank == 0:
+        _LOG.warning("not all ranks can write into %s: rank 0 receives everything and writes it", layout.directory)
+    masters, rest = _masters(state), _moments(state, layout.steps, sorted(state.shapes))
+    problem: OSError | None = None
+    try:
+        if ranks.rank == 0:
+            _write_all(layout.directory / WEIGHTS_FILE, layout.weights, masters)
+            _write_all(layout.directory / OPTIMIZER_FILE, layout.moments, rest)
+    except OSError as error:
+        # Of the disk, told below. Whatever else fails may leave a tensor unsent that rank 0 waits for: it ends this
+        # rank, and by that the others.
+        problem = error
+    for _ in itertools.chain(masters, rest):
+        pass
+    raise_first(ranks.all_gather_bytes(words_of(problem)), own=problem, rank=ranks.rank)
+
+
+def _masters(state: ShardedState) -> Iterator[torch.Tensor | None]:
+    return (tensor for _, tensor in state.gather_all())
+
+
+def _moments(state: ShardedState, steps: int, names: list[str]) -> Iterator[torch.Tensor | None]:
+    yield torch.get_rng_state()
+    if not steps:
+        return
+    for key in MOMENTS:
+        for _, tensor in state.gather_all(key):
+            yield tensor
+    for _ in names:
+        yield torch.tensor(float(steps))
+
+
+def _write_all(path: Path, plan: FilePlan, tensors: Iterator[torch.Tensor | None]) -> None:
+    with path.open("wb") as file:
+        file.write(plan.header)
+        for (name, _, shape), tensor in zip(plan.table, tensors, strict=True):
+            assert tensor is not None, "rank 0 receives"
+            assert tuple(tensor.shape) == shape, name
+            file.write(tensor.contiguous().numpy().data)
+
+
+class Writing:
+    """One checkpoint under way on this rank."""
+
+    def __init__(
+        self,
+        directory: Path,
+        state: ShardedState,
+        ranks: Collectives,
+        *,
+        applied_steps: int,
+        lora: LoraSettings = NO_LORA,
+    ) -> None:
+        """Copy this rank's share and begin to write it; all ranks call, and none has another one under way.
+
+        Where a rank does not see the directory, the checkpoint is written when this returns: sent to rank 0.
+
+        Raises:
+            OSError: on rank 0: the files cannot be made; all are through.
+            HeterorlError: the same on the others.
+        """
+        self._layout = CheckpointLayout.of(directory, state, applied_steps=applied_steps, lora=lora)
+        self._state = state
+        self._ranks = ranks
+        self._problem: BaseException | None = None
+        self._is_heard = False
+        self._copy: deque[tuple[Run, torch.Tensor]] = deque()
+        self._thread: threading.Thread | None = None
+        if not make_files(self._layout, ranks):
+            write_gathered(self._layout, state, ranks)
+            return
+        self._singles = self._layout.singles()
+        self._copy.extend(_copied(self._layout, state, ranks.rank))
+        self._thread = threading.Thread(target=self._run, daemon=True, name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when this rank's thread is through: on rank 0, when all are.
+
+        Raises:
+            OSError: on rank 0: a rank could not write.
+            HeterorlError: on rank 0: another rank met another error; on the others: any rank did.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._is_heard = True
+        if self._problem is not None:
+            raise self._problem
+
+    def end(self) -> None:
+        """Wait; what went wrong is logged, unless `wait` has raised it."""
+        is_heard = self._is_heard
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 - of a thread that has ended
+            if not is_heard:
+                _LOG.warning("rank %d: a checkpoint was not written: %s", self._ranks.rank, error)
+
+    def _run(self) -> None:
+        try:
+            own, digest = self._write()
+            if self._ranks.rank:
+                self._report(own, digest)
+            else:
+                self._collect(own, digest)
+        except (OSError, HeterorlError) as error:
+            self._problem = error
+        except RuntimeError as error:
+            # Of torch: a rank is gone, which ends this process too.
+            self._problem = HeterorlError(f"no checkpoint: {(str(error).splitlines() or ['?'])[0]}")
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
+            self._problem = error
+        finally:
+            self._copy.clear()
+
+    def _write(self) -> tuple[BaseException | None, bytes]:
+        try:
+            digest = write_runs(self._layout.directory, self._values(), with_digest=not self._ranks.are_on_one_machine)
+            if self._ranks.rank == 0:
+                write_singles(self._layout.directory, self._singles)
+        except BaseException as error:  # noqa: BLE001 - rank 0 waits to hear of it
+            return error, b""
+        return None, digest
+
+    def _values(self) -> Iterator[tuple[Run, torch.Tensor]]:
+        if not self._ranks.are_on_one_machine:
+            # It may have to be sent.
+            yield from self._copy
+            return
+        while self._copy:
+            yield self._copy.popleft()
+
+    def _report(self, own: BaseException | None, digest: bytes) -> None:
+        """Say how it went; the other side of `_collect`."""
+        aside = self._ranks.aside
+        aside.send_bytes(json.dumps([words_of(own).decode(), digest.hex()]).encode(), rank=0)
+        if not self._ranks.are_on_one_machine and aside.receive_bytes(rank=0) == _AGAIN:
+            for _, values in self._copy:
+                aside.send(values, rank=0)
+        if own is not None:
+            raise own
+
+    def _collect(self, own: BaseException | None, digest: bytes) -> None:
+        aside, others = self._ranks.aside, range(1, self._ranks.world_size)
+        answers = [
+            [words_of(own).decode(), digest.hex()],
+            *(json.loads(aside.receive_bytes(rank=rank)) for rank in others),
+        ]
+        verdict = _OVER
+        try:
+            raise_first([word.encode() for word, _ in answers], own=own, rank=0)
+            if not self._ranks.are_on_one_machine:
+                digests = [bytes.fromhex(text) for _, text in answers]
+                is_equal = all(self._layout.digest(self._state, rank) == each for rank, each in enumerate(digests))
+                verdict = _GOOD if is_equal else _AGAIN
+        finally:
+            if not self._ranks.are_on_one_machine:
+                for rank in others:
+                    aside.send_bytes(verdict, rank=rank)
+        if verdict == _AGAIN:
+            self._write_alone()
+
+    def _write_alone(self) -> None:
+        """Write this rank's copy and what the others send into files that nobody else has written to."""
+        _LOG.warning("%s is not read as the ranks have written it: rank 0 writes all", self._layout.directory)
+        problem: Exception | None = None
+        for rank in range(self._ranks.world_size):
+            runs = self._received(rank) if rank else iter(self._copy)
+            try:
+                if rank == 0:
+                    self._layout.make()
+                if problem is None:
+                    write_runs(self._layout.directory, runs, with_digest=False)
+            except Exception as error:  # noqa: BLE001 - raised below, when the others have sent
+                problem = error
+            # The others send, whatever became of it.
+            for _ in runs:
+                pass
+        if problem is not None:
+            raise problem
+        write_singles(self._layout.directory, self._singles)
+
+    def _received(self, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
+        for run in self._layout.runs(self._state, rank):
+            values = torch.empty(run.size, dtype=torch.float32)
+            self._ranks.aside.receive(values, rank=rank)
+            yield run, values
+
+
+def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
+    """Copies of a rank's pieces in the host's memory, all of them there when this ends."""
+    is_on_device = False
+    for run in layout.runs(state, rank):
+        values = state.read(run.name, run.key, start=run.start, size=run.size)
+        copy = torch.empty(run.size, dtype=torch.float32, pin_memory=values.is_cuda)
+        copy.copy_(values, non_blocking=values.is_cuda)
+        is_on_device = is_on_device or values.is_cuda
+        yield run, copy
+    if is_on_device:
+        torch.cuda.synchronize()

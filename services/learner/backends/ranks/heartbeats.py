@@ -1,0 +1,207 @@
+"""Whether the ranks on other machines still live, told by the store at which they met.
+
+    each rank       counts up its own beat, several times in `rank_timeout_s`
+    rank 0          reads the beats of all others
+    the others      read the beat of rank 0
+
+Guarantees: `rank_timeout_s` and a quarter after a rank was killed, stopped or cut off, no rank of the learner is there:
+rank 0 ends with exit code 1 and says so in the store, and the others end by that or by its silence. A rank may be
+inside an operation that nothing can interrupt; its process ends all the same.
+
+A process that dies closes its sockets, which ends the waits of the others at once; this is for what cannot. What stands
+still, stopped by SIGSTOP or inside something that lets no thread of it run, cannot end itself: a timer of the kernel
+does, after the same time, unless it is postponed. On Linux with glibc; elsewhere nothing watches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from heterorl.common.errors import OperatorError
+from heterorl.learner.backends.ranks.rank_env import RankEnv
+
+_LOG = logging.getLogger(__name__)
+_CLOCK_MONOTONIC = 1
+_SIGEV_SIGNAL = 0
+EXIT_CODE = 1
+_ENDED = "ended"
+_MOST_S = 2.0
+"""Longest time between two beats."""
+
+
+class Watchdog:
+    """Ends this process `timeout_s` after the last call of `postpone`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._timer = ctypes.c_void_p()
+        self._library = _library()
+        # `struct sigevent`: 64 bytes on every 64-bit Linux; value, signal, and how it is told.
+        event = ctypes.create_string_buffer(struct.pack("@Pii48x", 0, int(signal.SIGKILL), _SIGEV_SIGNAL))
+        if self._library is not None and self._library.timer_create(
+            _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
+        ):
+            _LOG.warning("the kernel gives no timer: a stopped process of the learner does not end")
+            self._library = None
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Begin the time anew; nothing after `close`."""
+        with self._lock:
+            self._set(self._timeout_s)
+
+    def close(self) -> None:
+        """Watch no more."""
+        with self._lock:
+            self._set(0.0)
+            self._library = None
+
+    def _set(self, seconds: float) -> None:
+        if self._library is not None:
+            whole = int(seconds)
+            # `struct itimerspec`: again after, and first after; seconds and nanoseconds.
+            times = (ctypes.c_long * 4)(0, 0, whole, int((seconds - whole) * 1e9))
+            self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
+
+
+def _library() -> Any:
+    # A package of its own before glibc 2.34.
+    for name in (None, "librt.so.1") if sys.platform == "linux" else ():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        if hasattr(library, "timer_create"):
+            return library
+    return None
+
+
+class RankSilent(OperatorError):
+    """A rank is gone; the others cannot go on without it."""
+
+    action = "the launcher or the service manager starts the learner again: it resumes from the newest checkpoint"
+
+
+def end_process(error: OperatorError) -> None:
+    """Say why, and end at once, whatever this process is inside of."""
+    _LOG.error("%s", error)
+    logging.shutdown()
+    os._exit(EXIT_CODE)
+
+
+class Heartbeats:
+    """Two threads: one speaks with the store, and the other sees when that brings nothing new."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank_env: RankEnv,
+        *,
+        timeout_s: float,
+        on_silence: Callable[[OperatorError], None] = end_process,
+        watchdog: Watchdog | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin.
+
+        `store` is a connection that nothing else uses. `on_silence` is called once, in a thread. There is no watchdog
+        in a process that is not the learner's alone.
+        """
+        self._store = store
+        self._rank_env = rank_env
+        self._timeout_s = timeout_s
+        self._on_silence = on_silence
+        self._watchdog = watchdog
+        self._monotonic = monotonic
+        self._others = range(1, rank_env.world_size) if rank_env.rank == 0 else range(1)
+        self._closing = threading.Event()
+        self._once = threading.Lock()
+        self._beats: dict[int, bytes] = {}
+        self._heard = dict.fromkeys(self._others, monotonic())
+        self._period_s = min(_MOST_S, timeout_s / 8)
+        for target in (self._speak, self._judge):
+            threading.Thread(target=target, daemon=True, name=f"rank-watch-{target.__name__}").start()
+
+    def close(self) -> None:
+        """Stop watching: from here on other ranks may end."""
+        self._closing.set()
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def silent(self) -> list[int]:
+        """Ranks that have been silent for too long."""
+        now = self._monotonic()
+        return [rank for rank in self._others if now - self._heard[rank] > self._timeout_s]
+
+    def listen(self, number: int) -> None:
+        """Give a sign of life, and look for those of others.
+
+        Raises:
+            RankSilent: rank 0 says that one is gone.
+            RuntimeError: the store is gone.
+        """
+        store = self._store
+        store.set(f"beat/{self._rank_env.rank}", str(number))
+        if store.check([_ENDED]):
+            raise RankSilent(bytes(store.get(_ENDED)).decode())
+        for rank in self._others:
+            key = f"beat/{rank}"
+            # `get` would wait for one that has not begun.
+            beat = bytes(store.get(key)) if store.check([key]) else b""
+            if beat != self._beats.get(rank, b""):
+                self._beats[rank] = beat
+                self._heard[rank] = self._monotonic()
+
+    def _speak(self) -> None:
+        number = 0
+        while not self._closing.wait(self._period_s):
+            number += 1
+            try:
+                self.listen(number)
+            except RankSilent as error:
+                self._end(error)
+                return
+            except (RuntimeError, OSError) as error:
+                # At an orderly end the store may be gone first.
+                if not self._closing.wait(1.0):
+                    self._end(RankSilent(f"the store of the ranks is gone: {str(error).splitlines()[0]}"))
+                return
+
+    def _judge(self) -> None:
+        while not self._closing.wait(self._period_s):
+            # Here, and not where it speaks: the store may keep that waiting.
+            if self._watchdog is not None:
+                self._watchdog.postpone()
+            silent = self.silent()
+            if silent:
+                names = ", ".join(map(str, silent))
+                error = RankSilent(f"no sign of life from rank {names} for {self._timeout_s:g} s; all ranks end")
+                if self._rank_env.rank == 0:
+                    threading.Thread(target=self._tell, args=(str(error),), daemon=True).start()
+                    self._closing.wait(min(1.0, self._period_s))
+                self._end(error)
+                return
+
+    def _tell(self, reason: str) -> None:
+        # In a thread of its own: the store may not answer.
+        try:
+            self._store.set(_ENDED, reason)
+        except (RuntimeError, OSError):
+            _LOG.debug("the store of the ranks is gone")
+
+    def _end(self, error: OperatorError) -> None:
+        if self._once.acquire(blocking=False) and not self._closing.is_set():
+            self._closing.set()
+            self._on_silence(error)

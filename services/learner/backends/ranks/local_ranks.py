@@ -1,0 +1,120 @@
+"""The other processes of a learner that trains on several devices: started, watched, ended with it.
+
+    rank 0      the learner itself, which alone knows the coordinator
+    rank n      `heterorl.learner.rank_process`; the end of its standard input is the end of rank 0, whatever killed it
+
+On several machines a launcher does the same, see `place` and `watch`.
+
+Guarantees: no rank outlives another for long. A rank that ends before it was told to ends the learner with exit code 1:
+the others may wait for it inside an operation that nothing can interrupt, and a start resumes from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from heterorl.common.errors import OperatorError
+from heterorl.common.process.threads import own_command
+from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
+
+_LOG = logging.getLogger(__name__)
+GRACE_S = 10.0
+EXIT_CODE = 1
+BLAME_S = 1.0
+"""How long an error waits for the end of a rank that may be its cause."""
+
+
+class RankFailed(OperatorError):
+    """A rank ended before its time; the others cannot go on without it."""
+
+    action = "see its log above; start the learner again: it resumes from the newest checkpoint"
+
+    def __init__(self, rank: int, code: int) -> None:
+        self.rank = rank
+        self.code = code
+        super().__init__(f"rank {rank} {_how(code)}; all ranks are stopped")
+
+
+def _end_process(error: RankFailed) -> None:
+    _LOG.error("%s", error)
+    logging.shutdown()
+    os._exit(EXIT_CODE)
+
+
+class LocalRanks:
+    """Ranks 1 to n - 1 as child processes."""
+
+    def __init__(self, num_ranks: int, *, on_failure: Callable[[RankFailed], None] = _end_process) -> None:
+        """Start the children; they wait at the meeting for what they are to train.
+
+        `on_failure` is called in a thread when a child ends before `close`.
+        """
+        self.num_ranks = num_ranks
+        self._directory = Path(tempfile.mkdtemp(prefix="heterorl-ranks-"))
+        self.rank_env = self._rank_env(0)
+        self._on_failure = on_failure
+        self._is_closing = False
+        self._has_ended = threading.Event()
+        self._watchers: list[threading.Thread] = []
+        self._children = [self._start(rank) for rank in range(1, num_ranks)]
+        atexit.register(self._blame)
+
+    def close(self) -> None:
+        """End the children, which must be out of all collective operations."""
+        self._is_closing = True
+        atexit.unregister(self._blame)
+        for child in self._children:
+            assert child.stdin is not None, "it was made with a pipe"
+            child.stdin.close()
+        for child in self._children:
+            try:
+                child.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _rank_env(self, rank: int) -> RankEnv:
+        return local_rank_env(rank, num_ranks=self.num_ranks, file=self._directory / "rendezvous")
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = own_command(
+            "heterorl.learner.rank_process",
+            "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.rank_env.file),
+        )  # fmt: skip
+        child = subprocess.Popen(command, stdin=subprocess.PIPE)
+        watcher = threading.Thread(target=self._heartbeats, args=(rank, child), daemon=True, name=f"rank-{rank}")
+        watcher.start()
+        self._watchers.append(watcher)
+        return child
+
+    def _blame(self) -> None:
+        """This process ends by an error, which may be the echo of a rank's end: let that be reported first."""
+        if self._children:
+            self._has_ended.wait(BLAME_S)
+        for watcher, child in zip(self._watchers, self._children, strict=True):
+            if child.poll() is not None:
+                watcher.join(BLAME_S)
+        self._is_closing = True
+
+    def _heartbeats(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        code = child.wait()
+        self._has_ended.set()
+        if not self._is_closing:
+            self._on_failure(RankFailed(rank, code))
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    known = {entry.value for entry in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"

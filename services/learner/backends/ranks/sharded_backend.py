@@ -1,0 +1,267 @@
+"""Several processes on one machine or many, with fp32 masters that are divided: all ranks behind one TrainBackend.
+
+Implements `TrainBackend` on rank 0; the other ranks `follow` what it says. Every rank
+reads every group of a step and computes by itself what the step needs as a whole (advantages, denominators, averaging
+constants, the step size); what is divided is the passes through the model, group by group.
+
+Must never let one rank leave a collective operation that others are in: an error of rank 0 alone is raised only after
+the others are through.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import HeterorlError, StateMismatch
+from heterorl.common.model import tensors
+from heterorl.common.model.routing import RouterReplay
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.common import SamplingSemantics, StepReport
+from heterorl.common.types.rollout import Group, QueuedGroup
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner import step_timing
+from heterorl.learner.backends.ranks.checkpoint_reader import open_together
+from heterorl.learner.backends.ranks.checkpoint_writer import Writing, write_checkpoint_files
+from heterorl.learner.backends.ranks.collectives import Collectives, MetByAll, make_together
+from heterorl.learner.backends.ranks.commands import AGREED, Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.ranks.passes import Passes
+from heterorl.learner.backends.ranks.sharded_weights import ShardedVersions, VersionEngine
+from heterorl.learner.backends.ranks.sharding import Sharding, settle_untrained
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import loss_spec_of
+from heterorl.learner.train.backend_config import RanksConfig
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.step import end_step
+from heterorl.learner.train.step_report import LogRatios, StepEnd, wanted_log_ratios
+
+_LOG = logging.getLogger(__name__)
+
+
+class ShardedBackend:
+    """One rank of the learner; made on every rank with the same arguments but `ranks`."""
+
+    def __init__(
+        self,
+        *,
+        division: Sharding,
+        config: RanksConfig,
+        loss: LossConfig,
+        sampling: SamplingSemantics,
+        ranks: Collectives,
+        passes: step_timing.PassCount | None = None,
+        replays_routing: bool = False,
+    ) -> None:
+        """Train what is divided already; the masters are in place."""
+        self._loss_spec = loss_spec_of(loss)
+        self._division = division
+        self._layout = division.layout
+        self._state = division.state
+        self._buffers = dict(division.buffers)
+        settle_untrained(division, is_rounded=config.forward_weights == "published")
+        self._config = config
+        self._loss = loss
+        self.lora = division.lora
+        self._ranks = ranks
+        self._clock = SystemClock()
+        self._passes = Passes(
+            engine=division.engine,
+            reference=division.reference,
+            device=division.device,
+            ranks=ranks,
+            loss_spec=self._loss_spec,
+            max_new_tokens=sampling.max_new_tokens,
+            micro_batch_tokens=config.micro_batch_tokens,
+            batching=config.batching,
+            note_pass=(passes or step_timing.PassCount()).note,
+            sharing=config.sequence_parallel,
+            replay=RouterReplay(division.model) if replays_routing else None,
+        )
+        division.settle()
+        held = ShardedVersions(
+            state=division.state,
+            layout=division.layout,
+            buffers=self._buffers,
+            ranks=ranks,
+            dead_band_ulp=config.dead_band_ulp,
+        )
+        self.versions = VersionEngine(held, tell=self._tell)
+        """What all ranks make together, where there are several; `store` is for one."""
+        self._writing: Writing | None = None
+        self._applied_steps = 0
+        self.last_extras: dict[str, float] = {}
+        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
+        self.last_metrics: dict[str, float] = {}
+        self.last_log_ratios: LogRatios = {}
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def torch_model(self) -> nn.Module:
+        """For its configuration; its weights may be elsewhere."""
+        return self._division.model
+
+    def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
+        started = self._clock.monotonic()
+        command = self._tell(
+            Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version, step=step)
+        )
+        end = self._train(command.groups, head_version, step)
+        self.last_log_ratios = wanted_log_ratios(end.samples, groups)
+        step_s = self._clock.monotonic() - started
+        return end.report(groups, step=step, head_version=head_version, step_s=step_s)
+
+    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+        """Rank 0 holds the arena and one whole tensor at a time, the others nothing beyond their pieces."""
+        self._tell(Command(do=Do.STORE))
+        problem: HeterorlError | None = None
+        band = self._config.dead_band_ulp
+        for name, tensor in self._state.gather_all():
+            assert tensor is not None, "rank 0 receives"
+            try:
+                # A name may be an alias in the table: what ties two tensors is sorted by the name in the state dict.
+                tensors.store_tensor(self._layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
+            except HeterorlError as error:
+                problem = problem or error
+        for name, buffer in self._buffers.items():
+            tensors.store_tensor(self._layout.spec(name), buffer, arena, published=published, dead_band_ulp=band)
+        if problem is not None:
+            raise problem
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there is more than one rank, so that all of them make versions together; `store` is for one."""
+        return self._ranks.world_size > 1
+
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
+        if arena.layout.layout_id != self._layout.layout_id:
+            raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
+        self._tell(Command(do=Do.LOAD_PUBLISHED, keep_optimizer=keep_optimizer))
+        self._load_published(arena, keep_optimizer=keep_optimizer)
+
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        """Copy each rank's share, which a thread of it writes; without `overlap_checkpoint` it is written at once."""
+        if not self._config.overlap_checkpoint:
+            self.save(directory)
+            return lambda: None
+        return self._freeze(self._tell(Command(do=Do.FREEZE, directory=directory.absolute())).directory).wait
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
+        self._save(self._tell(Command(do=Do.SAVE, directory=directory.absolute())).directory)
+
+    def restore(self, directory: Path) -> None:
+        """Read what `save` of this or the torch backend wrote, at whatever number of ranks.
+
+        Raises:
+            CorruptStore: a file is missing, broken, or of another model, and nothing was changed; or a rank could not
+                read its pieces, and what is trained is of this checkpoint in parts.
+        """
+        self._tell(Command(do=Do.RESTORE, directory=directory.absolute()))
+        self._restore(directory)
+
+    def stop(self) -> None:
+        """Let the other ranks leave `follow`, when what is written is on the disk."""
+        self._end_writing()
+        self._tell(Command(do=Do.STOP))
+
+    def follow(self) -> None:
+        """Do what rank 0 does, until it stops."""
+        while True:
+            command = command_from_bytes(self._ranks.broadcast_bytes())
+            try:
+                if command.do is Do.STOP:
+                    self._end_writing()
+                    return
+                self._obey(command)
+            except HeterorlError as error:
+                if command.do not in AGREED and not isinstance(error, MetByAll):
+                    # Rank 0 may be inside an operation that waits for this rank.
+                    raise
+                # Rank 0 has met the same and has told its caller, who may have another way.
+                _LOG.warning("rank %d: %s", self._ranks.rank, error)
+
+    def _tell(self, command: Command) -> Command:
+        data = command_to_bytes(command)
+        self._ranks.broadcast_bytes(data)
+        # Read back, so that what rank 0 trains on is to the bit what the others train on.
+        return command_from_bytes(data)
+
+    def _obey(self, command: Command) -> None:
+        if command.do is Do.TRAIN:
+            self._train(command.groups, command.head_version, command.step)
+        elif command.do is Do.STORE:
+            for _ in self._state.gather_all():
+                pass
+        elif command.do is Do.LOAD_PUBLISHED:
+            self._load_published(None, keep_optimizer=command.keep_optimizer)
+        elif command.do is Do.SAVE:
+            self._save(command.directory)
+        elif command.do is Do.FREEZE:
+            self._freeze(command.directory)
+        elif command.do is Do.RESTORE:
+            self._restore(command.directory)
+        else:
+            self.versions.obey(command)
+
+    def _train(self, groups: Sequence[Group], head_version: int, step: int) -> StepEnd:
+        batch = make_together(lambda: build_batch(groups, loss=self._loss, head_version=head_version), self._ranks)
+        with self._division.computing():
+            samples = self._passes.accumulate(batch)
+        end = end_step(
+            samples,
+            spec=self._loss_spec,
+            schedule=self._config.schedule,
+            step=step,
+            applied_steps=self._applied_steps,
+            update=self._division.update,
+        )
+        self._applied_steps += end.is_applied
+        self.last_extras, self.last_metrics = end.extras, end.metrics
+        return end
+
+    def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
+        for name in (*sorted(self._state.shapes), *self._buffers):
+            spec = self._layout.spec(name)
+            dtype = tensors.TORCH_DTYPE[spec.dtype]
+            if arena is None:
+                whole = torch.empty(math.prod(spec.shape), dtype=dtype)
+            else:
+                # The arena's own memory, of which the broadcast reads.
+                whole = torch.from_numpy(arena.view(name)).view(dtype).reshape(-1)
+            self._ranks.broadcast(whole.view(torch.uint8))
+            if name in self._buffers:
+                self._buffers[name].copy_(whole.view(spec.shape))
+            else:
+                self._state.put(name, "", whole)
+        self._division.settle()
+        if not keep_optimizer:
+            self._state.reset(steps=0)
+            self._applied_steps = 0
+
+    def _freeze(self, directory: Path) -> Writing:
+        self._end_writing()
+        self._writing = Writing(directory, self._state, self._ranks, applied_steps=self._applied_steps, lora=self.lora)
+        return self._writing
+
+    def _end_writing(self) -> None:
+        """At most one checkpoint is under way: its copy is as large as the share."""
+        if self._writing is not None:
+            self._writing.end()
+        self._writing = None
+
+    def _save(self, directory: Path) -> None:
+        self._end_writing()
+        write_checkpoint_files(directory, self._state, self._ranks, applied_steps=self._applied_steps, lora=self.lora)
+
+    def _restore(self, directory: Path) -> None:
+        files = open_together(directory, self._state.shapes, self._ranks)
+        self._applied_steps = files.restore(self._state, self._ranks)
+        self._division.settle()

@@ -1,0 +1,387 @@
+"""Published weights divided among the ranks: rounded, compared and coded by all of them, chunk by chunk.
+
+    tensors     cut by the engine: by rows, or wherever its flat buffers end
+    chunks      cut by the layout, regardless of tensors; chunk c belongs to rank c mod (number of ranks)
+
+All ranks know the pieces of all, so who sends what is computed and never sent. All ranks call together.
+
+    stage     masters rounded to the published type and sent to those whose chunks they lie in, a chunk each at a time
+    code      each rank compares and codes its chunks; rank 0 receives coded bytes in the order of the payload
+    divide    chunks from a file or an arena of rank 0, sent as they are coded, decoded by their ranks
+    whole     everything on rank 0, for what cannot be divided
+
+Guarantees: bits, coded bytes and digests are those of one process with an arena. A rank holds its chunks, and beside
+them no more than one chunk to receive, what it sends of its pieces for one chunk of each rank, and one coded chunk.
+Must never leave a rank waiting: what is wrong on one is raised on all, when all are through.
+
+A version has a number, and lives as long as rank 0 holds a `ShardedArena` of it: each command names those that do, and
+every rank forgets the others before it makes one more.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from heterorl.common.errors import ConfigError, CorruptData, MalformedPayload
+from heterorl.common.model import tensors
+from heterorl.common.process.threads import in_order
+from heterorl.common.types.common import Digest
+from heterorl.common.weights.arena import WIDTH, Arena, IntArray, Layout, digest_integers, state_root, zeros
+from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
+from heterorl.common.weights.payload import CodedChunk
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.commands import Command, Do
+from heterorl.learner.backends.ranks.sharded_state import Piece, ShardedState
+
+Source = Callable[[int], tuple[int, bytes]]
+"""Method and bytes of a chunk that is coded without a state before it."""
+_BROKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Elements of one tensor that one rank has and that lie in one chunk.
+
+    Example: Segment(name="lm_head.weight", start=128, size=64, place=0): elements 128 to 191 of the rank's piece are
+    the first 64 of the chunk.
+    """
+
+    name: str
+    start: int
+    size: int
+    place: int
+
+
+class Exchange:
+    """Where the elements of every chunk come from."""
+
+    def __init__(self, layout: Layout, tables: Sequence[Mapping[str, Piece]]) -> None:
+        """Sort the tensors by their places.
+
+        `tables` are each rank's pieces by the names of the model, tied ones once.
+        """
+        self._chunks = layout.chunks
+        self._tables = tables
+        self._places: dict[int, list[tuple[int, str]]] = {width: [] for width in layout.lengths}
+        for name in tables[0]:
+            spec = layout.spec(name)
+            if spec.num_elements:
+                self._places[WIDTH[spec.dtype]].append((layout.offsets[spec.name], name))
+        for places in self._places.values():
+            places.sort()
+
+    def segments(self, chunk_number: int, *, rank: int) -> list[Segment]:
+        """What a rank has of a chunk, by place; nothing of one that does not exist."""
+        if chunk_number >= len(self._chunks):
+            return []
+        chunk = self._chunks[chunk_number]
+        places = self._places[chunk.width]
+        found = []
+        # From the tensor that the chunk begins in.
+        for offset, name in places[max(0, bisect.bisect_right(places, (chunk.start, "\U0010ffff")) - 1) :]:
+            if offset >= chunk.stop:
+                break
+            piece = self._tables[rank][name]
+            begin = max(chunk.start, offset + piece.start)
+            end = min(chunk.stop, offset + piece.start + piece.size)
+            if begin < end:
+                start = begin - offset - piece.start
+                found.append(Segment(name=name, start=start, size=end - begin, place=begin - chunk.start))
+        return found
+
+
+def source_of(arena: Arena) -> Source:
+    """The chunks of an arena as they are."""
+
+    def read(number: int) -> tuple[int, bytes]:
+        chunk = arena.chunk(number)
+        return Method.RAW, chunk.astype(chunk.dtype.newbyteorder("<"), copy=False).tobytes()
+
+    return read
+
+
+class ShardedVersions:
+    """One rank's chunks of a few versions, each under a number that rank 0 gives."""
+
+    def __init__(
+        self,
+        *,
+        state: ShardedState,
+        layout: Layout,
+        buffers: Mapping[str, torch.Tensor],
+        ranks: Collectives,
+        dead_band_ulp: float,
+    ) -> None:
+        """Take over who has what.
+
+        `buffers` are published and never trained; rank 0 sends them.
+        """
+        self._state = state
+        self.layout = layout
+        self.buffers = buffers
+        self._ranks = ranks
+        self._band = dead_band_ulp
+        tables = [
+            {**table, **{name: Piece(start=0, size=0 if rank else part.numel()) for name, part in buffers.items()}}
+            for rank, table in enumerate(state.pieces.tables)
+        ]
+        self._exchange = Exchange(layout, tables)
+        self._chunks: dict[int, dict[int, IntArray]] = {}
+
+    def keep(self, versions: Sequence[int]) -> None:
+        """Forget all versions but these."""
+        self._chunks = {version: chunks for version, chunks in self._chunks.items() if version in versions}
+
+    def stage(self, version: int, *, published: int | None) -> tuple[bytes, ...]:
+        """Round the masters; returns the digest of every chunk, on every rank.
+
+        A dead band counts from what was published last.
+
+        Raises:
+            ConfigError: on all ranks: a weight is not finite in the published type.
+        """
+        before = None if published is None or not self._band else self._chunks[published]
+        found: dict[int, IntArray] = {}
+        broken: list[str] = []
+        for first in range(0, len(self.layout.chunks), self._ranks.world_size):
+            number = first + self._ranks.rank
+            # Also a rank that has no chunk of the last ones: it sends.
+            received = self._exchanged(first)
+            if number < len(self.layout.chunks):
+                found[number] = zeros(self.layout.chunks[number])
+                for segment, values in received:
+                    part = slice(segment.place, segment.place + segment.size)
+                    old = None if before is None else before[number][part]
+                    rounded = self._rounded(segment.name, values, old)
+                    if not rounded.to(torch.float32).isfinite().all():
+                        broken.append(segment.name)
+                    found[number][part] = rounded.view(tensors.INTEGER[rounded.element_size()]).numpy()
+        names = b"\n".join(self._ranks.all_gather_bytes("\n".join(broken).encode())).decode().split()
+        if names:
+            spec = self.layout.spec(min(names))
+            raise ConfigError(
+                "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
+            )
+        self._chunks[version] = found
+        return self._digests(version)
+
+    def code(self, version: int, *, before: int | None, threads: int) -> Iterator[tuple[int, bytes, int]]:
+        """Method, bytes and changed elements of every chunk, in order, on rank 0; nothing on the others.
+
+        Whoever stops early must let it run to its end.
+        """
+        new, old = self._chunks[version], None if before is None else self._chunks[before]
+
+        def encode(number: int) -> tuple[int, bytes, int]:
+            return encode_chunk(None if old is None else old[number], new[number])
+
+        own = in_order(encode, sorted(new), threads=threads)
+        if self._ranks.rank:
+            for method, data, num_changed in own:
+                self._send(method, data, num_changed, rank=0)
+            return
+        for number in range(len(self.layout.chunks)):
+            owner = number % self._ranks.world_size
+            yield next(own) if owner == 0 else self._receive(rank=owner)
+
+    def divide(self, version: int, source: Source | None) -> tuple[bytes, ...]:
+        """Read each chunk on rank 0 and decode it on its own; returns the digest of every chunk, on every rank.
+
+        Raises:
+            CorruptData: on all ranks: the source is broken.
+            OSError: on rank 0: it cannot be read.
+        """
+        found: dict[int, IntArray] = {}
+        problem: CorruptData | OSError | None = None
+        for number, chunk in enumerate(self.layout.chunks):
+            owner = number % self._ranks.world_size
+            method, data = _BROKEN, b""
+            if source is not None and problem is None:
+                try:
+                    method, data = source(number)
+                except (CorruptData, OSError) as error:
+                    problem = error
+            if self._ranks.rank == 0 and owner:
+                self._send(method, data, 0, rank=owner)
+            if self._ranks.rank != owner:
+                continue
+            if owner:
+                method, data, _ = self._receive(rank=0)
+            found[number] = zeros(chunk)
+            try:
+                apply_chunk(method, memoryview(data), found[number])
+            except CorruptData as error:
+                problem = problem or error
+        if not self._ranks.all_agree(problem is None):
+            raise problem or MalformedPayload("another rank cannot decode its chunks")
+        self._chunks[version] = found
+        return self._digests(version)
+
+    def whole(self, version: int) -> Arena | None:
+        """All chunks, on rank 0."""
+        own = self._chunks[version]
+        if self._ranks.rank:
+            for number in sorted(own):
+                self._ranks.send(torch.from_numpy(own[number]).view(torch.uint8), rank=0)
+            return None
+        arena = Arena(self.layout)
+        for number in range(arena.num_chunks):
+            owner = number % self._ranks.world_size
+            if owner:
+                self._ranks.receive(torch.from_numpy(arena.chunk(number)).view(torch.uint8), rank=owner)
+            else:
+                arena.chunk(number)[:] = own[number]
+        return arena
+
+    def _digests(self, version: int) -> tuple[bytes, ...]:
+        own = self._chunks[version]
+        digests = b"".join(digest_integers(own[number]) for number in sorted(own))
+        everyone = self._ranks.all_gather_bytes(digests)
+        size, found = 16, []
+        for number in range(len(self.layout.chunks)):
+            place, owner = divmod(number, self._ranks.world_size)
+            found.append(everyone[owner][place * size : (place + 1) * size])
+        return tuple(found)
+
+    def _exchanged(self, first: int) -> list[tuple[Segment, torch.Tensor]]:
+        """This rank's chunk of those from `first` on, as its segments come."""
+        ranks = range(self._ranks.world_size)
+        sent = [self._exchange.segments(first + rank, rank=self._ranks.rank) for rank in ranks]
+        coming = [self._exchange.segments(first + self._ranks.rank, rank=rank) for rank in ranks]
+        values = [self._outgoing(segment) for segments in sent for segment in segments]
+        received = self._ranks.exchange(
+            torch.cat(values) if values else torch.empty(0, dtype=torch.uint8),
+            [sum(map(self._num_bytes, segments)) for segments in sent],
+            [sum(map(self._num_bytes, segments)) for segments in coming],
+        )
+        del values
+        found, start = [], 0
+        for segment in (segment for segments in coming for segment in segments):
+            size = self._num_bytes(segment)
+            found.append((segment, received[start : start + size].view(self._sent_dtype(segment.name))))
+            start += size
+        return found
+
+    @torch.no_grad()
+    def _outgoing(self, segment: Segment) -> torch.Tensor:
+        if segment.name in self.buffers:
+            values = self.buffers[segment.name].detach().reshape(-1)[segment.start : segment.start + segment.size]
+        else:
+            values = self._state.read(segment.name, "", start=segment.start, size=segment.size)
+        return values.to(self._sent_dtype(segment.name)).cpu().contiguous().view(torch.uint8)
+
+    def _sent_dtype(self, name: str) -> torch.dtype:
+        # Where there is a dead band, the master itself: it is compared where the published value is.
+        return torch.float32 if self._band else tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
+
+    def _num_bytes(self, segment: Segment) -> int:
+        return segment.size * self._sent_dtype(segment.name).itemsize
+
+    def _rounded(self, name: str, values: torch.Tensor, published: IntArray | None) -> torch.Tensor:
+        dtype = tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
+        bits = None if published is None else torch.from_numpy(published).view(dtype)
+        return tensors.round_to(values, dtype, published=bits, dead_band_ulp=self._band).contiguous()
+
+    def _send(self, method: int, data: bytes, num_changed: int, *, rank: int) -> None:
+        self._ranks.send(torch.tensor([method, len(data), num_changed]), rank=rank)
+        if data:
+            # Torch takes writable memory only, and nothing writes to it.
+            self._ranks.send(torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)), rank=rank)
+
+    def _receive(self, *, rank: int) -> tuple[int, bytes, int]:
+        header = torch.empty(3, dtype=torch.int64)
+        self._ranks.receive(header, rank=rank)
+        method, size, num_changed = header.tolist()
+        data = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._ranks.receive(data, rank=rank)
+        return method, data.numpy().tobytes(), num_changed
+
+
+class ShardedArena:
+    """Rank 0's name for a version's weights, of which each rank has its chunks; never changed."""
+
+    def __init__(self, engine: VersionEngine, *, number: int, digests: tuple[bytes, ...]) -> None:
+        self.layout: Layout = engine.layout
+        self.number = number
+        self.digests = digests
+        self._engine = engine
+
+    def state_root(self, *, threads: int = 1) -> Digest:  # noqa: ARG002 - as an arena's
+        """Identity of the state; of digests that are there already."""
+        return state_root(self.layout.layout_id, self.digests)
+
+    def whole(self) -> Arena:
+        """All of it on this rank; while no step computes."""
+        found = self._engine.held.whole(self._engine.say(Do.WHOLE, self).version)
+        assert found is not None, "rank 0 receives"
+        return found
+
+    def code(self, before: ShardedArena | None, *, threads: int) -> Iterator[CodedChunk]:
+        """Every chunk coded, in order; while no step computes. Whoever stops early must let it run to its end."""
+        command = self._engine.say(Do.CODE, self, before=before, threads=threads)
+        coded = self._engine.held.code(command.version, before=command.before, threads=threads)
+        for (method, data, num_changed), digest in zip(coded, self.digests, strict=True):
+            yield method, data, num_changed, digest
+
+
+class VersionEngine:
+    """One rank's versions. All but `obey` are for rank 0, while no step computes: every call is one of all ranks."""
+
+    def __init__(self, held: ShardedVersions, *, tell: Callable[[Command], Command]) -> None:
+        self.layout = held.layout
+        self.held = held
+        self._tell = tell
+        self._arenas: WeakValueDictionary[int, ShardedArena] = WeakValueDictionary()
+        self._newest = 0
+
+    def stage(self, *, published: ShardedArena | None) -> ShardedArena:
+        """`store` into weights that all ranks hold together."""
+        command = self.say(Do.STAGE, before=published)
+        return self._named(command, self.held.stage(command.version, published=command.before))
+
+    def divide(self, source: Source) -> ShardedArena:
+        """Take the chunks of published weights, each by the rank that holds it; raises what the source raises."""
+        command = self.say(Do.DIVIDE)
+        return self._named(command, self.held.divide(command.version, source))
+
+    def obey(self, command: Command) -> None:
+        """Do the part of another rank than 0."""
+        self.held.keep(command.kept)
+        if command.do is Do.STAGE:
+            self.held.stage(command.version, published=command.before)
+        elif command.do is Do.DIVIDE:
+            self.held.divide(command.version, None)
+        elif command.do is Do.CODE:
+            for _ in self.held.code(command.version, before=command.before, threads=command.threads):
+                pass
+        else:
+            assert command.do is Do.WHOLE, command.do
+            self.held.whole(command.version)
+
+    def say(
+        self, do: Do, arena: ShardedArena | None = None, *, before: ShardedArena | None = None, threads: int = 1
+    ) -> Command:
+        """Tell the other ranks what is done with a version, a new one where none is named."""
+        if arena is None:
+            self._newest += 1
+        command = Command(
+            do=do,
+            version=self._newest if arena is None else arena.number,
+            before=None if before is None else before.number,
+            kept=tuple(self._arenas),
+            threads=threads,
+        )
+        self.held.keep(command.kept)
+        return self._tell(command)
+
+    def _named(self, command: Command, digests: tuple[bytes, ...]) -> ShardedArena:
+        arena = ShardedArena(self, number=command.version, digests=digests)
+        self._arenas[command.version] = arena
+        return arena

@@ -1,0 +1,193 @@
+"""How all ranks open one model, what an engine makes of it, and which losses can be divided so.
+
+Each rank reads by name what it keeps, or rank 0 alone holds the whole and sends it by tensor. Must never let one rank
+leave while others wait for it: what is wrong on one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model import tensors
+from heterorl.common.types.common import NO_LORA, LoraSettings
+from heterorl.common.weights.arena import Layout
+from heterorl.learner.backends.loading import OpenedModel, open_model, streamed
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.passes import PassEngine
+from heterorl.learner.backends.ranks.sharded_state import ShardedState
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import LossSpec, caveats, loss_spec_of
+from heterorl.learner.train.backend_config import RanksConfig
+from heterorl.learner.train.model import check_forward
+
+_LOG = logging.getLogger(__name__)
+_REFUSED = b"refused"
+
+
+def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives) -> OpenedModel:
+    """The model without its weights on every rank, checked by rank 0, which reads them for that block by block.
+
+    Raises:
+        ConfigError: on all ranks, where one cannot load the model or it cannot be trained in the chosen layout.
+    """
+    opened, is_alike = _open(model_dir, config, ranks, may_hold=ranks.rank == 0)
+    if not is_alike:
+        # transformers made another model of the files than of the configuration alone.
+        opened, _ = _open(model_dir, config, ranks, may_hold=True)
+        return opened
+    if ranks.world_size > 1 and opened.is_held:
+        return _relayed(opened, ranks)
+    return opened
+
+
+def _open(
+    model_dir: str | Path, config: RanksConfig, ranks: Collectives, *, may_hold: bool
+) -> tuple[OpenedModel, bool]:
+    problem: Exception | None = None
+    word = _REFUSED
+    try:
+        opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing, may_hold=may_hold)
+        if ranks.rank == 0:
+            with streamed(opened) as model:
+                check_forward(model, batching=config.batching)
+        word = _table(opened)
+    except Exception as error:  # noqa: BLE001 - told below, when the other ranks know of it
+        problem = error
+    words = ranks.all_gather_bytes(word)
+    if _REFUSED in words:
+        raise problem or ConfigError("model_dir", f"{model_dir} is refused by another rank", action="see its log")
+    return opened, len(set(words)) == 1
+
+
+def _table(opened: OpenedModel) -> bytes:
+    """What two ranks must have in common: where their weights are, and what they are."""
+    state = {
+        name: [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        for name, tensor in opened.model.state_dict(keep_vars=True).items()
+    }
+    return json.dumps([opened.is_held, tensors.layout_of(opened.model, "fp32").layout_id, state]).encode()
+
+
+def _relayed(opened: OpenedModel, ranks: Collectives) -> OpenedModel:
+    """The model with weights of rank 0's memory, which all ranks ask for in the same order."""
+    model = opened.model
+    for tensor in model.state_dict(keep_vars=True).values():
+        if not isinstance(tensor, nn.Parameter):
+            values = tensor.detach().reshape(-1).view(torch.uint8)
+            ranks.broadcast(values)
+            tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def flat(name: str) -> torch.Tensor:
+        values = torch.empty(sizes[name]) if ranks.rank else opened.flat(name).contiguous()
+        ranks.broadcast(values)
+        return values
+
+    return OpenedModel(model=model, flat=flat, is_held=False)
+
+
+class Sharding(ABC):
+    """A model that an engine divides among the ranks."""
+
+    model: nn.Module
+    """Its configuration and names; the weights may be elsewhere."""
+    layout: Layout
+    """Of the published weights."""
+    buffers: Mapping[str, torch.Tensor]
+    """What is published and never trained, by the names of the layout: the model's own, with which it computes."""
+    engine: PassEngine
+    """Takes the passes."""
+    reference: PassEngine | None = None
+    """Takes the passes of the reference model; None of a loss without one."""
+    state: ShardedState
+    """Masters and moments."""
+    device: torch.device
+    """Of this rank's passes."""
+    lora: LoraSettings = NO_LORA
+    """Of adapters, which are then what is trained."""
+
+    @abstractmethod
+    def computing(self) -> AbstractContextManager[None]:
+        """While it lasts, passes see the weights that a step computes with."""
+
+    @abstractmethod
+    def update(self, loss: float, lr: float) -> tuple[bool, float]:
+        """Clip and step, unless loss or gradient is not finite; returns whether, and the norm before clipping."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Masters were written: let what passes see follow."""
+
+
+def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool) -> LossSpec:
+    """The rule of a loss that does not depend on how a step is divided.
+
+    `has_reference` says whether this engine can divide a reference model too.
+
+    Raises:
+        ConfigError: it depends on how a step is cut into passes, or on a reference model that cannot be had.
+    """
+    loss_spec = loss_spec_of(loss)
+    if loss_spec.scope == "microbatch" and ranks.world_size > 1:
+        raise ConfigError(
+            "loss.scope", "microbatch makes the loss depend on the number of ranks", action="train with one rank"
+        )
+    if loss_spec.needs_reference and not has_reference:
+        problem = "needs log-probs of a reference model, which this backend does not divide"
+        raise ConfigError("loss", problem, action='set backend.kind to "fsdp2" or "torch", or take another loss')
+    if ranks.rank == 0:
+        for note in caveats(loss_spec):
+            _LOG.warning("%s", note)
+    return loss_spec
+
+
+def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    """What is published of a model beside its parameters, tied ones once; `hold_untrained` made buffers of the rest."""
+    published = tensors.published_tensors(model)
+    return {
+        spec.name: published[spec.name]
+        for spec in layout.specs
+        if not spec.alias_of and not isinstance(published[spec.name], nn.Parameter)
+    }
+
+
+@torch.no_grad()
+def settle_untrained(division: Sharding, *, is_rounded: bool) -> None:
+    """See that all that is published is written, and let passes see buffers as samplers have them.
+
+    An element that neither state nor buffers write would reach samplers as 0. Rounding the buffers is for good, since
+    no step changes them.
+    """
+    layout = division.layout
+    written = {layout.spec(name).name for name in (*division.state.shapes, *division.buffers)}
+    apart = written ^ {spec.name for spec in layout.specs if not spec.alias_of}
+    assert not apart, f"published or written, but not both: {sorted(apart)}"
+    if is_rounded:
+        for name, buffer in division.buffers.items():
+            buffer.copy_(buffer.to(tensors.TORCH_DTYPE[layout.spec(name).dtype]))
+
+
+def check_products(model: nn.Module) -> None:
+    """Refuse to hold weights in bf16 for the passes where the model, and so its samplers, keeps some in fp32."""
+    types = tensors.types_of(model, "bf16")
+    kept = [name for name, _ in model.named_parameters() if types.get(name) == "fp32"]
+    if kept:
+        problem = f"bf16 would round {kept[0]} and {len(kept) - 1} other weights that the model keeps in fp32"
+        raise ConfigError("backend.compute_dtype", problem, action='set it to "fp32", or backend.kind to "torch"')
+
+
+def check_experts(model: nn.Module, ranks: Collectives) -> None:
+    """Refuse experts that are modules of their own: ranks reduce those that their tokens went to, which differ."""
+    for name, module in model.named_modules():
+        if ranks.world_size > 1 and name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList):
+            problem = f"each of {name} is a module of its own, and ranks have gradients for different ones"
+            raise ConfigError("model_dir", problem, action="train with one rank, or upgrade transformers")

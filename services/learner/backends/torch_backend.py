@@ -1,0 +1,193 @@
+"""One process, one device: fp32 masters, AdamW or Adafactor, and passes that see the masters as they are published.
+
+Implements heterorl.learner.backends.train_backend.TrainBackend. On the CPU a run is a pure function of its inputs, its
+weights and the number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, base_digest, trainable
+from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.routing import RouterReplay
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
+from heterorl.common.types.rollout import QueuedGroup
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.backends.loading import blocks_of, fill, open_model
+from heterorl.learner.backends.optimizer_state import build_optimizer, copy_state, read_state
+from heterorl.learner.loss.loss_config import LossConfig
+from heterorl.learner.loss.loss_spec import caveats, loss_spec_of
+from heterorl.learner.step_timing import PassCount
+from heterorl.learner.train.backend_config import TorchBackendConfig
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_block
+from heterorl.learner.train.model import check_forward, load_reference
+from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
+from heterorl.learner.train.step_report import LogRatios, wanted_log_ratios
+from heterorl.learner.train.swapped_weights import Rounding
+
+_LOG = logging.getLogger(__name__)
+
+
+class TorchBackend:
+    """Trains a model in this process."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: str | Path,
+        config: TorchBackendConfig,
+        loss: LossConfig,
+        sampling: SamplingSemantics,
+        lora: LoraConfig = ALL_WEIGHTS,
+        clock: Clock | None = None,
+        passes: PassCount | None = None,
+        replays_routing: bool = False,
+    ) -> None:
+        """Load the model and check that it can be trained this way.
+
+        Raises:
+            ConfigError: the model or the loss's reference cannot be loaded or trained in the chosen layout, the
+                device does not exist, or there are no layers for the adapters.
+        """
+        opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
+        try:
+            self._model = fill(opened, device=config.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError("backend.device", f"cannot use {config.device}: {error}") from error
+        # What was read whole stays in memory no longer than that.
+        del opened
+        self.lora = lora.settings(base_digest(self._model) if lora.is_on else Digest(""))
+        if self.lora.rank:
+            attach(self._model, self.lora)
+        apply_liger(self._model, config)
+        check_forward(self._model, batching=config.batching)
+        # After the check, which is in fp32.
+        choose_attention(self._model, config)
+        for block in blocks_of(self._model):
+            compile_block(block, config)
+        self._replay = RouterReplay(self._model) if replays_routing else None
+        self._config = config
+        self._loss = loss
+        self._loss_spec = loss_spec_of(loss)
+        for note in caveats(self._loss_spec):
+            _LOG.warning("%s", note)
+        self._sampling = sampling
+        self._clock = clock or SystemClock()
+        self._passes = passes or PassCount()
+        self._temperature = sampling.logprob_temperature
+        self._layout = tensors.layout_of(self._model, config.published_dtype)
+        self._reference: nn.Module | None = None
+        if self._loss_spec.needs_reference:
+            directory = config.reference_model_dir or str(model_dir)
+            self._reference = load_reference(directory, config, learner=self._model, layout=self._layout)
+        self._rounding: Rounding | None = None
+        if config.forward_weights == "published":
+            self._rounding = Rounding(self._model, self._layout, dead_band_ulp=config.dead_band_ulp)
+        self._optimizer = self._new_optimizer()
+        self._applied_steps = 0
+        self.last_extras: dict[str, float] = {}
+        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
+        self.last_metrics: dict[str, float] = {}
+        self.last_log_ratios: LogRatios = {}
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def torch_model(self) -> nn.Module:
+        return self._model
+
+    def computing(self) -> AbstractContextManager[None]:
+        """While it lasts, the model holds the weights that a step's passes compute with."""
+        return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
+
+    def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
+        started = self._clock.monotonic()
+        with self.computing():
+            samples = accumulate_gradients(
+                self._model,
+                build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version),
+                loss=self._loss,
+                temperature=self._temperature,
+                max_new_tokens=self._sampling.max_new_tokens,
+                micro_batch_tokens=self._config.micro_batch_tokens,
+                batching=self._config.batching,
+                autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
+                reference=self._reference,
+                replay=self._replay,
+                note_pass=self._passes.note,
+            )
+        end = end_step(
+            samples,
+            spec=self._loss_spec,
+            schedule=self._config.schedule,
+            step=step,
+            applied_steps=self._applied_steps,
+            update=self._update,
+        )
+        self._applied_steps += end.is_applied
+        self.last_extras, self.last_metrics = end.extras, end.metrics
+        self.last_log_ratios = wanted_log_ratios(samples, groups)
+        step_s = self._clock.monotonic() - started
+        return end.report(groups, step=step, head_version=head_version, step_s=step_s)
+
+    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+        tensors.store(self._model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
+        if self._rounding is not None:
+            self._rounding.note_published(arena)
+
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
+        tensors.load(arena, self._model)
+        if self._rounding is not None:
+            self._rounding.note_published(arena)
+        if keep_optimizer:
+            return
+        self._optimizer = self._new_optimizer()
+        self._applied_steps = 0
+
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        copy = copy_state(
+            self._model,
+            self._optimizer,
+            kind=self._config.optimizer,
+            applied_steps=self._applied_steps,
+            lora=self.lora,
+        )
+        return lambda: copy.write(directory)
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
+        self.freeze(directory)()
+
+    def restore(self, directory: Path) -> None:
+        optimizer = self._new_optimizer()
+        self._applied_steps = read_state(directory, self._model, optimizer, kind=self._config.optimizer)
+        self._optimizer = optimizer
+
+    def _update(self, loss: float, lr: float) -> tuple[bool, float]:
+        return apply_gradients(
+            self._model.parameters(), self._optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
+        )
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        config = self._config
+        return build_optimizer(
+            trainable(self._model).values(),
+            optimizer=config.optimizer,
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )

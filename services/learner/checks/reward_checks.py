@@ -1,0 +1,281 @@
+"""Rewards computed again on the trusted side, from the prompt's number and the tokens alone.
+
+Rollouts of several turns are stepped again: given ids and rewards must be those of the environment. Guarantees: of a
+deterministic environment a site can state neither an observation nor a reward that it did not get. What a machine may
+fail in is not held against its site; its group is not trained then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from heterorl.common.errors import ConfigError, EpisodeError, RewardError
+from heterorl.common.tasks.environments.episodes import Episode
+from heterorl.common.tasks.environments.task import environments_of
+from heterorl.common.tasks.rewards.remote import Terms
+from heterorl.common.tasks.rewards.weighted import WeightedTask
+from heterorl.common.tasks.sources.mixture import MixtureTask
+from heterorl.common.tasks.task import Prompt, Task, doubts_of, score_group
+from heterorl.common.text.conversation import Conversation, Conversations
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
+from heterorl.common.types.trajectory import turns_of
+from heterorl.learner.checks.findings import SOUND, Finding
+
+RUN_AGAIN = 2
+"""How often code is run again whose result is not the stated one; more finds rarer coins and costs more."""
+_OF_ITSELF = (FinishReason.EOS, FinishReason.LENGTH)
+_BY_ENVIRONMENT = (FinishReason.ENVIRONMENT_FAILED, FinishReason.TOOL_LOST, FinishReason.REWARD_FAILED)
+
+
+def judge_rewards(
+    group: Group,
+    *,
+    task: Task,
+    prompter: Prompter,
+    tolerance: float,
+    trusted: Collection[str] = (),
+    conversations: Conversations | None = None,
+) -> Finding:
+    """In what a group's prompt or rewards differ from the task's.
+
+    A reward that nobody can compute again is taken as it is stated where a key signed it, or from a trusted site. Code
+    that comes to another result is run again: see RUN_AGAIN and CODE_MISMATCH. `trusted` are sites whose word is
+    enough; `*` is every site.
+
+    Raises:
+        PromptRefused: the template does not write the prompt.
+        RewardError: the verifier failed, code may come to either result, or a reward is neither computed here nor
+            signed and its site is not trusted; that says nothing of the site.
+    """
+    is_trusted = group.id.site in trusted or "*" in trusted
+    if not 0 <= group.prompt_index < task.num_prompts:
+        return _mismatch(f"prompt_index: {group.prompt_index}, the task has {task.num_prompts} prompts")
+    prompt = task.prompt(group.prompt_index)
+    asked = conversations.encode(prompt) if conversations else prompter.encode_prompt(prompt)
+    if not np.array_equal(asked, group.prompt_token_ids):
+        return _mismatch(f"prompt_token_ids: not those of prompt {group.prompt_index}")
+    conversation = conversations.of(prompt) if conversations else None
+    if conversation is not None:
+        if conversation.spec.episodes.is_deterministic:
+            return judge_episodes(group, conversation, tolerance=tolerance)
+        if not is_trusted:
+            raise RewardError(
+                f"{conversation.spec.episodes.name} leaves things to chance, so no learner can step it again, and the"
+                " site is not named in verification.trust_rewards_of"
+            )
+        return SOUND
+    remote = task.remote if isinstance(task, WeightedTask) else {}
+    computes = task.without_remote() if isinstance(task, WeightedTask) and remote else task
+    members = [(number, rollout) for number, rollout in enumerate(group.rollouts) if rollout.is_trainable]
+    texts = [prompter.decode(rollout.token_ids) for _, rollout in members]
+    for number, rollout in enumerate(group.rollouts):
+        is_lost = rollout.finish_reason is FinishReason.REWARD_FAILED and not remote
+        if is_lost and _has_reward(computes, prompt, prompter.decode(rollout.token_ids)):
+            # Not held against the site, whose machine may be broken; and not trained, since it may hide low rewards.
+            return Finding(detail=f"rollouts[{number}]: its site has no reward for it, and one can be computed")
+    for (number, rollout), text, parts in zip(members, texts, score_group(computes, prompt, texts), strict=True):
+        if remote:
+            problem, parts = _believed(
+                rollout.reward_parts, parts, remote, prompt=prompt, completion=text, is_trusted=is_trusted
+            )
+            if problem:
+                return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
+        problem = _problem(rollout, parts, tolerance=tolerance)
+        if not problem:
+            continue
+        detail = f"rollouts[{number}].{problem}"
+        doubts = doubts_of(task, prompt, text)
+        if _is_by({*doubts.by_code, *doubts.near}, rollout, parts, tolerance=tolerance):
+            _refuse_doubtful(task, prompt, text, stated=rollout.reward_parts, computed=parts)
+            return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
+        return _mismatch(detail)
+    return SOUND
+
+
+def _has_reward(task: Task, prompt: Prompt, completion: str) -> bool:
+    try:
+        task.score(prompt, completion)
+    except RewardError:
+        return False
+    return True
+
+
+def _believed(
+    stated: Sequence[RewardPart],
+    computed: Sequence[RewardPart],
+    remote: Mapping[str, Terms],
+    *,
+    prompt: Prompt,
+    completion: str,
+    is_trusted: bool,
+) -> tuple[str, tuple[RewardPart, ...]]:
+    """What is wrong with the stated values of rewards that are not computed here, and all parts with them."""
+    values = {part.name: part for part in stated}
+    parts = []
+    for part in computed:
+        terms = remote.get(part.name)
+        if terms is None:
+            parts.append(part)
+            continue
+        said = values.get(part.name)
+        if said is None:
+            return f"{part.name} is missing", ()
+        if not terms.low <= said.value <= terms.high:
+            return f"{part.name} is {said.value:g}, outside {terms.low:g} to {terms.high:g}", ()
+        is_proven = bool(said.signature and terms.signed_by) and terms.proves(
+            said, prompt=prompt, completion=completion
+        )
+        if not is_proven and said.signature and terms.signed_by:
+            return f"the signature of {part.name} is of none of its signed_by", ()
+        if not is_proven and not is_trusted:
+            raise RewardError(
+                f"nobody can compute {part.name} again, no key of its signed_by signed it, and its site is not named in"
+                " verification.trust_rewards_of"
+            )
+        parts.append(replace(part, value=said.value))
+    return "", tuple(parts)
+
+
+def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> bool:
+    """Whether all that differs is these rewards, of values from 0 to 1: with the stated values of them all is right."""
+    said = {part.name: part.value for part in rollout.reward_parts}
+    if not names or not all(0.0 <= said.get(name, -1.0) <= 1.0 for name in names):
+        return False
+    parts = [replace(part, value=said[part.name]) if part.name in names else part for part in computed]
+    return not _problem(rollout, parts, tolerance=tolerance)
+
+
+def _refuse_doubtful(
+    task: Task, prompt: Prompt, completion: str, *, stated: Sequence[RewardPart], computed: Sequence[RewardPart]
+) -> None:
+    """Run code again whose result is not the stated one; raises where the site may be right all the same."""
+    said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
+    for is_last in [False] * RUN_AGAIN + [True]:
+        for name in doubts_of(task, prompt, completion).near:
+            if said[name] != first[name]:
+                raise RewardError(
+                    f"{name} is {said[name]:g}, computed {first[name]:g}, in a time so near its limit that either may"
+                    " be right"
+                )
+        if is_last or not isinstance(task, WeightedTask | MixtureTask):
+            continue
+        for part in task.run_again(prompt, completion):
+            if part.value != first[part.name]:
+                raise RewardError(
+                    f"{part.name} is {said[part.name]:g}, computed {first[part.name]:g} and then {part.value:g}: the"
+                    " code of the completion leaves it to chance"
+                )
+
+
+def check_trust(task: Task, trusted: Collection[str]) -> None:
+    """Refuse a task of which every group would be given up.
+
+    Raises:
+        ConfigError: a reward can neither be computed again nor is it signed, and no site is trusted; or an environment
+            leaves things to chance.
+    """
+    by_chance = [each.name for each in environments_of(task) if not each.is_deterministic]
+    if by_chance and not trusted:
+        raise ConfigError(
+            "verification.trust_rewards_of",
+            f"{by_chance[0]} is not deterministic, so a learner cannot step it again, and no site is trusted",
+            action='name the sites, such as ["site-a"], or "*" for all',
+        )
+    remote = task.remote if isinstance(task, WeightedTask) else {}
+    believed = [name for name, terms in remote.items() if not terms.signed_by]
+    if believed and not trusted:
+        raise ConfigError(
+            "verification.trust_rewards_of",
+            f"a learner cannot compute {', '.join(believed)} again, and trusts no site that states it",
+            action='name the sites, such as ["site-a"], or "*" for all; or have an http reward signed (signed_by)',
+        )
+
+
+def tried_here(task: Task, *, asks_others: bool) -> Task:
+    """The task of which a learner tries one reward at its start: without what it asks nobody for."""
+    return task if asks_others or not isinstance(task, WeightedTask) else task.without_remote()
+
+
+def _problem(rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> str:
+    """In what a rollout's reward or its parts differ from those computed."""
+    total = weighted_sum(computed)
+    if not abs(rollout.reward - total) <= tolerance:
+        return f"reward: {rollout.reward:g}, computed {total:g}"
+    problem = _parts_problem(rollout.reward_parts, computed, tolerance=tolerance)
+    return f"reward_parts: {problem}" if problem else ""
+
+
+def _parts_problem(stated: Sequence[RewardPart], computed: Sequence[RewardPart], *, tolerance: float) -> str:
+    """In what parts differ, which train nothing and are shown to people; a rollout may state none."""
+    if not stated:
+        return ""
+    if [(part.name, part.weight) for part in stated] != [(part.name, part.weight) for part in computed]:
+        names = ", ".join(f"{part.weight:g} x {part.name}" for part in computed)
+        return f"not {names} in this order"
+    for one, other in zip(stated, computed, strict=True):
+        if not abs(one.value - other.value) <= tolerance:
+            return f"{one.name} is {one.value:g}, computed {other.value:g}"
+    return ""
+
+
+def _mismatch(detail: str) -> Finding:
+    return Finding(reason=DropReason.REWARD_MISMATCH, detail=detail)
+
+
+def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float) -> Finding:
+    """In what a group's rollouts differ from those of its environment.
+
+    The prompt was compared before, and the environment is deterministic.
+
+    Raises:
+        RewardError: the environment failed here; that says nothing of the site.
+    """
+    for number, rollout in enumerate(group.rollouts):
+        is_lost = rollout.finish_reason in _BY_ENVIRONMENT
+        if not (rollout.is_trainable or is_lost):
+            continue
+        try:
+            with conversation.spec.open() as episode:
+                problem = _episode_problem(rollout, conversation, episode, tolerance=tolerance)
+        except EpisodeError as error:
+            if is_lost:
+                continue
+            raise RewardError(f"the environment of rollouts[{number}] failed: {error}") from error
+        if is_lost:
+            # Not held against the site, whose machine may be slow; and not trained, since it may hide low rewards.
+            return Finding(detail=f"rollouts[{number}]: its site has lost it, and its environment goes on here")
+        if problem:
+            return Finding(reason=DropReason.REWARD_MISMATCH, detail=f"rollouts[{number}]: {problem}")
+    return SOUND
+
+
+def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Episode, *, tolerance: float) -> str:
+    if any(span.keeps is not None for span in rollout.spans):
+        return "its history is written anew, and its environment writes none anew"
+    turns = turns_of(rollout)
+    given = None
+    for number, (start, end) in enumerate(turns):
+        drawn = rollout.token_ids[start:end]
+        given = conversation.step(episode, drawn)
+        if number + 1 < len(turns):
+            stated = rollout.token_ids[end : turns[number + 1][0]]
+            if given is None:
+                return f"turn {number + 1} ended the episode, and another one follows"
+            if not np.array_equal(stated, given):
+                return f"what is given behind turn {number + 1} is not the environment's"
+    if turns and rollout.is_trainable and (given is None) != (rollout.finish_reason in _OF_ITSELF):
+        return f"finish_reason is {rollout.finish_reason.value}, the episode {'ended' if given is None else 'goes on'}"
+    parts = episode.score()
+    reward = weighted_sum(parts)
+    if not abs(rollout.reward - reward) <= tolerance:
+        return f"reward: {rollout.reward:g}, computed {reward:g}"
+    stated_parts = [(part.name, part.weight) for part in rollout.reward_parts]
+    if stated_parts and stated_parts != [(part.name, part.weight) for part in parts]:
+        return "reward_parts: not the environment's"
+    pairs = zip(rollout.reward_parts, parts, strict=False)
+    wrong = [mine.name for mine, other in pairs if not abs(mine.value - other.value) <= tolerance]
+    return f"reward_parts: {wrong[0]} has another value" if wrong else ""

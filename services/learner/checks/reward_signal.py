@@ -1,0 +1,74 @@
+"""Groups that teach nothing, all rewards being equal: which make room for others, and when a person is told.
+
+Guarantees: judged by the rewards that the verifier let through, in the order of arrival, never more than the room; what
+is beyond it is trained on, so that a run whose prompts are all solved, or all out of reach, goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from heterorl.common.process import metrics
+from heterorl.common.process.config import Config
+from heterorl.common.types.rollout import FinishReason, QueuedGroup
+from heterorl.learner.train.completion_stats import has_signal
+
+_LOG = logging.getLogger(__name__)
+NUM_STEPS = 20
+"""Steps in a row without a reward signal, after which a person is told."""
+
+
+class DynamicSamplingConfig(Config):
+    """Replacement of groups whose rewards are all equal (DAPO, arXiv 2503.14476 section 3.2)."""
+
+    max_replaced_per_step: int = Field(default=0, ge=0, le=1 << 20)
+    """Groups of equal rewards that a step replaces by others, so that it keeps its size; 0 replaces none. What comes
+    beyond it is trained on, so that a run whose prompts are all solved goes on. At a share u of such groups a full step
+    needs groups_per_step u / (1 - u) in the mean."""
+
+
+def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[QueuedGroup], list[QueuedGroup]]:
+    """Divide groups into those that a step keeps and, up to `room`, those of equal rewards that it replaces."""
+    kept: list[QueuedGroup] = []
+    replaced: list[QueuedGroup] = []
+    for queued in groups:
+        is_replaced = len(replaced) < room and not has_signal(queued.group)
+        (replaced if is_replaced else kept).append(queued)
+    return kept, replaced
+
+
+@dataclass(slots=True)
+class RewardSignal:
+    """Counts steps in a row in which no group has rewards that differ; warns once for each such stretch."""
+
+    num_flat: int = 0
+
+    def note(self, groups: Sequence[QueuedGroup]) -> None:
+        """Look at the groups of a step."""
+        if any(has_signal(queued.group) for queued in groups):
+            if self.num_flat >= NUM_STEPS:
+                _LOG.info("rewards differ again, after %d steps", self.num_flat)
+            self.num_flat = 0
+        else:
+            self.num_flat += 1
+            if self.num_flat == NUM_STEPS:
+                _LOG.warning("%s", _advice(groups))
+        metrics.STEPS_WITHOUT_SIGNAL.set(self.num_flat)
+
+
+def _advice(groups: Sequence[QueuedGroup]) -> str:
+    rollouts = [rollout for queued in groups for rollout in queued.group.trainable]
+    rewards = [rollout.reward for rollout in rollouts]
+    num_cut = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
+    return (
+        f"NO GRADIENT FROM REWARDS in {NUM_STEPS} steps in a row: all rollouts of each group had one reward. In the"
+        f" newest step rewards were {min(rewards):g} to {max(rewards):g}, and {num_cut} of {len(rollouts)} completions"
+        " were cut at max_new_tokens. Where rewards are low: can the model answer such prompts at all (task), does it"
+        " see them as it was trained to (use_chat_template), are answers cut off (sampling.max_new_tokens), does the"
+        " reward find the answer in the text (task.reward)? Where they are high, the task is learnt. A larger"
+        " group_size makes differences more likely"
+    )

@@ -1,0 +1,299 @@
+"""Checks of leased groups before they may be trained on: rewards of all, log-probs and draws of some.
+
+    score      computes rewards, as many groups at once as the task has workers
+    conclude   counts, and replays some: one group at a time, in the order in which they came
+
+Guarantees: what is checked is drawn here, after the group was acknowledged, from randomness that no site sees; a group
+that could not be checked is neither trained on nor held against its site; heavy work runs in a thread. Must never
+change a group.
+
+Versions for replays: the newest few in memory, any other pulled again and verified like at a sampler. A site cannot
+choose a version that is not checked: whatever it may be trained on can still be rebuilt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import time
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import (
+    CorruptData,
+    PromptRefused,
+    RewardError,
+    UnknownPayload,
+    UnknownVersion,
+    UntrustedVersion,
+)
+from heterorl.common.generation.draw import group_key
+from heterorl.common.identity.signing import Trust
+from heterorl.common.model.quantise import LIMIT, Variant, dequantise, variant_layout
+from heterorl.common.process import metrics
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread, in_thread_of
+from heterorl.common.pull.pull import PulledVersion, TrustedPuller
+from heterorl.common.tasks.task import FailureRow, Task, source_of
+from heterorl.common.text.conversation import Conversations
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, Group, QueuedGroup
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.checks.findings import (
+    SOUND,
+    Finding,
+    Replay,
+    VerificationConfig,
+    checked_share,
+    judge_logprobs,
+    judge_margins,
+)
+from heterorl.learner.checks.replay import Replayer
+from heterorl.learner.checks.reward_checks import judge_rewards
+
+_LOG = logging.getLogger(__name__)
+_NONE = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class RecentVersions:
+    """A few pulled states, by variant and version."""
+
+    api: LearnerApi
+    _: KW_ONLY
+    spool: Path
+    layout: Layout
+    patience: Patience
+    trust: Trust
+    num_kept: int
+    threads: int = 1
+    _pullers: dict[str, TrustedPuller] = field(default_factory=dict)
+    _kept: OrderedDict[tuple[str, int], PulledVersion] = field(default_factory=OrderedDict)
+    _whole: tuple[tuple[str, int], Arena] | None = None
+    """What the variant's version that was asked for last stands for."""
+
+    async def get(self, version: int, variant: str = "") -> Arena:
+        """The weights that a sampler of a variant ("": those that are trained) computes with at a version.
+
+        Raises:
+            UnknownVersion: it does not exist in the lineage, or its payloads were deleted, or nobody knows the variant.
+            UnknownPayload: the coordinator's payloads go as fast as plans are made.
+            CorruptData: even the snapshot fails its checks.
+            UntrustedVersion: it is signed by nobody this learner trusts.
+        """
+        key = (variant, version)
+        pulled = self._kept.get(key)
+        if pulled is None:
+            earlier = [number for form, number in self._kept if form == variant and number < version]
+            held = self._kept[variant, max(earlier)] if earlier else None
+            puller = self._pullers.get(variant) or self._add_puller(variant)
+            pulled = await puller.pull(version, held=held)
+            self._kept[key] = pulled
+            _LOG.debug("version %d%s is here for checks", version, f" in variant {variant}" if variant else "")
+        self._kept.move_to_end(key)
+        while len(self._kept) > self.num_kept:
+            self._kept.popitem(last=False)
+        if not variant:
+            return pulled.arena
+        if self._whole is None or self._whole[0] != key:
+            whole = Arena(self.layout)
+            await in_thread(dequantise, pulled.arena, whole, _known(variant))
+            self._whole = (key, whole)
+        return self._whole[1]
+
+    def _add_puller(self, variant: str) -> TrustedPuller:
+        layout = variant_layout(self.layout, _known(variant)) if variant else self.layout
+        puller = TrustedPuller(
+            api=self.api,
+            spool=self.spool / (variant or "trained"),
+            layout=layout,
+            patience=self.patience,
+            trust=self.trust,
+            threads=self.threads,
+            variant=variant,
+        )
+        self._pullers[variant] = puller
+        return puller
+
+
+def _known(variant: str) -> Variant:
+    for name in LIMIT:
+        if name == variant:
+            return name
+    raise UnknownVersion(f"this program knows no variant {variant!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationContext:
+    """What the checks compare with; `replayer` is None where log-probs are not checked."""
+
+    config: VerificationConfig
+    task: Task
+    prompter: Prompter
+    replayer: Replayer | None = None
+    conversations: Conversations | None = None
+    """The environments of the task; None where it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What computing the rewards gave: a finding, or an error that says nothing of the site; neither where none are."""
+
+    finding: Finding | None = None
+    error: RewardError | PromptRefused | None = None
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Verifier:
+    """Examines groups; knows of each site how many passed since its last failure."""
+
+    verification: VerificationContext
+    versions: RecentVersions | None
+    rng: random.Random
+    busy: AbstractContextManager[None] = field(default_factory=contextlib.nullcontext)
+    """Open while a group is being checked."""
+    passed: Counter[SiteId] = field(default_factory=Counter)
+    unseeded: set[SiteId] = field(default_factory=set)
+    failures: FailureRow = field(default_factory=FailureRow)
+    _scorers: ThreadPoolExecutor = field(init=False)
+    _room: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_workers = max(1, int(getattr(self.verification.task, "num_workers", 1)))
+        # A pool of its own: rewards that hang must not keep a step from its thread.
+        self._scorers = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="examine")
+        # Beside the pool's own queue, which a cancelled caller could not leave.
+        self._room = asyncio.Semaphore(num_workers)
+
+    async def examine(self, queued: QueuedGroup) -> Finding:
+        """Check one group, and remember of its site whether it passed."""
+        return await self.conclude(queued, await self.score(queued))
+
+    def labelled(self, queued: QueuedGroup) -> QueuedGroup:
+        """The group with the label of its prompt's source."""
+        task, index = self.verification.task, queued.group.prompt_index
+        source = source_of(task, index) if index < task.num_prompts else ""
+        return dataclasses.replace(queued, source=source) if source else queued
+
+    async def score(self, queued: QueuedGroup) -> Scored:
+        """Compute a group's rewards, beside those of other groups."""
+        if not self.verification.config.recompute_rewards:
+            return Scored()
+        async with self._room:
+            with self.busy:
+                return await in_thread_of(self._scorers, self._score, queued.group)
+
+    def _score(self, group: Group) -> Scored:
+        started = time.perf_counter()
+        try:
+            finding = judge_rewards(
+                group,
+                task=self.verification.task,
+                prompter=self.verification.prompter,
+                tolerance=self.verification.config.reward_tolerance,
+                trusted=self.verification.config.trust_rewards_of,
+                conversations=self.verification.conversations,
+            )
+        except (RewardError, PromptRefused) as error:
+            return Scored(error=error, seconds=time.perf_counter() - started)
+        return Scored(finding=finding, seconds=time.perf_counter() - started)
+
+    async def conclude(self, queued: QueuedGroup, scored: Scored) -> Finding:
+        """Check what is left of one group whose rewards were computed; one at a time, in the order of arrival."""
+        started = time.perf_counter()
+        with self.busy:
+            finding = await self._check(queued, scored)
+        metrics.CHECK_SECONDS.observe(scored.seconds + time.perf_counter() - started)
+        if finding.reason is not None:
+            self.passed[queued.group.id.site] = 0
+        return finding
+
+    async def _check(self, queued: QueuedGroup, scored: Scored) -> Finding:
+        group, config = queued.group, self.verification.config
+        if scored.error is not None:
+            _count(group, "reward", "skipped")
+            self.failures.failed(scored.error)
+            return Finding(detail=f"its rewards could not be computed: {scored.error}")
+        if scored.finding is not None:
+            self.failures.passed()
+            _count(group, "reward", "passed" if scored.finding.is_sound else "failed")
+            if not scored.finding.is_sound:
+                return scored.finding
+        if config.require_seeded and not group.is_seeded:
+            _count(group, "sampling", "failed")
+            return Finding(reason=DropReason.SAMPLING_MISMATCH, detail="its site does not use seeded_sampling")
+        share = checked_share(self.passed[group.id.site], config)
+        if share == 0 or self.rng.random() >= share:
+            return SOUND
+        finding = await self._replay(queued)
+        if finding.is_sound:
+            self.passed[group.id.site] += 1
+        return finding
+
+    async def _replay(self, queued: QueuedGroup) -> Finding:
+        group, config = queued.group, self.verification.config
+        assert self.verification.replayer is not None, "a share above 0 comes with a model to check with"
+        assert self.versions is not None, "and with versions to check under"
+        key = None
+        if group.is_seeded and queued.seed is not None and self.verification.replayer.can_repeat_draws:
+            key = group_key(seed=queued.seed, state_root=group.state_root, prompt_index=group.prompt_index)
+        elif group.id.site not in self.unseeded:
+            self.unseeded.add(group.id.site)
+            _LOG.warning("site %s: draws cannot be repeated, log-probs alone are checked", group.id.site)
+        replays: list[Replay] = []
+        versions = sorted({span.version for rollout in group.trainable for span in rollout.spans if span.is_drawn})
+        if len(versions) > config.max_versions:
+            # Each costs a pull and a pass: a site that names hundreds would stop the checks of all others.
+            _count(group, "logprob", "skipped")
+            return Finding(
+                detail=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
+            )
+        for version in versions:
+            try:
+                arena = await self.versions.get(version, queued.variant)
+            except (UnknownVersion, UnknownPayload, CorruptData, UntrustedVersion) as error:
+                _count(group, "logprob", "skipped")
+                return Finding(detail=f"version {version} cannot be had to check it: {error}")
+            await in_thread(self.verification.replayer.load, arena, version, queued.variant)
+            found = await in_thread(self.verification.replayer.replay, group, key=key)
+            replays = found if not replays else _spliced(group, version, into=replays, other=found)
+        # Of trainable rollouts alone: tokens that nobody trains on would make the mean over the group better.
+        stated = [rollout.sampler_logprobs if rollout.is_trainable else _NONE for rollout in group.rollouts]
+        finding = judge_logprobs(stated, replays, config)
+        _count(group, "logprob", "passed" if finding.is_sound else "failed")
+        if not finding.is_sound:
+            return finding
+        finding = judge_margins(replays, config)
+        _count(group, "sampling", "failed" if not finding.is_sound else "skipped" if key is None else "passed")
+        return finding
+
+
+def _spliced(group: Group, version: int, *, into: list[Replay], other: list[Replay]) -> list[Replay]:
+    """Tokens that a version produced take its numbers."""
+    result = []
+    for rollout, mine, theirs in zip(group.rollouts, into, other, strict=True):
+        if not rollout.is_trainable:
+            result.append(mine)
+            continue
+        drawn = [span for span in rollout.spans if span.is_drawn]
+        is_theirs = np.repeat([span.version == version for span in drawn], [span.end - span.start for span in drawn])
+        margins = None
+        if mine.margins is not None and theirs.margins is not None:
+            margins = np.where(is_theirs, theirs.margins, mine.margins)
+        result.append(Replay(logprobs=np.where(is_theirs, theirs.logprobs, mine.logprobs), margins=margins))
+    return result
+
+
+def _count(group: Group, check: str, verdict: str) -> None:
+    metrics.CHECKED_GROUPS.labels(metrics.SITES.of(group.id.site), check, verdict).inc()

@@ -1,0 +1,262 @@
+"""Wires the learner: lease, resumption, inbox, training, publication.
+
+    coordinator --stream, by credit--> feed --> Inbox --> TrainingLoop --groups--> backend (thread)
+         ^                                                   |
+         +------- checkpoint, payloads, compare-and-set --- Publisher
+
+What each loop waits for, and what unblocks it, is in ARCHITECTURE.md.
+
+Every wait ends when the lease is lost, because `renew` fails its TaskGroup and that cancels the others. A step runs in
+a thread, which nothing can cancel: it is waited for, and what it computed has no effect.
+
+Order of the stop: the session is cancelled (its thread is waited for), the stream closes, the lease is released.
+Nothing depends on that order: after SIGKILL the next start does the same work again from the last checkpoint. When
+max_steps is reached the last version is published first, then the run drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.identity.identity import site_of
+from heterorl.common.identity.signing import Trust
+from heterorl.common.process import metrics, notify, tracing
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.federation import pushing
+from heterorl.common.process.files import make_directory
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import cause_of, in_thread, num_threads
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.types.policy import LeaseGrant
+from heterorl.learner.backends.ranks.rank_env import RankEnv
+from heterorl.learner.checks.verifier import RecentVersions, Verifier
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.learner_parts import Parts, assemble
+from heterorl.learner.publish.checkpoint_store import CheckpointStore, cadence
+from heterorl.learner.publish.publisher import Publisher
+from heterorl.learner.publish.quantised_variants import Variants
+from heterorl.learner.publish.training_log import TrainingLog
+from heterorl.learner.run.learner_lease import hold_directory
+from heterorl.learner.run.restorer import PublishedVersions, Restorer
+from heterorl.learner.run.resume import Resumption
+from heterorl.learner.run.rollback_order import Rollback
+from heterorl.learner.run.run_file import write_run_file
+from heterorl.learner.run.training_run import RunResult, TrainingRun
+from heterorl.learner.sample_notes import NoteReader
+from heterorl.learner.step_metrics import observe_start
+from heterorl.learner.step_timing import BusyTime, new_step_timer
+
+_LOG = logging.getLogger(__name__)
+
+
+async def main(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> int:
+    """Train until max_steps or a signal; returns the exit code 0.
+
+    `place` is that of rank 0, where a launcher has started the processes.
+    """
+    stop = asyncio.Event()
+    clock = SystemClock()
+    notifier = notify.from_environment()
+    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with notify.supervised(notifier, clock):
+        parts = await in_thread(assemble, config, num_ranks=num_ranks, rank_env=rank_env)
+        await _train(config, parts, clock, stop, notifier)
+    return 0
+
+
+async def _train(
+    config: LearnerConfig, parts: Parts, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier
+) -> None:
+    make_directory(config.state_dir)
+    metrics.watch_disk(config.state_dir)
+    observe_start()
+    tracing.start(config.tracing, service="learner", name=config.holder)
+    metrics_port = metrics.serve(
+        config.metrics_port,
+        service="learner",
+        address=config.metrics_host,
+        may_move="metrics_port" not in config.model_fields_set,
+    )
+    _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
+    if parts.signer is not None:
+        _LOG.info("versions are signed by %s", parts.signer.public_key)
+    async with (
+        CoordinatorClient(
+            config.coordinator,
+            tls=config.tls,
+            max_message_bytes=config.max_message_bytes,
+            bandwidth=config.bandwidth,
+            payload_urls=config.payload_urls,
+            payload_hosts=config.payload_hosts,
+        ) as client,
+        pushing(
+            lambda series: client.push_learner_metrics(site=site_of(config.tls.cert) or config.holder, series=series),
+            registry=metrics.registry_of("learner"),
+            interval_s=config.metrics_push_s,
+            clock=clock,
+        ),
+    ):
+        learner = join(config, parts, api=client, clock=clock, rng=random.Random())
+
+        def begin() -> None:
+            # Only now is the directory this learner's.
+            write_run_file(config)
+            notifier.ready(f"run {config.run_id}, holder {config.holder}")
+
+        result = await learner.run(stop, on_ready=begin)
+    notifier.stopping()
+    await in_thread(parts.close)
+    _LOG.info("%s", result)
+
+
+def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
+    """Join loaded parts to a coordinator; nothing is asked and nothing written yet.
+
+    A signer signs every version and must have signed the head; a canary is stated with each. Without a yardstick groups
+    are not checked.
+    """
+    cap_s = config.retry_cap_s
+    patience = functools.partial(
+        Patience, clock=clock, rng=rng, base_s=config.retry_base_s, cap_s=cap_s, asked_cap_s=cap_s
+    )
+    trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
+    progress = new_step_timer(clock, parts.passes)
+    leader = TrainingRun(
+        config=config,
+        api=api,
+        contract=parts.contract,
+        clock=clock,
+        patience=patience,
+        backend=parts.backend,
+        evaluator=parts.evaluator,
+        verifier=_verifier(config, parts, api=api, patience=patience(), trust=trust, busy=progress.checks),
+        begin=functools.partial(_begin_term, config, parts, api=api, patience=patience, trust=trust),
+        reader=None if parts.verification is None else NoteReader(parts.verification.prompter, parts.verification.task),
+        progress=progress,
+        statement=parts.statement,
+    )
+    return Learner(leader=leader, state_dir=config.state_dir)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """The joined parts of one learner, of which one process at a time may use the state directory."""
+
+    leader: TrainingRun
+    state_dir: Path
+
+    async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> RunResult:
+        """Train until `max_steps` or until `stop` is set; `on_ready` is called when the lease is asked for.
+
+        Raises:
+            UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
+            StaleEpoch: another learner took over; nothing of this one has any further effect.
+            ParentNotHead, ContractMismatch: this learner and the run disagree.
+            OperatorError: the configuration or the machine must be changed.
+        """
+        with hold_directory(self.state_dir):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    leading = tasks.create_task(self.leader.lead())
+                    stopped = tasks.create_task(stop.wait())
+                    on_ready()
+                    await asyncio.wait([leading, stopped], return_when=asyncio.FIRST_COMPLETED)
+                    leading.cancel()
+                    stopped.cancel()
+            except BaseExceptionGroup as group:
+                raise cause_of(group) from group
+        return self.leader.result
+
+
+def _verifier(
+    config: LearnerConfig, parts: Parts, *, api: LearnerApi, patience: Patience, trust: Trust, busy: BusyTime
+) -> Verifier | None:
+    if parts.verification is None:
+        return None
+    versions = None
+    if parts.verification.replayer is not None:
+        versions = RecentVersions(
+            api,
+            spool=config.state_dir / "checks",
+            layout=parts.backend.layout,
+            patience=patience,
+            trust=trust,
+            num_kept=config.verification.kept_versions,
+            threads=num_threads(config.backend.threads),
+        )
+    # Of the operating system: no site may foresee which of its groups are checked.
+    return Verifier(verification=parts.verification, versions=versions, rng=secrets.SystemRandom(), busy=busy)
+
+
+def _begin_term(
+    config: LearnerConfig,
+    parts: Parts,
+    grant: LeaseGrant,
+    *,
+    api: LearnerApi,
+    patience: Callable[[], Patience],
+    trust: Trust,
+) -> Rollback:
+    """Make what works under a lease; the state directory is held."""
+    directory = config.state_dir
+    payloads = directory / "payloads"
+    backend = parts.backend
+    store = CheckpointStore(directory / "checkpoints")
+    journal = TrainingLog(directory)
+    threads = num_threads(config.backend.threads)
+    variants = Variants(
+        api,
+        names=config.variants,
+        layout=backend.layout,
+        run_id=config.run_id,
+        epoch=grant.epoch,
+        directory=payloads,
+        patience=patience(),
+        trust=trust,
+        threads=threads,
+    )
+    publisher = Publisher(
+        api,
+        run_id=config.run_id,
+        epoch=grant.epoch,
+        layout=backend.layout,
+        directory=payloads,
+        store=store,
+        journal=journal,
+        patience=patience(),
+        snapshot_every_versions=config.snapshot_every_versions,
+        checkpoint_every_versions=cadence(config.checkpoint_every_versions, num_elements=backend.layout.num_elements),
+        signer=parts.signer,
+        canary=parts.canary,
+        threads=threads,
+        variants=variants if config.variants else None,
+    )
+    waits = patience()
+    published = PublishedVersions(
+        api=api, layout=backend.layout, spool=payloads / "incoming", patience=waits, trust=trust, threads=threads
+    )
+    restorer = Restorer(backend=backend, store=store, patience=waits, variants=publisher.variants)
+    resumption = Resumption(
+        api=api,
+        backend=backend,
+        publisher=publisher,
+        store=store,
+        restorer=restorer,
+        published=published,
+        journal=journal,
+        patience=waits,
+        run_id=config.run_id,
+        epoch=grant.epoch,
+        state_dir=directory,
+        adopt_without_optimizer=config.adopt_without_optimizer,
+    )
+    return Rollback(resumption=resumption, directory=payloads)

@@ -1,0 +1,285 @@
+"""From a configuration to the parts of a learner: task, tokenizer, backend, contract, evaluator. Loads models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.generation.engine import canary_texts
+from heterorl.common.identity.signing import Signer, load_signer
+from heterorl.common.model.building import room_at, room_of
+from heterorl.common.model.contract import build_contract, statement_of
+from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.packages import LIBRARIES, check_engine
+from heterorl.common.model.routing import routing_shape
+from heterorl.common.tasks.environments.task import environments_of
+from heterorl.common.tasks.registry import apart, build_task
+from heterorl.common.tasks.sources.hub import NOTES
+from heterorl.common.tasks.task import Task, close_task
+from heterorl.common.text.conversation import Conversations, try_answers, try_prompts, try_reward
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.types.common import Contract
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.local_ranks import LocalRanks
+from heterorl.learner.backends.ranks.rank_env import RankEnv
+from heterorl.learner.backends.ranks.rank_group import RankGroup
+from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
+from heterorl.learner.backends.ranks.sharding import Sharding
+from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.backends.train_backend import TrainBackend
+from heterorl.learner.checks.replay import Replayer
+from heterorl.learner.checks.reward_checks import check_trust, tried_here
+from heterorl.learner.checks.verifier import VerificationContext
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.step_timing import PassCount
+from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
+from heterorl.learner.train.custom_loss_check import check_custom_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What `heterorl.learner.learner_app.join` needs beside a coordinator."""
+
+    backend: TrainBackend
+    contract: Contract
+    statement: bytes = b""
+    """Of the configuration behind the contract, for sites that join with a short file; empty states none."""
+    evaluator: Evaluator | None = None
+    signer: Signer | None = None
+    canary: Canary | None = None
+    verification: VerificationContext | None = None
+    passes: PassCount = field(default_factory=PassCount)
+    """Where the backend says how far a step is."""
+    close: Callable[[], None] = lambda: None
+    """Ends the other ranks and what computes rewards; for an orderly end: they end with this process anyway."""
+
+
+def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> Parts:
+    """Load the model and everything that goes with it; start the other ranks, if there are to be any.
+
+    `place` is that of rank 0, where a launcher has started all ranks.
+
+    Raises:
+        ConfigError: key, model, tokenizer, task or a loss of the user's own cannot be loaded.
+    """
+    signer = None if config.signing_key is None else load_signer(config.signing_key)
+    check_model_dir(config.model_dir)
+    check_custom_loss(config.loss)
+    # First, so that the others do not wait for a task, and a machine with another model is known at once.
+    rank_group = None if rank_env is None else _join_launched(config, rank_env)
+    prompter = Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
+    task = apart(build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task)
+    try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
+    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
+    conversations = None
+    if environments_of(task):
+        conversations = Conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
+    if config.verification.recompute_rewards:
+        check_trust(task, config.verification.trust_rewards_of)
+    if config.verification.recompute_rewards or config.evaluation.every_versions:
+        # Otherwise every group would be given up, one after another.
+        try_answers(task)
+        if conversations:
+            conversations.try_episodes()
+        try_reward(tried_here(task, asks_others=bool(config.evaluation.every_versions)), prompter)
+    sampling = config.sampling.semantics()
+    passes = PassCount()
+    backend, close_backend = build_backend(config, num_ranks, passes, rank_group=rank_group)
+    model: Any = backend.torch_model
+    contract = build_contract(
+        text=prompter.digests,
+        task=task,
+        layout_id=backend.layout.layout_id,
+        vocab_size=room_of(model.config).vocab_size,
+        group_size=config.group_size,
+        min_members=config.sampling.members(config.group_size),
+        sampling=sampling,
+        end_token_ids=end_token_ids,
+        max_turns=config.task.max_turns_of_all,
+        trajectory_s=config.task.trajectory_s_of_all,
+        max_trajectory_tokens=config.sampling.max_trajectory_tokens,
+        lora=backend.lora,
+        routed_token_bytes=routing_shape(model).token_bytes if config.sampling.router_replay == "rollout" else 0,
+    )
+    evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
+    # In ZeRO stage 3 and FSDP2 no rank alone has the weights, and versions are published without a canary.
+    options = config.backend
+    is_whole = isinstance(options, TorchBackendConfig) or (
+        isinstance(options, DeepSpeedBackendConfig) and options.stage < 3
+    )
+    texts = canary_texts(task, prompter)
+    canary = Canary(model, texts, temperature=sampling.logprob_temperature) if is_whole else None
+    if config.verification.max_log_ratio > 0 and not is_whole:
+        raise ConfigError("verification.max_log_ratio", "no rank has the whole weights", action="set it to 0")
+    replayer = None
+    if config.verification.logprob_floor > 0:
+        replayer = Replayer(
+            model_dir=config.model_dir, device=config.verification.device, sampling=sampling, lora=contract.lora
+        )
+    verification = VerificationContext(
+        config=config.verification, task=task, prompter=prompter, replayer=replayer, conversations=conversations
+    )
+
+    def close() -> None:
+        close_task(task)
+        close_backend()
+
+    return Parts(
+        backend=backend,
+        contract=contract,
+        statement=statement_of(config, contract),
+        evaluator=evaluator,
+        signer=signer,
+        canary=canary,
+        verification=verification,
+        passes=passes,
+        close=close,
+    )
+
+
+def build_backend(
+    config: LearnerConfig, num_ranks: int, passes: PassCount | None = None, *, rank_group: RankGroup | None = None
+) -> tuple[TorchBackend | ShardedBackend, Callable[[], None]]:
+    """The backend of rank 0, and what ends the other ranks; starts those, unless a launcher has.
+
+    Raises:
+        ConfigError: the backend is one process, or cannot be built.
+        DependencyMissing: its package is not installed.
+    """
+    options = config.backend
+    if isinstance(options, TorchBackendConfig):
+        if num_ranks > 1:
+            raise ConfigError(
+                "--nproc", "backend torch is one process", action="set backend.kind to fsdp2 or deepspeed"
+            )
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        sampling = config.drawn_semantics()
+        single = TorchBackend(
+            model_dir=config.model_dir,
+            config=options,
+            loss=config.loss,
+            sampling=sampling,
+            lora=config.lora,
+            passes=passes,
+            replays_routing=config.sampling.router_replay == "rollout",
+        )
+        return single, lambda: None
+    _check_divided(config)
+    local: LocalRanks | None = None
+    if rank_group is None:
+        local = LocalRanks(num_ranks)
+        rank_group = _join(config, RankGroup(local.rank_env, timeout_s=options.rank_timeout_s))
+    backend = build_divided(config, rank_group.ranks, passes)
+
+    joined = rank_group
+
+    def close() -> None:
+        backend.stop()
+        joined.rendezvous.end()
+        joined.leave()
+        if local is not None:
+            local.close()
+
+    return backend, close
+
+
+def _join_launched(config: LearnerConfig, rank_env: RankEnv) -> RankGroup | None:
+    options = config.backend
+    if isinstance(options, TorchBackendConfig):
+        if rank_env.world_size > 1:
+            problem = f"backend torch is one process, and the launcher started {rank_env.world_size}"
+            raise ConfigError("backend.kind", problem, action="set backend.kind to fsdp2 or deepspeed")
+        return None
+    _check_divided(config)
+    return _join(config, RankGroup(rank_env, timeout_s=options.rank_timeout_s))
+
+
+def _join(config: LearnerConfig, rank_group: RankGroup) -> RankGroup:
+    rank_group.rendezvous.say(config.model_dump_json())
+    rank_group.join(config)
+    return rank_group
+
+
+def _check_divided(config: LearnerConfig) -> None:
+    if isinstance(config.backend, DeepSpeedBackendConfig):
+        if config.lora.is_on:
+            raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
+        from heterorl.learner.backends.zero import import_deepspeed
+
+        # Before the other ranks begin, which would all miss it.
+        import_deepspeed(config.backend.device)
+    for name in LIBRARIES:
+        check_engine(name)
+
+
+def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> ShardedBackend:
+    """This rank's part of a backend that all ranks build together."""
+    options, sampling = config.backend, config.drawn_semantics()
+    if not isinstance(options, TorchBackendConfig) and not config.overlap_publication:
+        # Nothing computes meanwhile: the copy would be for nothing.
+        options = options.model_copy(update={"overlap_checkpoint": False})
+    division: Sharding
+    # Only the chosen one is imported: FSDP2 brings torch.distributed.fsdp and sympy, 640 modules.
+    if isinstance(options, Fsdp2BackendConfig):
+        from heterorl.learner.backends.fsdp2 import Fsdp2Sharding
+
+        division = Fsdp2Sharding(
+            config.model_dir, options, loss=config.loss, sampling=sampling, ranks=ranks, lora=config.lora
+        )
+    else:
+        assert isinstance(options, DeepSpeedBackendConfig)
+        from heterorl.learner.backends.zero import ZeroSharding
+
+        division = ZeroSharding(config.model_dir, options, loss=config.loss, sampling=sampling, ranks=ranks)
+    return ShardedBackend(
+        division=division,
+        config=options,
+        loss=config.loss,
+        sampling=sampling,
+        ranks=ranks,
+        passes=passes,
+        replays_routing=config.sampling.router_replay == "rollout",
+    )
+
+
+def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> Evaluator:
+    from heterorl.common.generation.hf import HfEngine
+
+    options = config.evaluation
+    sampling = config.sampling.semantics()
+    # One candidate makes every draw the most likely token; the temperature then does not matter.
+    sampling = (
+        dataclasses.replace(sampling, temperature=options.temperature, top_k=0, top_p=1.0)
+        if options.temperature
+        else dataclasses.replace(sampling, temperature=1.0, top_k=1, top_p=1.0)
+    )
+    engine = HfEngine(
+        model_dir=config.model_dir,
+        published_dtype=config.backend.published_dtype,
+        compute_dtype=config.backend.compute_dtype,
+        device=config.backend.device,
+        sampling=sampling,
+        batch_rows=options.batch_rows,
+        end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
+        lora=config.lora,
+    )
+    return Evaluator(
+        task=task,
+        engine=engine,
+        prompter=prompter,
+        num_prompts=options.num_prompts,
+        num_per_prompt=options.num_per_prompt,
+        seed=options.seed,
+    )

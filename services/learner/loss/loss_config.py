@@ -1,0 +1,383 @@
+"""The learning rule as configuration: a discriminated union on `kind`; reading it decides nothing.
+
+Each kind names an algorithm and exposes the keys that mean something to it; `loss_spec_of` turns any of them
+into the same composable parts. Keys that compose come first, so "GEPO with the sequence mask of OPSM" is
+`kind = "gepo"` with `opsm_threshold`; then losses with one ratio per rollout, with one per token, with a constant
+weight, and the user's own. All kinds share the KL penalty's default, so that algorithms differ by what their names say.
+There is no loss called GPO: the name in some sources is GEPO, written with a blackboard-bold E that renderers drop.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+
+from heterorl.common.process.config import Config
+from heterorl.common.tasks.rewards.config import from_file
+
+Denominator = Literal["contraharmonic", "arithmetic", "geometric", "leave_one_out"]
+Advantage = Literal["mean", "mean_std", "beta"]
+Aggregation = Literal["sequence_mean", "token_mean", "max_length", "sequence_sum", "length_power"]
+
+
+class LossOptions(Config):
+    """What composes with every algorithm."""
+
+    kl_coefficient: float = Field(default=0.005, ge=0.0, le=100.0)
+    """Weight of the penalty KL(sampler || learner); 0 turns it off."""
+    aggregation: Aggregation = "sequence_mean"
+    """How token terms are averaged: every rollout counts equally, every token counts equally, every token counts
+    1 / (rollouts x max_new_tokens), tokens are summed and rollouts averaged, or rollouts count by a power of length."""
+    length_power: float = Field(default=1.0, ge=0.0, le=2.0)
+    """With aggregation length_power: a rollout of T tokens counts in proportion to T^-length_power per token."""
+    advantage: Advantage = "mean_std"
+    """Reward minus the group's mean, that over the group's standard deviation, or that over a Beta density (BNPO)."""
+    opsm_threshold: float = Field(default=0.0, ge=0.0)
+    """Rollouts worse than their group whose mean of log q - log p exceeds this, nats, are left out; 0 turns it off."""
+    drift_limit: float = Field(default=0.0, ge=0.0)
+    """Rollouts worse than their group whose sum of log q - log p over the completion exceeds this, nats, are left out;
+    it means the same at every length; 0 turns it off."""
+    m2_budget: float = Field(default=0.0, ge=0.0)
+    """Harmful tokens with the largest log ratios are left out until their mean square is at most this; 0 is off."""
+    max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
+    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient: whatever log-probs a site
+    states, no rollout or token counts for more than e^3 = 20 of its peers. 20 is the published algorithms, uncapped."""
+    reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 turns it off. Backends torch and fsdp2."""
+    drop_uniform_groups: bool = False
+    """Whether groups whose rewards are all equal leave the step, counts and KL penalty included."""
+    step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
+    """Learning rate as configured, or times sqrt(ESS / rollouts) of the step's importance weights, in which ratios of
+    whole rollouts are capped at 8, or of those ratios up to e^max_log_weight (VCPO, which has no cap)."""
+
+
+class RatioLossConfig(LossOptions):
+    """What the clipped-ratio losses share."""
+
+    eps_low: float = Field(default=0.2, ge=0.0, le=1.0)
+    """A weight below 1 - eps_low of a rollout worse than its group's mean gets no gradient."""
+    eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
+    """A weight above 1 + eps_high of a rollout better than its group's mean gets no gradient."""
+    dual_clip: float = Field(default=0.0, ge=0.0, le=1e6)
+    """A weight above this of a rollout worse than its group's mean gets no gradient either, so that no term is below
+    dual_clip x A (arXiv 1912.09729; TRL's delta); usual is 3, 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _check_dual_clip(self) -> RatioLossConfig:
+        if 0.0 < self.dual_clip <= 1.0:
+            raise ValueError("dual_clip is a largest weight: 0 for none, or above 1")
+        return self
+
+
+class SequenceLossConfig(RatioLossConfig):
+    """What losses with one weight per rollout share."""
+
+    clip: Literal["zero", "preserve", "none"] = "zero"
+    """Beyond the clip range: no gradient, the gradient of the bound (c-GEPO and c-GSPO), or no clipping at all."""
+    clip_on: Literal["own", "gepo", "gspo"] = "own"
+    """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's."""
+    positive_weight: Literal["own", "one", "one_clipped"] = "own"
+    """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
+    the upper clip or with it."""
+    negative_weight: Literal["own", "one", "product"] = "own"
+    """Weight of rollouts worse than their group: the loss's own with its clip; or of the plain log-likelihood 1, or the
+    truncated ratio of the whole rollout min(1, prod_t p / q) as in TOPR."""
+
+
+class GroupDenominatorConfig(SequenceLossConfig):
+    """What losses with one denominator per group share."""
+
+    advantage: Advantage = "mean"
+    denominator: Denominator = "contraharmonic"
+    """Mean of the group's sampler probabilities: contraharmonic is the paper's, arithmetic the unbiased estimate;
+    leave_one_out is the contraharmonic mean of the others, which a rollout's own probability does not move."""
+
+
+class GepoConfig(GroupDenominatorConfig):
+    """Group expectation policy optimization, arXiv 2508.17850: one denominator for all rollouts of a prompt."""
+
+    kind: Literal["gepo"] = "gepo"
+    scope: Literal["prompt_group", "microbatch"] = "prompt_group"
+    """Rollouts the mean is over: the prompt's (paper), or whatever shares the pass (its published code). The latter
+    depends on micro_batch_tokens and is for reproduction only."""
+    normalisation: Literal["length", "raw"] = "length"
+    """Probabilities as mean or as sum of token log-probs; raw puts all weight on the shortest rollout."""
+
+
+class GepoOneSidedConfig(GroupDenominatorConfig):
+    """GEPO without the upper half of its clip: rollouts better than their group keep their gradient at any weight."""
+
+    kind: Literal["gepo_1s"] = "gepo_1s"
+    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
+
+
+class GepoProductConfig(GroupDenominatorConfig):
+    """GEPO without upper clip for good rollouts, TOPR's min(1, prod_t p / q) for bad ones."""
+
+    kind: Literal["gepo_product"] = "gepo_product"
+    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
+    negative_weight: Literal["own", "one", "product"] = "product"
+
+
+class GepoWholeConfig(GroupDenominatorConfig):
+    """GEPO without upper clip for good rollouts; bad ones keep its weight and lower clip until their whole completion
+    has become drift_limit nats less likely than when it was drawn."""
+
+    kind: Literal["gepo_whole"] = "gepo_whole"
+    eps_high: float = Field(default=100.0, ge=0.0, le=100.0)
+    drift_limit: float = Field(default=1.1, ge=0.0)
+
+
+class GepoPlusConfig(GroupDenominatorConfig):
+    """GEPO for rollouts far from the sampler, GSPO for the others; later code of the authors of arXiv 2508.17850."""
+
+    kind: Literal["gepo_plus"] = "gepo_plus"
+    kl_threshold: float = Field(default=0.002, gt=0.0)
+    """Rollouts whose mean KL estimate per token, nats, is below this use their own denominator."""
+
+
+class EqpConfig(RatioLossConfig):
+    """GEPO's variant that averages learner probabilities: D = sum_j q^_j p_j, differentiated through D."""
+
+    kind: Literal["eqp"] = "eqp"
+    advantage: Advantage = "mean"
+
+    @model_validator(mode="after")
+    def _check_mask(self) -> EqpConfig:
+        if self.m2_budget:
+            raise ValueError("m2_budget cannot be combined with a denominator that couples whole rollouts")
+        return self
+
+
+class GspoConfig(SequenceLossConfig):
+    """Group sequence policy optimization, arXiv 2507.18071: every rollout has its own denominator."""
+
+    kind: Literal["gspo"] = "gspo"
+
+
+class DsGspoConfig(SequenceLossConfig):
+    """GSPO with a defensive mixture as denominator: (1 - a) q_i + a sg(p_i); Hesterberg 1995."""
+
+    kind: Literal["ds_gspo"] = "ds_gspo"
+    defensive_fraction: float = Field(default=0.005, gt=0.0, lt=1.0)
+    """Share a of the learner's own probability in the denominator."""
+
+
+class GmpoConfig(LossOptions):
+    """Geometric-mean policy optimization, arXiv 2507.20673: token log ratios are clipped, then averaged."""
+
+    kind: Literal["gmpo"] = "gmpo"
+    eps_log: float = Field(default=0.4, gt=0.0)
+    """Width of the clip range of token log ratios, nats."""
+
+
+class GrpoConfig(RatioLossConfig):
+    """Group relative policy optimization, arXiv 2402.03300: every token has its own denominator."""
+
+    kind: Literal["grpo"] = "grpo"
+
+
+class DrGrpoConfig(RatioLossConfig):
+    """Dr. GRPO, arXiv 2503.20783: GRPO without division by the deviation or by the rollout's length."""
+
+    kind: Literal["dr_grpo"] = "dr_grpo"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "max_length"
+
+
+class DapoConfig(RatioLossConfig):
+    """DAPO, arXiv 2503.14476: wider upper clip and mean over all tokens; optionally without groups of one reward."""
+
+    kind: Literal["dapo"] = "dapo"
+    eps_high: float = Field(default=0.28, ge=0.0, le=100.0)
+    aggregation: Aggregation = "token_mean"
+
+
+class BnpoConfig(RatioLossConfig):
+    """BNPO, arXiv 2506.02864: rewards in [0, 1] are normalised by a Beta density fitted to the step's prompts."""
+
+    kind: Literal["bnpo"] = "bnpo"
+    eps_high: float = Field(default=0.28, ge=0.0, le=100.0)
+    advantage: Advantage = "beta"
+    aggregation: Aggregation = "token_mean"
+
+
+class DeltaLConfig(RatioLossConfig):
+    """Delta-L normalisation, arXiv 2509.07558: GRPO whose rollouts count by T^-length_power."""
+
+    kind: Literal["delta_l"] = "delta_l"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "length_power"
+
+
+class OpsmConfig(RatioLossConfig):
+    """GRPO with off-policy sequence masking (DeepSeek-V3.2): bad rollouts that have drifted are left out."""
+
+    kind: Literal["opsm"] = "opsm"
+    opsm_threshold: float = Field(default=0.5, gt=0.0)
+
+
+class M2poConfig(LossOptions):
+    """M2PO, arXiv 2510.01161: token ratios without clip, harmful tokens left out to bound the second moment."""
+
+    kind: Literal["m2po"] = "m2po"
+    aggregation: Aggregation = "token_mean"
+    m2_budget: float = Field(default=0.04, gt=0.0)
+
+
+class DecoupledPpoConfig(RatioLossConfig):
+    """Decoupled PPO, arXiv 2505.24298: clip around a proximal policy, weigh by proximal over sampler."""
+
+    kind: Literal["decoupled_ppo"] = "decoupled_ppo"
+    aggregation: Aggregation = "token_mean"
+    proximal: Literal["step_start", "loglinear"] = "step_start"
+    """The policy at the start of the step, exact, which one optimizer step per batch never leaves; or A-3PO's estimate
+    of the policy one version ago from the sampler's log-probs and versions (arXiv 2512.06547), which does clip."""
+    behaviour_cap: float = Field(default=5.0, gt=0.0)
+    """Largest proximal-over-sampler weight."""
+
+
+class MoisConfig(RatioLossConfig):
+    """Mixture importance sampling, code of arXiv 2508.17850: D = a p + (1 - a) q with a share a that falls with age."""
+
+    kind: Literal["mois"] = "mois"
+    advantage: Advantage = "mean"
+    mixture_age: float = Field(default=8.0, ge=0.0)
+    """Age at which the share of the learner is one half, versions; a = 1 / (1 + exp(slope (age - this)))."""
+    mixture_slope: float = Field(default=1.0, gt=0.0)
+    """How sharply the share falls with age, per version."""
+    mixture_gradient: Literal["none", "full"] = "none"
+    """Whether the denominator is a constant, or differentiated as in the published code; then fresh tokens, of which it
+    is almost the numerator, get almost no gradient."""
+
+
+class ReinforceConfig(LossOptions):
+    """The policy gradient without correction, Williams 1992: A log p, whoever sampled."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "token_mean"
+
+
+class ToprConfig(LossOptions):
+    """TOPR, arXiv 2503.14286: good rollouts by likelihood, bad ones by the sequence ratio truncated to [0, 1]."""
+
+    kind: Literal["topr"] = "topr"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "sequence_sum"
+
+
+class CispoConfig(LossOptions):
+    """CISPO, arXiv 2506.13585: truncated token weights multiply the likelihood's gradient; no token loses it."""
+
+    kind: Literal["cispo"] = "cispo"
+    aggregation: Aggregation = "token_mean"
+    eps_low: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Weights are raised to 1 - eps_low; 1 leaves the lower side alone."""
+    eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
+    """Weights are lowered to 1 + eps_high."""
+
+
+class TisConfig(LossOptions):
+    """Truncated importance sampling (Yao et al. 2025; Ionides 2008): weights min(r, cap).
+
+    `level = "sequence"`, `cap = 8` and `step_size = "ess"` take two ideas of VCPO, without its baseline.
+    """
+
+    kind: Literal["tis"] = "tis"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "token_mean"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Weight of a token, product over the rollout, or the product's geometric mean per token."""
+    cap: float = Field(default=2.0, gt=0.0)
+    """Largest weight."""
+
+
+class MisConfig(LossOptions):
+    """Masked importance sampling: weights outside [floor, cap] count 0 instead of being truncated."""
+
+    kind: Literal["mis"] = "mis"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "token_mean"
+    level: Literal["token", "sequence", "geometric"] = "sequence"
+    """Weight of a token, product over the rollout, or the product's geometric mean per token."""
+    floor: float = Field(default=0.0, ge=0.0)
+    """Smallest weight that counts."""
+    cap: float = Field(default=3.0, gt=0.0)
+    """Largest weight that counts."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> MisConfig:
+        if self.floor >= self.cap:
+            raise ValueError("floor is not below cap")
+        return self
+
+
+class ImpalaConfig(LossOptions):
+    """V-trace, arXiv 1802.01561, with the reward at the last token and the group's mean as value of every state."""
+
+    kind: Literal["impala"] = "impala"
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "token_mean"
+    rho_cap: float = Field(default=1.0, gt=0.0)
+    """Largest ratio of a token at which the policy is corrected."""
+    c_cap: float = Field(default=1.0, gt=0.0)
+    """Largest ratio of a later token through which the reward comes back."""
+
+
+class CustomLossConfig(LossOptions):
+    """A Python function of your own, docs/own-losses.md: advantages, averages, masks and penalties stay ours."""
+
+    kind: Literal["custom"] = "custom"
+    function: str
+    """`package.module:function`: f(batch, **options) -> LossOutput; with a parameter `step` it is given all rollouts of
+    the step too, for a forward pass more."""
+    directory: str = ""
+    """Directory of its package or module, taken from the configuration file's directory on; empty is that directory
+    itself. What is installed keeps its names. Every rank of the learner imports it."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the function; it needs a parameter for each."""
+    reads_reference: bool = False
+    """Whether it reads log-probs of the reference model, `batch.reference_BT`. Backends torch and fsdp2."""
+
+    @field_validator("directory")
+    @classmethod
+    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
+        return from_file(value, info)
+
+    @model_validator(mode="after")
+    def _check_mask(self) -> CustomLossConfig:
+        if self.m2_budget:
+            raise ValueError("m2_budget with kind custom: leave tokens out in the function, by the parameter `step`")
+        return self
+
+
+LossConfig = Annotated[
+    GepoConfig
+    | GepoOneSidedConfig
+    | GepoProductConfig
+    | GepoWholeConfig
+    | GepoPlusConfig
+    | EqpConfig
+    | GspoConfig
+    | DsGspoConfig
+    | GmpoConfig
+    | GrpoConfig
+    | DrGrpoConfig
+    | DapoConfig
+    | BnpoConfig
+    | DeltaLConfig
+    | ReinforceConfig
+    | ToprConfig
+    | CispoConfig
+    | TisConfig
+    | MisConfig
+    | ImpalaConfig
+    | DecoupledPpoConfig
+    | M2poConfig
+    | OpsmConfig
+    | MoisConfig
+    | CustomLossConfig,
+    Field(discriminator="kind"),
+]

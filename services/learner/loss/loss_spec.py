@@ -1,0 +1,189 @@
+"""A loss as the composition of its parts, and from a configuration to them; every algorithm of the catalogue is one
+value of LossSpec. Nothing else in the learner asks for `kind`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from heterorl.learner.loss.loss_config import Advantage, Aggregation, CustomLossConfig, Denominator, LossConfig
+
+if TYPE_CHECKING:
+    from heterorl.learner.loss.custom import CustomLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """What the learner computes: weight x clip x advantage x aggregation x masks x KL x step size.
+
+    Example: LossSpec(level="sequence", denominator="contraharmonic")
+    """
+
+    custom: CustomLoss | None = None
+    """The user's own function, in place of weight and clip."""
+
+    # Importance weight: exp(log p - log D).
+    level: Literal["token", "sequence"] = "token"
+    """One weight per token, or one per rollout."""
+    denominator: Denominator | Literal["own", "expected_learner"] = "own"
+    """D: the sampler's own probability, a mean of the group's, or sum_j q^_j p_j with its gradient."""
+    normalisation: Literal["length", "raw"] = "length"
+    """Rollout probabilities from the mean or from the sum of token log-probs."""
+    scope: Literal["prompt_group", "microbatch"] = "prompt_group"
+    """Rollouts that the group's mean is over: those of one prompt, or whatever shares the pass."""
+    kl_threshold: float = 0.0
+    """Rollouts with a mean k3 below this use their own denominator; 0 turns it off."""
+    defensive_fraction: float = 0.0
+    """a of D <- (1 - a) D + a sg(p)."""
+    mixture_slope: float = 0.0
+    """D <- a p + (1 - a) q with a = 1 / (1 + exp(slope (staleness - mixture_age))); 0 turns it off."""
+    mixture_age: float = 0.0
+    mixture_gradient: Literal["none", "full"] = "none"
+    """Whether that D is a constant or differentiated."""
+    proximal: Literal["none", "step_start", "loglinear"] = "none"
+    """Policy around which decoupled PPO clips: none, the learner at the start of the step, or an estimate from ages."""
+    behaviour_cap: float = 1.0
+    """Largest ratio of that policy to the sampler's, a plain number; larger ones are capped without gradient."""
+
+    # How the weight enters the loss.
+    clip: Literal["zero", "preserve", "none", "truncate", "drop", "token_log"] = "zero"
+    """zero, preserve, none: w A with PPO's one-sided clip, its gradient-preserving form, without; truncate, drop:
+    sg(w) A log p with w limited to the range or 0 outside it; token_log: clip log ratios, then average (GMPO)."""
+    low: float = 0.0
+    """Lower end of the range: a ratio; under token_log a log ratio, nats."""
+    high: float = float("inf")
+    """Upper end of the range, in the unit of `low`."""
+    clip_on: Literal["own", "gepo", "gspo"] = "own"
+    """Weight that decides whether a rollout is clipped: the rule's own, or that of another algorithm."""
+    dual_clip: float = 0.0
+    """Largest weight for A < 0; 0 turns it off."""
+    trace_cap: float = 0.0
+    """c of V-trace, whose rho is `high`: token weights times truncated ratios of all later tokens; 0 turns it off."""
+    positive_weight: Literal["own", "one", "one_clipped"] = "own"
+    """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR), all of them or the unclipped."""
+    negative_weight: Literal["own", "one", "product"] = "own"
+    """Weight of rollouts with A < 0: the rule's own, or of plain likelihood 1 or min(1, prod_t p / q) (TOPR)."""
+
+    # What is averaged, and how.
+    advantage: Advantage = "mean"
+    aggregation: Aggregation = "sequence_mean"
+    length_power: float = 1.0
+    opsm_threshold: float = 0.0
+    drift_limit: float = 0.0
+    m2_budget: float = 0.0
+    drop_uniform_groups: bool = False
+    kl_coefficient: float = 0.0
+    reference_kl: float = 0.0
+    """Weight of the penalty for leaving the reference model."""
+    max_log_weight: float = 20.0
+    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient."""
+    step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
+
+    @property
+    def is_score(self) -> bool:
+        """Whether the weight is a constant that multiplies A log p."""
+        return self.clip in ("truncate", "drop")
+
+    @property
+    def has_group_denominator(self) -> bool:
+        """Whether all rollouts of a group share one denominator."""
+        return self.denominator != "own"
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether the loss of one rollout depends on the learner's log-probs of others."""
+        return (
+            self.denominator == "expected_learner"
+            or self.m2_budget > 0.0
+            or (self.custom is not None and self.custom.takes_step)
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-probs of a frozen model."""
+        return self.reference_kl > 0.0 or (self.custom is not None and self.custom.reads_reference)
+
+    @property
+    def needs_staleness(self) -> bool:
+        """Whether the loss reads the age of each token."""
+        return self.proximal == "loglinear" or self.mixture_slope > 0.0 or self.custom is not None
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gepo": {"level": "sequence"},
+    "gepo_1s": {"level": "sequence"},
+    "gepo_product": {"level": "sequence"},
+    "gepo_whole": {"level": "sequence"},
+    "gepo_plus": {"level": "sequence"},
+    "eqp": {"level": "sequence", "denominator": "expected_learner"},
+    "gspo": {"level": "sequence"},
+    "ds_gspo": {"level": "sequence"},
+    "gmpo": {"level": "sequence", "clip": "token_log"},
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "bnpo": {},
+    "delta_l": {},
+    "opsm": {},
+    "decoupled_ppo": {},
+    "m2po": {"clip": "none"},
+    "mois": {},
+    "reinforce": {"clip": "truncate", "positive_weight": "one", "negative_weight": "one"},
+    "topr": {
+        "level": "sequence",
+        "normalisation": "raw",
+        "clip": "truncate",
+        "high": 1.0,
+        "positive_weight": "one",
+    },
+    "cispo": {"clip": "truncate"},
+    "tis": {"clip": "truncate"},
+    "mis": {"clip": "drop"},
+    "impala": {"clip": "truncate"},
+}
+"""What each algorithm fixes; the rest is its configuration's keys or the defaults of `LossSpec`."""
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "token": {"level": "token"},
+    "sequence": {"level": "sequence", "normalisation": "raw"},
+    "geometric": {"level": "sequence", "normalisation": "length"},
+}
+
+_PARTS = {field.name for field in fields(LossSpec)}
+
+
+def loss_spec_of(config: LossConfig) -> LossSpec:
+    """The parts that the configuration names.
+
+    Raises:
+        ConfigError: a function of the user's own cannot be loaded, or takes other options.
+    """
+    keys: dict[str, Any] = dict(config)
+    parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS.get(config.kind, {})
+    if isinstance(config, CustomLossConfig):
+        # Here, so that a configuration is read without torch.
+        from heterorl.learner.loss.custom import load_loss
+
+        parts |= {"custom": load_loss(config)}
+    if "eps_low" in keys:
+        parts |= {"low": 1.0 - keys["eps_low"], "high": 1.0 + keys["eps_high"]}
+    if "eps_log" in keys:
+        parts |= {"low": -keys["eps_log"], "high": keys["eps_log"]}
+    if "cap" in keys:
+        parts |= {"low": keys.get("floor", 0.0), "high": keys["cap"]}
+    if "rho_cap" in keys:
+        parts |= {"high": keys["rho_cap"], "trace_cap": keys["c_cap"]}
+    if config.kind in ("mis", "tis"):
+        parts |= LEVELS[config.level]
+    return LossSpec(**parts)
+
+
+def caveats(spec: LossSpec) -> tuple[str, ...]:
+    """What an operator should be told once about a choice that is allowed but rarely wanted."""
+    notes = []
+    if spec.has_group_denominator and spec.normalisation == "raw":
+        notes.append("loss.normalisation = raw: the denominator is that of the shortest rollout of each group")
+    if spec.scope == "microbatch":
+        notes.append("loss.scope = microbatch: the loss depends on micro_batch_tokens; for reproduction only")
+    return tuple(notes)

@@ -1,0 +1,375 @@
+"""Checkpoints on the learner's disk: all of one or none of it.
+
+    state_dir/checkpoints/v00000012/    one checkpoint, named by the version that its publication makes
+        cursor.json                     where training stands and which publication belongs to it:
+                                        {"format": 1, "run_id", "step", "step_id", "version", "parent_version",
+                                        "lineage_version", "state_root", "manifest": hex,
+                                        "consumed": [[site, incarnation, sequence], ...], "reports": [{...}]}
+        published.payload               snapshot of the published weights (heterorl.common.weights.payload)
+        <variant>.scales                snapshot of a variant's scales alone, for each variant
+        backend/                        what TrainBackend.freeze left
+        DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
+
+Guarantees: a directory of that name appears by one rename, after every byte in it is durable; a directory is a
+checkpoint only while DONE names exactly its files with their digests. Must never read a backend's files otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import blake3
+
+from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
+from heterorl.common.model.quantise import Variant, scale_layout
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.common import Digest, SiteId, StepReport, report_from_row
+from heterorl.common.types.rollout import GroupId
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.payload import apply_payload, file_digest
+from heterorl.learner.backends.ranks.sharded_weights import VersionEngine
+from heterorl.learner.backends.train_backend import TrainBackend
+from heterorl.learner.backends.version_weights import Weights, read_snapshot, write_snapshot
+from heterorl.learner.publish.version_payloads import Encoded, Position
+
+CURSOR_FORMAT = 1
+CURSOR_FILE = "cursor.json"
+PUBLISHED_FILE = "published.payload"
+BACKEND_DIRECTORY = "backend"
+SCALES_SUFFIX = ".scales"
+DONE_FILE = "DONE"
+FORMAT = 1
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
+"""What a file system without hard links says."""
+STATE_BYTES = 14
+"""Of a parameter: its fp32 master, two moments, and what is published of it."""
+LARGE_BYTES = 4 << 30
+"""From here on a checkpoint of every version may take longer to write than a step does to compute."""
+FEW = 10
+NUM_KEPT = 2
+"""The newest may belong to a publication that is refused; the one before it is then the truth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """A position in training, and the publication that makes it a version.
+
+    `step` optimizer steps are in the weights. The publication has `step_id` as its key, makes `version` out of
+    `parent_version` (the head at that time; -1 for none) and follows `lineage_version` (the same unless versions are
+    abandoned). `manifest` is its bytes, `consumed` and `reports` are those of the steps since the parent.
+    """
+
+    run_id: str
+    step: int
+    step_id: str
+    version: int
+    parent_version: int
+    lineage_version: int
+    state_root: Digest
+    manifest: bytes
+    consumed: tuple[GroupId, ...]
+    reports: tuple[StepReport, ...]
+
+
+def cursor_of(
+    encoded: Encoded, position: Position, *, consumed: Sequence[GroupId], reports: Sequence[StepReport]
+) -> Cursor:
+    """The cursor of a version that is encoded from a position."""
+    manifest, parent = encoded.manifest, position.head_version
+    return Cursor(
+        run_id=manifest.run_id,
+        step=manifest.step,
+        step_id=step_id(
+            run_id=manifest.run_id, parent_version=parent, step=manifest.step, state_root=manifest.state_root
+        ),
+        version=manifest.version,
+        parent_version=parent,
+        lineage_version=position.lineage_version,
+        state_root=manifest.state_root,
+        manifest=encoded.manifest_bytes,
+        consumed=tuple(consumed),
+        reports=tuple(reports),
+    )
+
+
+def step_id(*, run_id: str, parent_version: int, step: int, state_root: str) -> str:
+    """Idempotency key of a publication: the same state at the same place in the lineage has the same key, whoever asks.
+
+    blake3("heterorl step" || run || parent || step || state root), the first 32 hex characters.
+    """
+    text = json.dumps(["heterorl step", run_id, parent_version, step, state_root])
+    return str(blake3.blake3(text.encode()).hexdigest()[:32])
+
+
+def cursor_to_bytes(cursor: Cursor) -> bytes:
+    """Write as JSON."""
+    table = {
+        "format": CURSOR_FORMAT,
+        "run_id": cursor.run_id,
+        "step": cursor.step,
+        "step_id": cursor.step_id,
+        "version": cursor.version,
+        "parent_version": cursor.parent_version,
+        "lineage_version": cursor.lineage_version,
+        "state_root": cursor.state_root,
+        "manifest": cursor.manifest.hex(),
+        "consumed": [[entry.site, entry.incarnation, entry.sequence] for entry in cursor.consumed],
+        "reports": [dataclasses.asdict(report) for report in cursor.reports],
+    }
+    return json.dumps(table, indent=1).encode()
+
+
+def cursor_from_bytes(data: bytes) -> Cursor:
+    """Read what `cursor_to_bytes` wrote.
+
+    Raises:
+        CorruptStore: the bytes are not a cursor of this format.
+    """
+    try:
+        table = json.loads(data)
+        if table["format"] != CURSOR_FORMAT:
+            raise CorruptStore(f"a cursor of format {table['format']}, known is {CURSOR_FORMAT}")
+        return Cursor(
+            run_id=str(table["run_id"]),
+            step=int(table["step"]),
+            step_id=str(table["step_id"]),
+            version=int(table["version"]),
+            parent_version=int(table["parent_version"]),
+            lineage_version=int(table["lineage_version"]),
+            state_root=Digest(table["state_root"]),
+            manifest=bytes.fromhex(table["manifest"]),
+            consumed=tuple(
+                GroupId(site=SiteId(site), incarnation=str(incarnation), sequence=int(sequence))
+                for site, incarnation, sequence in table["consumed"]
+            ),
+            reports=tuple(report_from_row(report) for report in table["reports"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptStore(f"not a cursor: {error!r}") from error
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Begun:
+    """A checkpoint whose state was taken at the end of a step, and which is yet to be written."""
+
+    version: int
+    directory: Path
+    save: Callable[[], None]
+    """Writes the backend's files; replaced by nothing afterwards, because it holds a copy of masters and optimizer."""
+
+
+class CheckpointStore:
+    """The checkpoints under one directory. Used by one process at a time, off the event loop."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._unreadable: set[Path] = set()
+        make_directory(root)
+
+    def begin(self, version: int, backend: TrainBackend) -> Begun:
+        """Take the state of a backend for the checkpoint of a version, so that the next step may begin.
+
+        Raises:
+            DiskFull: nothing has changed.
+        """
+        temporary = self._root / f"writing-v{version:08d}"
+        with self._room():
+            _remove(temporary)
+            (temporary / BACKEND_DIRECTORY).mkdir(parents=True)
+            save = backend.freeze(temporary / BACKEND_DIRECTORY)
+        return Begun(version=version, directory=temporary, save=save)
+
+    def write(
+        self,
+        cursor: Cursor,
+        *,
+        begun: Begun,
+        arena: Weights,
+        snapshot: Path | None,
+        scales: Mapping[str, Arena] = MappingProxyType({}),
+    ) -> Path:
+        """Write a checkpoint and drop all but the two newest.
+
+        Divided weights are written already, by `write_published` or as `snapshot`.
+
+        Raises:
+            DiskFull: nothing has changed.
+        """
+        final = self._root / f"v{cursor.version:08d}"
+        temporary = begun.directory
+        assert begun.version == cursor.version, "a state is that of one version"
+        with self._room():
+            begun.save()
+            begun.save = _nothing
+            if snapshot is not None:
+                _link(snapshot, temporary / PUBLISHED_FILE)
+            elif isinstance(arena, Arena):
+                write_snapshot(temporary / PUBLISHED_FILE, arena)
+            for variant, values in scales.items():
+                write_snapshot(temporary / f"{variant}{SCALES_SUFFIX}", values)
+            (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
+            digests = {name: file_digest(temporary / name) for name in _files(temporary)}
+            (temporary / DONE_FILE).write_text(json.dumps({"format": FORMAT, "files": digests}), encoding="utf-8")
+            _sync_tree(temporary)
+            if final in self._unreadable:
+                _set_aside(final)
+                self._unreadable.discard(final)
+            _remove(final)
+            temporary.rename(final)
+            _sync(self._root)
+        for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
+            _remove(old)
+        return final
+
+    def write_published(self, begun: Begun, weights: Weights) -> None:
+        """Write published weights that all ranks hold, while these take part."""
+        with self._room():
+            write_snapshot(begun.directory / PUBLISHED_FILE, weights)
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(str(self._root)) from error
+            raise
+
+    def keep_unreadable(self, path: Path) -> None:
+        """Note that the disk does not give a checkpoint now: it is not counted among the newest, nor removed."""
+        self._unreadable.add(path)
+
+    def remove_unfinished(self) -> None:
+        """Remove what an earlier process did not finish; its version may come to be written under another number."""
+        for path in self._root.glob("writing-*"):
+            _remove(path)
+
+    def paths(self) -> list[Path]:
+        """Directories that are named as checkpoints, newest first; `read` tells whether they are valid."""
+        return sorted(self._root.glob("v[0-9]*"), reverse=True)
+
+    def backend_directory(self, path: Path) -> Path:
+        """Where the backend's files of a checkpoint are."""
+        return path / BACKEND_DIRECTORY
+
+    def discard(self, path: Path) -> None:
+        """Remove a checkpoint whose publication was refused."""
+        _remove(path)
+        _sync(self._root)
+
+
+def cadence(every_versions: int, *, num_elements: int) -> int:
+    """Versions between checkpoints, chosen by their size where `every_versions` is 0."""
+    return every_versions or (1 if STATE_BYTES * num_elements < LARGE_BYTES else FEW)
+
+
+def _nothing() -> None:
+    pass
+
+
+def read_checkpoint(path: Path) -> Cursor:
+    """Check every byte of a checkpoint and return its cursor.
+
+    Raises:
+        CorruptStore: it is incomplete or changed; names the first file.
+        OSError: the disk does not give it, which says nothing of what it has.
+    """
+    try:
+        data = (path / DONE_FILE).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptStore(f"{path} was not completed: {error!r}") from error
+    try:
+        done = json.loads(data)
+        stated = {str(name): Digest(digest) for name, digest in done["files"].items()}
+        if done["format"] != FORMAT:
+            raise CorruptStore(f"{path} has format {done['format']}, known is {FORMAT}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptStore(f"{path} was not completed: {error!r}") from error
+    present = set(_files(path)) - {DONE_FILE}
+    if present != set(stated):
+        raise CorruptStore(f"{path} has other files than it was written with: {sorted(present ^ set(stated))}")
+    for name, digest in sorted(stated.items()):
+        if file_digest(path / name) != digest:
+            raise CorruptStore(f"{path / name} was changed after it was written")
+    return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+
+
+def find_published(
+    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionEngine | None = None
+) -> Weights | None:
+    """The published weights of a version from whichever checkpoint has them; None when none does, or its disk fails."""
+    for path in paths:
+        try:
+            cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+            if (cursor.version, cursor.state_root) == (version, state_root):
+                arena = read_snapshot(path / PUBLISHED_FILE, layout, maker)
+                if arena.state_root() == state_root:
+                    return arena
+        except (OSError, CorruptData):
+            continue
+    return None
+
+
+def read_all_scales(path: Path, layouts: Mapping[Variant, Layout]) -> dict[str, Arena]:
+    """Read the scales of those variants that a checkpoint has; CorruptData where they are broken."""
+    found: dict[str, Arena] = {}
+    for name, layout in layouts.items():
+        file = path / f"{name}{SCALES_SUFFIX}"
+        if file.exists():
+            found[name] = Arena(scale_layout(layout))
+            apply_payload(file, found[name], expected_from_root=None)
+    return found
+
+
+def _files(root: Path) -> list[str]:
+    # Not by glob, which passes over directories that may not be read.
+    found = [Path(place) / name for place, _, names in os.walk(root, onerror=_refuse) for name in names]
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _remove(path: Path) -> None:
+    # DONE goes first: what a crash leaves behind is then no checkpoint.
+    (path / DONE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"unreadable-{path.name}-{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _sync_tree(root: Path) -> None:
+    for path in (*sorted(root.rglob("*"), reverse=True), root):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

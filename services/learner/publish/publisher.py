@@ -1,0 +1,295 @@
+"""Publishing a version, in an order that survives a crash between any two lines of it.
+
+    1 stage       weights rounded into an arena that is not the shadow; then whatever else a `draft` has of the backend
+    2 encode      delta against the shadow (or snapshot), manifest; each variant; in the draft where all ranks encode
+    3 checkpoint  masters, optimizer and this publication's key: from here on a restart can finish the work
+    4 upload      payloads by digest, resumable
+    5 commit      one compare-and-set at the coordinator, variants included; a lost answer is asked for by the key
+    6 advance     only now: shadow := arena, the head moves
+
+From 2 on nothing reads the backend, so the next step may compute meanwhile. The two arenas bound what is under way to
+one publication: the next stage writes into the shadow that this one's advance gives up.
+
+Guarantees: what samplers can have and what the next delta starts from are the same bits. Must never advance the shadow
+before the durable answer, nor send new content under a key whose fate is unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import GroupNotAvailable
+from heterorl.common.identity.signing import Signer
+from heterorl.common.model.quantise import scales_of
+from heterorl.common.process.files import make_directory
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
+from heterorl.common.types.rollout import GroupId
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.wire.policy import manifest_digest
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
+from heterorl.learner.backends.train_backend import TrainBackend
+from heterorl.learner.backends.version_weights import Weights, divided, maker_of, whole_of
+from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.publish.checkpoint_store import Begun, CheckpointStore, Cursor, cursor_of
+from heterorl.learner.publish.quantised_variants import EncodedVariant, QuantisedVariant, Variants
+from heterorl.learner.publish.training_log import TrainingLog
+from heterorl.learner.publish.upload import commit, upload_all
+from heterorl.learner.publish.version_payloads import Encoded, Position, encode_version
+from heterorl.learner.step_metrics import observe_version
+
+_LOG = logging.getLogger(__name__)
+_NOWHERE = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draft:
+    """The next version as its step left it; nothing here changes when the next step does.
+
+    `arena` has the rounded weights, `forms` the variants of them; `canary` are the log-probs of the agreed tokens,
+    computed now because the model that is trained computes them; `begun` is the checkpoint, where one is due.
+    `encoded` is what all ranks have encoded already; None where this process does it, beside the next step.
+    """
+
+    version: int
+    step: int
+    arena: Weights
+    canary: tuple[float, ...]
+    forms: tuple[QuantisedVariant, ...]
+    begun: Begun | None
+    encoded: Encoded | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Publisher:
+    """Turns weights into versions; holds the position of the run and the shadow."""
+
+    api: LearnerApi
+    _: KW_ONLY
+    run_id: str
+    epoch: int
+    layout: Layout
+    directory: Path
+    store: CheckpointStore
+    journal: TrainingLog
+    patience: Patience
+    snapshot_every_versions: int
+    checkpoint_every_versions: int
+    signer: Signer | None = None
+    canary: Canary | None = None
+    threads: int = 1
+    """Chunks of weights that are coded at once."""
+    variants: Variants | None = None
+    position: Position = _NOWHERE
+    is_undecided: bool = False
+    """Whether a version was sent whose fate is not known here."""
+    _spare: Arena | None = None
+    _is_under_way: bool = False
+
+    def __post_init__(self) -> None:
+        make_directory(self.directory)
+
+    def remove_leftovers(self) -> None:
+        """Remove payloads of an earlier process: what it did not publish is encoded again."""
+        for path in self.directory.glob("v[0-9]*"):
+            path.unlink()
+        if self.variants is not None:
+            self.variants.remove_leftovers()
+
+    async def begin_variants(self, *, step: int, saved_by: TrainBackend) -> None:
+        """Publish the head's weights once more where a variant has no version: who pulls it would have none to use."""
+        if self.variants is None:
+            return
+        await self.variants.align(self.position)
+        shadow = self.position.shadow
+        if shadow is not None and self.variants.are_to_begin:
+            _LOG.info("version %d repeats the head, so that a variant begins", self.position.head_version + 1)
+            await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
+
+    async def stage(self, backend: TrainBackend) -> Weights:
+        """Round the masters into weights of their own, divided where all ranks make a version; the shadow stays."""
+        assert not self._is_under_way, "the arena of a version under way is still read"
+        shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
+        if maker is not None:
+            if isinstance(shadow, Arena):
+                shadow = await in_thread(divided, shadow, maker)
+                self.position = replace(self.position, shadow=shadow)
+            return await in_thread(maker.stage, published=shadow)
+        assert not isinstance(shadow, ShardedArena), "one process has all of the shadow"
+        if self._spare is None:
+            self._spare = Arena(self.layout)
+        await in_thread(backend.store, self._spare, published=shadow)
+        return self._spare
+
+    async def publish(
+        self,
+        arena: Weights,
+        *,
+        step: int,
+        consumed: Sequence[GroupId] = (),
+        reports: Sequence[StepReport] = (),
+        saved_by: TrainBackend | None,
+        is_last: bool = False,
+    ) -> None:
+        """Make `arena` the next version, from the draft to the advance; see `prepare` and `carry_out`."""
+        draft = await self.prepare(arena, step=step, saved_by=saved_by, is_last=is_last)
+        await self.carry_out(draft, consumed=consumed, reports=reports)
+
+    async def prepare(
+        self, arena: Weights, *, step: int, saved_by: TrainBackend | None, is_last: bool = False
+    ) -> Draft:
+        """Take everything that the next version has of the backend, which may go on afterwards.
+
+        `arena` is from `stage`. Without `saved_by` a checkpoint of this publication exists already; with `is_last` one
+        is due whatever the cadence.
+
+        Raises:
+            DiskFull: there is no room for a checkpoint; nothing has changed.
+        """
+        position = self.position
+        version = position.head_version + 1
+        forms: tuple[QuantisedVariant, ...] = ()
+        if self.variants is not None:
+            await self.variants.align(position)
+            forms = await in_thread(self.variants.quantise, whole_of(arena), canary=self.canary)
+        is_rollback = position.lineage_version != position.head_version
+        is_due = is_last or is_rollback or version % self.checkpoint_every_versions == 0
+        begun = None
+        if saved_by is not None and is_due:
+            begun = await in_thread(self.store.begin, version, saved_by)
+        scorer = self.canary
+        canary = () if scorer is None else await in_thread(lambda: scorer.score(whole_of(arena)))
+        encoded = None
+        if isinstance(arena, ShardedArena):
+            # With all ranks, so before the next step begins.
+            encoded = await in_thread(self._encode, arena, step)
+            if begun is not None and encoded.snapshot is None:
+                await in_thread(self.store.write_published, begun, arena)
+        return Draft(version=version, step=step, arena=arena, canary=canary, forms=forms, begun=begun, encoded=encoded)
+
+    async def carry_out(
+        self, draft: Draft, *, consumed: Sequence[GroupId] = (), reports: Sequence[StepReport] = ()
+    ) -> None:
+        """Publish a draft; one at a time, and the backend is not touched.
+
+        `consumed` is every group of its steps, `reports` are the steps since the last version.
+
+        Raises:
+            GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.
+            ParentNotHead, StaleEpoch: this learner must stop.
+            DiskFull: there is no room for a checkpoint; nothing was sent.
+        """
+        assert not self._is_under_way, "one publication at a time"
+        assert draft.version == self.position.head_version + 1, "a draft is of the version after the head"
+        self._is_under_way = True
+        try:
+            await self._carry_out(draft, consumed, reports)
+        finally:
+            self._is_under_way = False
+
+    async def _carry_out(self, draft: Draft, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> None:
+        encoded = draft.encoded
+        if encoded is None:
+            encoded = await in_thread(self._encode, draft.arena, draft.step)
+        forms: tuple[EncodedVariant, ...] = ()
+        if self.variants is not None:
+            forms = await in_thread(
+                self.variants.encode, self.position, draft.forms, step=draft.step, with_snapshot=self._is_snapshot_due
+            )
+        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports)
+        checkpoint = None
+        if draft.begun is not None:
+            checkpoint = await in_thread(
+                self.store.write,
+                cursor,
+                begun=draft.begun,
+                arena=draft.arena,
+                snapshot=encoded.snapshot,
+                scales={form.variant: scales_of(form.arena) for form in forms},
+            )
+        started = time.perf_counter()
+        files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
+        await upload_all(self.api, files, epoch=self.epoch, patience=self.patience)
+        request = self._request(cursor, draft, forms, encode_s=encoded.encode_s)
+        self.is_undecided = True
+        try:
+            await commit(self.api, request, files, patience=self.patience)
+        except GroupNotAvailable:
+            self.is_undecided = False
+            if checkpoint is not None:
+                await in_thread(self.store.discard, checkpoint)
+            _remove(files)
+            raise
+        publish_s = time.perf_counter() - started
+        self._advance(draft.arena, encoded)
+        self.is_undecided = False
+        if self.variants is not None:
+            self.variants.advance(forms)
+        _remove(files)
+        observe_version(encoded.manifest, encode_s=encoded.encode_s, publish_s=publish_s)
+        self.journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
+        _LOG.info(
+            "version %d is published: step %d, %d of %d values changed, %d bytes",
+            draft.version,
+            draft.step,
+            encoded.manifest.num_changed,
+            encoded.manifest.num_elements,
+            sum(payload.num_bytes for payload in encoded.manifest.payloads),
+        )
+
+    @property
+    def _is_snapshot_due(self) -> bool:
+        return (self.position.head_version + 1) % self.snapshot_every_versions == 0
+
+    def _encode(self, arena: Weights, step: int) -> Encoded:
+        return encode_version(
+            self.position,
+            arena,
+            directory=self.directory,
+            run_id=self.run_id,
+            epoch=self.epoch,
+            step=step,
+            with_snapshot=self._is_snapshot_due,
+            threads=self.threads,
+        )
+
+    def _request(
+        self, cursor: Cursor, draft: Draft, forms: Sequence[EncodedVariant], *, encode_s: float
+    ) -> PublishRequest:
+        variants = () if self.variants is None else self.variants.state(forms, signer=self.signer)
+        return PublishRequest(
+            epoch=self.epoch,
+            step_id=cursor.step_id,
+            parent_version=cursor.parent_version,
+            lineage_version=cursor.lineage_version,
+            manifest=cursor.manifest,
+            consumed=cursor.consumed,
+            reports=cursor.reports,
+            signature=b"" if self.signer is None else self.signer.sign(cursor.manifest),
+            canary=draft.canary,
+            encode_s=encode_s,
+            variants=variants,
+        )
+
+    def _advance(self, arena: Weights, encoded: Encoded) -> None:
+        old = self.position.shadow
+        # The old shadow becomes the next staging arena: two arenas, however many versions.
+        self._spare = old if isinstance(old, Arena) and old.layout.layout_id == self.layout.layout_id else None
+        self.position = Position(
+            head_version=encoded.manifest.version,
+            lineage_version=encoded.manifest.version,
+            lineage_digest=manifest_digest(encoded.manifest_bytes),
+            shadow=arena,
+        )
+
+
+def _remove(files: Sequence[tuple[PayloadRef, Path]]) -> None:
+    for _, path in files:
+        path.unlink(missing_ok=True)

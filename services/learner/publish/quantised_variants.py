@@ -1,0 +1,261 @@
+"""Versions in other forms: each one quantised with frozen scales, and coded against what samplers of that form have.
+
+    align    the state of each variant at the version that the next one follows: kept in memory; or quantised again
+             with the scales of the checkpoint and compared with the variant's manifest; or pulled from the coordinator
+    quantise the version's published weights, and score the canary with the weights that a variant then stands for
+    encode   code the difference, write a manifest
+    state    sign it
+    advance  only after the durable answer, as the shadow of the weights themselves
+
+Guarantees: what a variant's version holds depends on the version's published weights and the scales before alone; a
+restart goes on with the same scales. Must never quantise masters: what they round to is what the run publishes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
+from heterorl.common.identity.signing import Signer, Trust
+from heterorl.common.model.quantise import Variant, dequantise, quantise, scales_of, variant_layout
+from heterorl.common.process.files import make_directory
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.pull import TrustedPuller
+from heterorl.common.types.policy import NO_VERSION, VariantVersion
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.learner.backends.version_weights import whole_of
+from heterorl.learner.publish.canary_logprobs import Canary
+from heterorl.learner.publish.version_payloads import Encoded, Position, encode_version
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """A variant at the version that the next one follows; `version` is -1 where it is yet to begin.
+
+    `shadow` is its state as samplers have it, None where nobody may start from it; `scales` has the frozen scales, None
+    where there are none yet.
+    """
+
+    version: int
+    digest: str
+    shadow: Arena | None
+    scales: Arena | None
+
+
+_NEW = Form(version=NO_VERSION, digest="", shadow=None, scales=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantisedVariant:
+    """A variant's state at a version to come, and the log-probs of the canary under it."""
+
+    variant: Variant
+    arena: Arena
+    canary: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedVariant:
+    """A variant of a version ready to be published, and its state."""
+
+    variant: Variant
+    arena: Arena
+    canary: tuple[float, ...]
+    encoded: Encoded
+
+
+class Variants:
+    """The variants that a learner publishes; none of them until the first version."""
+
+    def __init__(
+        self,
+        api: LearnerApi,
+        *,
+        names: Sequence[Variant],
+        layout: Layout,
+        run_id: str,
+        epoch: int,
+        directory: Path,
+        patience: Patience,
+        trust: Trust,
+        threads: int,
+    ) -> None:
+        self._api = api
+        self._layouts = {name: variant_layout(layout, name) for name in names}
+        self._base = layout
+        self._run_id = run_id
+        self._epoch = epoch
+        self._directory = directory
+        self._patience = patience
+        self._trust = trust
+        self._threads = threads
+        self._forms: dict[Variant, Form] = {}
+        self._spares: dict[Variant, Arena] = {}
+        self._offered: Mapping[str, Arena] = {}
+        for name in names:
+            make_directory(directory / name)
+
+    @property
+    def layouts(self) -> Mapping[Variant, Layout]:
+        """Layouts by variant."""
+        return self._layouts
+
+    @property
+    def are_to_begin(self) -> bool:
+        """Whether a variant has no version yet where the others are."""
+        return any(self._forms.get(name, _NEW).version == NO_VERSION for name in self._layouts)
+
+    def offer_scales(self, scales: Mapping[str, Arena]) -> None:
+        """Scales as a checkpoint has them, by variant."""
+        self._offered = scales
+
+    def remove_leftovers(self) -> None:
+        """Remove payloads of an earlier process."""
+        for name in self._layouts:
+            for path in (self._directory / name).glob("v[0-9]*"):
+                path.unlink()
+
+    async def align(self, position: Position) -> None:
+        """Bring each variant to the version that the next one follows.
+
+        Raises:
+            UntrustedVersion: no trusted key signed the variant's version.
+        """
+        for name in self._layouts:
+            form = self._forms.get(name, _NEW)
+            is_there = form.version == position.lineage_version and form.version != NO_VERSION
+            if not is_there or (form.shadow is None) != (position.shadow is None):
+                self._forms[name] = await self._restore(name, position)
+
+    def quantise(self, arena: Arena, *, canary: Canary | None) -> tuple[QuantisedVariant, ...]:
+        """Quantise `arena` in each variant; runs in a thread, because the canary computes."""
+        found = []
+        for name, layout in self._layouts.items():
+            form = self._forms.get(name, _NEW)
+            target = self._spares.pop(name, None) or Arena(layout)
+            num_rescaled = quantise(arena, target, name, frozen=form.scales)
+            if num_rescaled:
+                _LOG.info("variant %s: %d rows outgrew their scales and have new ones", name, num_rescaled)
+            logprobs = () if canary is None else canary.score(self._whole(name, target))
+            found.append(QuantisedVariant(variant=name, arena=target, canary=logprobs))
+        return tuple(found)
+
+    def encode(
+        self, position: Position, quantised: Sequence[QuantisedVariant], *, step: int, with_snapshot: bool
+    ) -> tuple[EncodedVariant, ...]:
+        """Encode each variant; runs in a thread."""
+        found = []
+        for entry in quantised:
+            form = self._forms.get(entry.variant, _NEW)
+            encoded = encode_version(
+                replace(position, lineage_version=form.version, lineage_digest=form.digest, shadow=form.shadow),
+                entry.arena,
+                directory=self._directory / entry.variant,
+                run_id=self._run_id,
+                epoch=self._epoch,
+                step=step,
+                with_snapshot=with_snapshot,
+                threads=self._threads,
+            )
+            found.append(EncodedVariant(variant=entry.variant, arena=entry.arena, canary=entry.canary, encoded=encoded))
+        return tuple(found)
+
+    def state(self, encoded: Sequence[EncodedVariant], *, signer: Signer | None) -> tuple[VariantVersion, ...]:
+        """What is published of each."""
+        return tuple(
+            VariantVersion(
+                variant=entry.variant,
+                manifest=entry.encoded.manifest_bytes,
+                signature=b"" if signer is None else signer.sign(entry.encoded.manifest_bytes),
+                canary=entry.canary,
+            )
+            for entry in encoded
+        )
+
+    def advance(self, encoded: Sequence[EncodedVariant]) -> None:
+        """Make what was published the state that the next version follows."""
+        for entry in encoded:
+            old = self._forms.get(entry.variant, _NEW).shadow
+            if old is not None:
+                self._spares[entry.variant] = old
+            manifest = entry.encoded.manifest
+            self._forms[entry.variant] = Form(
+                version=manifest.version,
+                digest=manifest_digest(entry.encoded.manifest_bytes),
+                shadow=entry.arena,
+                scales=entry.arena,
+            )
+            _LOG.info(
+                "version %d in variant %s: %d of %d values changed, %d bytes",
+                manifest.version,
+                entry.variant,
+                manifest.num_changed,
+                manifest.num_elements,
+                sum(payload.num_bytes for payload in manifest.payloads),
+            )
+
+    def _whole(self, name: Variant, arena: Arena) -> Arena:
+        whole = Arena(self._base)
+        dequantise(arena, whole, name)
+        return whole
+
+    async def _restore(self, name: Variant, position: Position) -> Form:
+        version = position.lineage_version
+        if version == NO_VERSION:
+            return _NEW
+        try:
+            signed = await self._patience.insist(lambda: self._api.get_signed_manifest(version=version, variant=name))
+        except UnknownVersion:
+            _LOG.info("variant %s begins after version %d", name, version)
+            return _NEW
+        self._trust.check(signed.data, signed.signature, version=version)
+        manifest = manifest_from_bytes(signed.data)
+        if (manifest.version, manifest.layout_id) != (version, self._layouts[name].layout_id):
+            raise StateMismatch(f"version {version} of variant {name} is of another version or layout")
+        digest, scales = manifest_digest(signed.data), self._offered.get(name)
+        if position.shadow is None:
+            # Versions are abandoned: nobody may start from the state, but the scales stay.
+            scales = scales or await self._pulled_scales(name, version, digest)
+            return Form(version=version, digest=digest, shadow=None, scales=scales)
+        if scales is not None:
+            arena = Arena(self._layouts[name])
+            await in_thread(quantise, whole_of(position.shadow), arena, name, frozen=scales)
+            if await in_thread(arena.state_root, threads=self._threads) == manifest.state_root:
+                return Form(version=version, digest=digest, shadow=arena, scales=arena)
+        try:
+            arena = await self._pull(name, version, digest)
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.error("variant %s: version %d is gone, the next one is a snapshot: %s", name, version, error)
+            return Form(version=version, digest=digest, shadow=None, scales=scales)
+        return Form(version=version, digest=digest, shadow=arena, scales=arena)
+
+    async def _pulled_scales(self, name: Variant, version: int, digest: str) -> Arena | None:
+        try:
+            return scales_of(await self._pull(name, version, digest))
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.warning("variant %s gets new scales: those of version %d are gone: %s", name, version, error)
+            return None
+
+    async def _pull(self, name: Variant, version: int, digest: str) -> Arena:
+        _LOG.info("rebuilding version %d of variant %s from nothing", version, name)
+        puller = TrustedPuller(
+            api=self._api,
+            spool=self._directory / name / "incoming",
+            layout=self._layouts[name],
+            patience=self._patience,
+            trust=self._trust,
+            threads=self._threads,
+            variant=name,
+        )
+        pulled = await puller.pull(version)
+        if pulled.manifest_digest != digest:
+            raise StateMismatch(f"version {version} of variant {name} was rebuilt with another manifest than was shown")
+        return pulled.arena

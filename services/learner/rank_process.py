@@ -1,0 +1,89 @@
+"""A rank of a learner other than rank 0, started by `ranks.local_ranks` or by torchrun.
+
+Guarantees: it does what rank 0 says and nothing else, reads no configuration of its own, talks to no coordinator, and
+ends when rank 0 does. An error that rank 0 does not meet too ends it after `rank_timeout_s`, and by that the others.
+Signals that stop a service reach all processes of a terminal or a unit; here they are ignored,
+because rank 0 ends in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from heterorl.common.errors import HeterorlError
+from heterorl.common.process import logs
+from heterorl.common.rpc.options import keep_freed_frames
+from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
+
+_LOG = logging.getLogger(__name__)
+EXIT_CODE = 1
+"""Of a rank that was left alone; a launcher starts all of them again."""
+
+
+def main() -> None:
+    """Follow the learner that started this process, until its pipe closes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--rendezvous", type=Path, required=True)
+    arguments = parser.parse_args()
+    # Before what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    logs.configure_as_parent()
+    rank_env = local_rank_env(arguments.rank, num_ranks=arguments.world_size, file=arguments.rendezvous)
+    sys.exit(follow(rank_env))
+
+
+def follow(rank_env: RankEnv) -> int:
+    """Follow rank 0 through one backend after another; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # As rank 0 does: without it a rank keeps half as much again of blocks that it has freed.
+    keep_freed_frames()
+    return _obey(rank_env)
+
+
+def _obey(rank_env: RankEnv) -> int:
+    from heterorl.learner.backends.ranks.rank_group import RankGroup
+    from heterorl.learner.config import LearnerConfig
+    from heterorl.learner.learner_parts import build_divided
+
+    rank_group = RankGroup(rank_env)
+    patience_s: float | None = None
+    try:
+        while text := rank_group.rendezvous.hear(within_s=patience_s):
+            config = LearnerConfig.model_validate_json(text)
+            patience_s = None
+            try:
+                build_divided(config, rank_group.join(config)).follow()
+            except HeterorlError as error:
+                _LOG.warning("rank %d: %s", rank_env.rank, error)
+                # Rank 0 meets the same, and ends or says what is next; otherwise it waits for this one.
+                patience_s = rank_group.rendezvous.timeout_s
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+        # Of torch, mostly: a rank is gone, and the connection with it.
+        own = None if isinstance(error, HeterorlError | RuntimeError) else error
+        _LOG.error("rank %d ends: %s", rank_env.rank, (str(error).splitlines() or [repr(error)])[0], exc_info=own)
+        logging.shutdown()
+        # The group cannot be left in order any more.
+        os._exit(EXIT_CODE)
+    rank_group.leave()
+    return 0
+
+
+def _end_with_input() -> None:
+    while sys.stdin.readline():
+        pass
+    # The main thread may be in an operation that nothing interrupts.
+    logging.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Who leads: the state directory, which one process at a time may use, and the learner's lease.
+
+    state_dir/incarnation    "<32 hex digits> <number of the file's inode>"
+
+Guarantees: a restart is told from a second learner. Every start from the same directory has the same random name, also
+after SIGKILL; a directory that was copied has another one, because its file has another inode. Such a learner, and one
+whose file was lost, waits once for the end of a lease; nothing else depends on the name. The lease is taken once and
+renewed by a task of its own, so that no long step can lose it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import ConfigError, DiskFull
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import make_directory, replacing, try_lock
+from heterorl.common.process.patience import Patience
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import LeaseGrant
+from heterorl.learner.step_timing import StepTimer
+
+_LOG = logging.getLogger(__name__)
+INCARNATION_FILE = "incarnation"
+_LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")
+MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0
+RENEWALS_PER_TERM = 3
+"""Two renewals may be lost before the lease is anybody's."""
+
+
+@contextlib.contextmanager
+def hold_directory(path: Path) -> Iterator[Path]:
+    """Create the directory and hold its lock, which ends with the process however that ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    make_directory(path)
+    with (path / "lock").open("w") as file:
+        if not try_lock(file):
+            raise ConfigError("state_dir", f"{path} is used by another learner", action="stop it first")
+        yield path
+
+
+def read_incarnation(directory: Path) -> str:
+    """The name of the learner whose state this directory has; made where there is none.
+
+    Raises:
+        DiskFull: it cannot be written.
+    """
+    path = directory / INCARNATION_FILE
+    try:
+        with path.open(encoding="ascii") as file:
+            found = _LINE.fullmatch(file.read(256))
+            if found and int(found[2]) == _inode(file):
+                return found[1]
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        # Bytes that are no ASCII: what a disk made of it is nobody's name.
+        pass
+    return _make(path)
+
+
+def _make(path: Path) -> str:
+    name = secrets.token_hex(16)
+    try:
+        # A rename keeps the inode.
+        with replacing(path) as file:
+            file.write(f"{name} {_inode(file)}\n".encode("ascii"))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(str(path.parent)) from error
+        raise
+    return name
+
+
+def _inode(file: IO[bytes] | IO[str]) -> int:
+    return os.fstat(file.fileno()).st_ino
+
+
+async def acquire(
+    api: LearnerApi,
+    *,
+    holder: str,
+    contract: Contract,
+    request_id: str,
+    patience: Patience,
+    variants: Sequence[str] = (),
+    incarnation: str = "",
+    groups_per_version: int = 0,
+    statement: bytes = b"",
+) -> LeaseGrant:
+    """Become the run's learner, waiting while another one is.
+
+    `request_id` is fresh for every process, so that a repeated request is one request. `statement` is the configuration
+    behind the contract, for sites that join with a short file.
+
+    Raises:
+        ContractMismatch: this learner disagrees with the run.
+    """
+    grant = await patience.insist(
+        lambda: api.acquire_lease(
+            holder=holder,
+            contract=contract,
+            request_id=request_id,
+            variants=variants,
+            incarnation=incarnation,
+            groups_per_version=groups_per_version,
+            statement=statement,
+        )
+    )
+    _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
+    return grant
+
+
+def renewal_s(ttl_s: float) -> float:
+    """Seconds until the next renewal of a lease of so many; of a term that makes no sense, a sensible one."""
+    wait_s = ttl_s / RENEWALS_PER_TERM
+    return min(max(wait_s, MIN_RENEWAL_S), MAX_RENEWAL_S) if math.isfinite(wait_s) else MIN_RENEWAL_S
+
+
+def check_messages(grant: LeaseGrant, *, own_bytes: int) -> None:
+    """Refuse to lead with a smaller limit than the coordinator's: a group of others' making would end every stream."""
+    if own_bytes < grant.max_message_bytes:
+        problem = f"{own_bytes} is below the coordinator's, {grant.max_message_bytes}: its groups may not fit"
+        raise ConfigError("max_message_bytes", problem, action=f"set it to {grant.max_message_bytes}")
+
+
+def check_groups(grant: LeaseGrant, *, groups_per_version: int) -> None:
+    """Refuse versions of more groups than the coordinator hands out before one is published: none would be whole."""
+    most = grant.most_groups_per_version
+    if 0 < most < groups_per_version:
+        problem = f"a version needs {groups_per_version} groups, and the coordinator has at most {most} under way"
+        action = "set the coordinator's groups_per_version to groups_per_step times steps_per_version, or lower these"
+        raise ConfigError("steps_per_version", problem, action=action)
+
+
+async def _ignore(grant: LeaseGrant) -> None:
+    pass
+
+
+async def renew(
+    api: LearnerApi,
+    *,
+    grant: LeaseGrant,
+    clock: Clock,
+    patience: Patience,
+    on_grant: Callable[[LeaseGrant], Awaitable[None]] = _ignore,
+    progress: StepTimer | None = None,
+) -> None:
+    """Renew forever; an unreachable coordinator is waited for, since nobody else can reach it either.
+
+    `on_grant` hears every answer; `progress` is told with every renewal, so that a long step shows how far it is.
+
+    Raises:
+        StaleEpoch: the lease is another learner's; every effect of this one must stop.
+    """
+    epoch, ttl_s = grant.epoch, grant.ttl_s
+    while True:
+        await clock.sleep(renewal_s(ttl_s))
+        renewed = await patience.insist(
+            lambda: api.renew_lease(epoch=epoch, progress=None if progress is None else progress.now)
+        )
+        ttl_s = renewed.ttl_s
+        await on_grant(renewed)

@@ -1,0 +1,189 @@
+"""Carrying out an operator's order to go back: the head's weights minus the steps since an earlier version.
+
+The steps from version k to the head n are fetched, merged and negated; applied to the shadow they give the state of k,
+which is compared with k's manifest chunk by chunk. Where steps cannot be undone, k is rebuilt from a snapshot. Its
+weights become the masters and version n + 1; the optimizer starts anew, for its moments belong to other weights. The
+number of steps goes on, so a run never exceeds max_steps.
+
+Guarantees: before the publication is committed nothing has changed but masters that a checkpoint restores; the order
+ends in the transaction that commits it, so a crash repeats the work and never the effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.types.policy import Manifest, PayloadKind
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.compose import MAX_PAYLOADS, compose, negate
+from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.manifest import verify_state
+from heterorl.common.weights.payload import apply_payload
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.learner.backends.version_weights import whole_of
+from heterorl.learner.run.resume import Resumption
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollback:
+    """Looks for an order and carries it out; `directory` is for the files of a way back."""
+
+    resumption: Resumption
+    directory: Path
+    _refused: int | None = None
+
+    def is_due(self, version: int) -> bool:
+        """Whether an order to go back to `version` (NO_VERSION: none) is still to be carried out."""
+        if version < 0:
+            self._refused = None
+        return version >= 0 and version != self._refused
+
+    async def resume(self, *, is_start: bool) -> int:
+        """Bring backend, publisher and coordinator to the same version, the one of an order if there is one.
+
+        Unless `is_start`, the masters may hold steps that are in no version; those are taken back, or replaced by what
+        is ordered: an older checkpoint would abandon versions. Returns the number of optimizer steps in the weights.
+        """
+        step = await self.resumption.run() if is_start else None
+        rolled = await self.run()
+        if rolled is not None:
+            return rolled
+        return await undo(self.resumption) if step is None else step
+
+    async def run(self) -> int | None:
+        """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.
+
+        Returns the number of optimizer steps, which is the head's.
+        """
+        parts = self.resumption
+        # Asked now: an order heard of before may be carried out or taken back.
+        version = (await parts.patience.insist(lambda: parts.api.renew_lease(epoch=parts.epoch))).rollback_to
+        if not self.is_due(version):
+            # Of a process that died on the way: whole copies of the weights, and nobody comes back for them.
+            await in_thread(_remove_leftovers, self.directory)
+            return None
+        position = parts.publisher.position
+        head = await parts.published.manifest(position.head_version)
+        if manifest_digest(head) != position.lineage_digest:
+            raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
+        try:
+            arena = await self._content(await parts.published.manifest(version))
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            self._refused = version
+            _LOG.error("going back to version %d is not possible, training goes on: %s", version, error)
+            return None
+        _LOG.warning(
+            "GOING BACK by order: version %d holds what version %d held; the optimizer starts anew",
+            position.head_version + 1,
+            version,
+        )
+        await in_thread(parts.backend.load_published, arena)
+        step = manifest_from_bytes(head).step
+        # With a checkpoint, whatever the cadence: one of before would lead back to the weights that were left.
+        await parts.publisher.publish(arena, step=step, saved_by=parts.backend, is_last=True)
+        return step
+
+    async def _content(self, data: bytes) -> Arena:
+        parts, target = self.resumption, manifest_from_bytes(data)
+        shadow = parts.publisher.position.shadow
+        if shadow is None or target.layout_id != shadow.layout.layout_id:
+            return await parts.published.rebuild(data)
+        try:
+            return await self._undo(target, await in_thread(whole_of, shadow))
+        except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.info("version %d is rebuilt: %s", target.version, error)
+            return await parts.published.rebuild(data)
+
+    async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
+        parts = self.resumption
+        fetcher = Fetcher(
+            api=parts.api,
+            spool=self.directory / "undo",
+            clock=parts.patience.clock,
+            max_bytes=max_file_bytes(shadow.layout.chunks),
+        )
+        plan = await parts.patience.insist(
+            lambda: parts.api.plan_pull(
+                have_version=target.version,
+                have_root=target.state_root,
+                want_version=parts.publisher.position.head_version,
+                accept_merged=True,
+            )
+        )
+        if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads) or len(plan.payloads) > MAX_PAYLOADS:
+            raise NotReversible(f"the way from version {target.version} is a {plan.kind.value} one")
+        fetcher.check_way(plan.payloads)
+        fetcher.keep_only(plan.payloads)
+        fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
+        try:
+            paths = [await parts.patience.insist(fetch) for fetch in fetches]
+            arena = await in_thread(_undone, paths, shadow, target, self.directory)
+        except (CorruptData, NotReversible, UnknownPayload):
+            # A later order must not meet a damaged one again; what a stop cut off is gone on with.
+            fetcher.keep_only(())
+            raise
+        fetcher.keep_only(())
+        return arena
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for path in [*directory.glob("undo/*"), *directory.glob("undo.*")]:
+        path.unlink(missing_ok=True)
+
+
+def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path) -> Arena:
+    """The shadow minus the steps of `paths`, compared with the manifest of the version that they start from."""
+    arena = shadow.copy()
+    layout = shadow.layout
+    merged, back = directory / "undo.merged", directory / "undo.back"
+    try:
+        if paths:
+            compose(paths, merged, layout_id=layout.layout_id, chunks=layout.chunks)
+            negate(merged, back, layout_id=layout.layout_id, chunks=layout.chunks)
+            apply_payload(back, arena, expected_from_root=shadow.state_root())
+        verify_state(target, arena)
+    finally:
+        merged.unlink(missing_ok=True)
+        back.unlink(missing_ok=True)
+    return arena
+
+
+async def undo(parts: Resumption) -> int:
+    """Make the head the masters' state again; returns the number of steps in it.
+
+    Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments: an
+    older checkpoint would be exact too, but would abandon versions that are sound and used. A checkpoint that was begun
+    to be restored, and could not be, may have left moments of its own in parts: the optimizer then starts anew.
+    """
+    position, restorer = parts.publisher.position, parts.restorer
+    shadow = position.shadow
+    assert shadow is not None, "a session begins with a published version"
+    root = await in_thread(shadow.state_root)
+    keep_optimizer, why = True, "has no checkpoint"
+    for path in await in_thread(restorer.store.paths):
+        cursor = await restorer.read(path)
+        if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
+            try:
+                await restorer.restore(path, cursor)
+            except (CorruptData, OSError) as error:
+                _LOG.error("%s cannot be restored: %s", path, error)
+                keep_optimizer, why = False, "has no checkpoint that can be restored"
+            else:
+                _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)
+                return cursor.step
+    _LOG.warning(
+        "version %d %s: its published weights become the masters, any later step is gone, the optimizer %s",
+        position.head_version,
+        why,
+        "keeps its moments" if keep_optimizer else "starts anew",
+    )
+    await in_thread(parts.backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=keep_optimizer)
+    return manifest_from_bytes(await parts.published.manifest(position.head_version)).step

@@ -1,0 +1,226 @@
+"""Training from one position on: take whole groups, step, publish; until the end, or until a step is refused.
+
+    the trainer      steps of n + 1    | stage, evaluate, draft of n + 1 | steps of n + 2
+    the publication  encode to advance of n  (waited for)                | encode to advance of n + 1
+
+A step counts staleness from the version that it builds on, also while that one is under way: its report is the same as
+if it had waited. A refusal of a version undoes the steps that build on it too: the session ends when the step that
+computes has ended, and what its inbox holds returns to the queue with the next stream. An order closes the inbox; the
+version under way is finished first. What fails in a publication ends the session at once, whatever it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+from dataclasses import dataclass, field
+
+from heterorl.common.errors import GroupNotAvailable, OperatorError
+from heterorl.common.process.metrics import EVALUATION_ACCURACY
+from heterorl.common.process.threads import in_thread, most_serious
+from heterorl.common.types.common import LearnerPhase, StepReport
+from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup
+from heterorl.learner.backends.train_backend import TrainBackend
+from heterorl.learner.backends.version_weights import Weights, whole_of
+from heterorl.learner.checks.reward_signal import RewardSignal
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.publish.publisher import Draft, Publisher
+from heterorl.learner.publish.training_log import TrainingLog
+from heterorl.learner.run.group_selection import GroupSelection
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.sample_notes import SampleNotes
+from heterorl.learner.step_metrics import observe_step
+from heterorl.learner.step_timing import StepTimer
+
+_LOG = logging.getLogger(__name__)
+
+
+class Outcome(enum.Enum):
+    """How a session ended."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    """The coordinator did not accept the groups of a version: masters hold steps that must be undone."""
+    CLOSED = "closed"
+    """The inbox was closed between two steps, for an order: masters may hold steps that no version has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Trained:
+    """The steps of one version; none when the run has them all."""
+
+    reports: list[StepReport]
+    consumed: list[GroupId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ready:
+    """Steps that can be published."""
+
+    draft: Draft
+    trained: _Trained
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingLoop:
+    """The training loop between two resumptions."""
+
+    config: LearnerConfig
+    backend: TrainBackend
+    publisher: Publisher
+    inbox: Inbox
+    journal: TrainingLog
+    evaluator: Evaluator | None
+    progress: StepTimer
+    step: int
+    selection: GroupSelection
+    signal: RewardSignal = field(default_factory=RewardSignal)
+    notes: SampleNotes = field(default_factory=SampleNotes)
+    num_rejected: int = 0
+    num_unpublished: int = 0
+    """Steps of `step` that are in no version yet."""
+    _parent: tuple[int, Weights] | None = None
+    """The version that the next step builds on, and its weights; None: the head."""
+
+    async def run(self) -> Outcome:
+        """Train until `max_steps`, a refusal, or the end of the inbox."""
+        self.progress.begin(self.step)
+        if self.step == 0 and self._is_evaluation_due(self.publisher.position.head_version):
+            # The baseline; version 0 is out already, so no sampler waits for it.
+            version, shadow = self._head()
+            await self._evaluate(shadow, version)
+        ready: _Ready | None = None
+        while True:
+            try:
+                trained = await self._train_beside(ready)
+            except GroupNotAvailable as error:
+                _LOG.warning("steps since version %d are undone: %s", self.publisher.position.head_version, error)
+                return Outcome.REFUSED
+            if trained is None:
+                return Outcome.CLOSED
+            if not trained.reports:
+                return Outcome.FINISHED
+            ready = await self._prepare(trained)
+
+    async def _train_beside(self, ready: _Ready | None) -> _Trained | None:
+        """Publish a version and take the steps of the next one; returns when both have ended."""
+        if ready is None:
+            return await self._train_version()
+        if not self.config.overlap_publication:
+            with self.progress.phase(LearnerPhase.PUBLISHING):
+                await self._publish(ready)
+            return await self._train_version()
+        trained, problem = None, None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                publication = tasks.create_task(self._publish(ready))
+                try:
+                    trained = await self._train_version()
+                except OperatorError as error:
+                    # It ends the run, not the version under way, which is sound.
+                    problem = error
+                with self.progress.phase(LearnerPhase.PUBLISHING):
+                    await asyncio.wait([publication])
+        except BaseExceptionGroup as group:
+            raise most_serious(group, mildest=GroupNotAvailable) from group
+        if problem is not None:
+            raise problem
+        return trained
+
+    async def _prepare(self, trained: _Trained) -> _Ready:
+        """Round the masters, evaluate them where that is due, and take what the version has of the backend."""
+        with self.progress.phase(LearnerPhase.PUBLISHING):
+            arena = await self.publisher.stage(self.backend)
+        version = self.publisher.position.head_version + 1
+        if self._is_evaluation_due(version):
+            accuracy = await self._evaluate(arena, version)
+            trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=accuracy)
+        is_last = self.step >= self.config.max_steps
+        with self.progress.phase(LearnerPhase.PUBLISHING):
+            draft = await self.publisher.prepare(arena, step=self.step, saved_by=self.backend, is_last=is_last)
+        self._parent = (version, arena)
+        return _Ready(draft=draft, trained=trained)
+
+    async def _publish(self, ready: _Ready) -> None:
+        trained = ready.trained
+        await self.publisher.carry_out(ready.draft, consumed=trained.consumed, reports=trained.reports)
+        self.num_unpublished -= len(trained.reports)
+        self.inbox.settle(trained.consumed)
+        self.notes.published(trained.consumed)
+        await self.selection.published()
+
+    def _head(self) -> tuple[int, Weights]:
+        """The version that a step builds on, which may be under way, and its weights."""
+        if self._parent is not None:
+            return self._parent
+        shadow = self.publisher.position.shadow
+        assert shadow is not None, "a published version leaves its shadow"
+        return self.publisher.position.head_version, shadow
+
+    async def _train_version(self) -> _Trained | None:
+        """Take the steps of one version, none where all are taken; None when the inbox closed."""
+        reports: list[StepReport] = []
+        consumed: list[GroupId] = []
+        while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
+            head, weights = self._head()
+            groups = await self.selection.take(self.config.groups_per_step, head=head, weights=weights)
+            if not groups:
+                return None
+            with self.progress.phase(LearnerPhase.COMPUTING):
+                report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
+            times = self.progress.end_step(is_applied=report.is_applied)
+            report = dataclasses.replace(report, times=times, num_replaced=self.selection.num_replaced)
+            held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
+            observe_step(report, groups, head_version=head, held_s=held_s, metrics_of_loss=self.backend.last_metrics)
+            if not report.is_applied:
+                await self._reject(report, groups)
+                continue
+            self.num_rejected = 0
+            self.step += 1
+            self.num_unpublished += 1
+            self.signal.note(groups)
+            self.notes.trained(groups, self.backend.last_log_ratios)
+            reports.append(report)
+            consumed += [queued.group.id for queued in groups]
+        return _Trained(reports=reports, consumed=consumed)
+
+    async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
+        """Give up the groups of a step that changed nothing; they would do so again."""
+        ids = [queued.group.id for queued in groups]
+        # The loss drops groups of equal rewards, and there were no others.
+        is_empty = report.num_tokens == 0
+        reason = f"step {report.step} was not finite: loss {report.loss}, gradient norm {report.grad_norm}"
+        if is_empty:
+            reason = f"step {report.step} has nothing to learn from: the rewards of each group are equal"
+        _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
+        self.journal.note_rejected_step(report)
+        counted_as = DropReason.UNIFORM if is_empty else DropReason.LEARNER_ABANDONED
+        await self.selection.abandon(ids, reason, counted_as=counted_as)
+        self.notes.abandoned(groups)
+        if is_empty:
+            self.signal.note(groups)
+            return
+        self.num_rejected += 1
+        if self.num_rejected >= self.config.max_rejected_steps:
+            raise OperatorError(
+                f"{self.num_rejected} steps in a row were not finite; the last version is sound",
+                action="lower backend.lr, or look at the rewards",
+            )
+
+    def _is_evaluation_due(self, version: int) -> bool:
+        every = self.config.evaluation.every_versions
+        return self.evaluator is not None and every > 0 and version % every == 0
+
+    async def _evaluate(self, weights: Weights, version: int) -> float | None:
+        assert self.evaluator is not None, "asked only when one is due"
+        with self.progress.phase(LearnerPhase.EVALUATING):
+            evaluation = await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
+        self.notes.evaluated(self.evaluator.last_samples)
+        self.journal.note_evaluation(dataclasses.asdict(evaluation))
+        if evaluation.accuracy is not None:
+            EVALUATION_ACCURACY.set(evaluation.accuracy)
+            _LOG.info("version %d: held-out reward %.3f", version, evaluation.accuracy)
+        return evaluation.accuracy

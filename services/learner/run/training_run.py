@@ -1,0 +1,255 @@
+"""Leading a run: the lease, its renewal, the sessions between which versions go back or resume, and where it left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
+from heterorl.common.model.routing import routing_shape
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import NO_VERSION, LeaseGrant
+from heterorl.learner.backends.train_backend import TrainBackend
+from heterorl.learner.checks.limits import Limits
+from heterorl.learner.checks.reward_signal import RewardSignal
+from heterorl.learner.checks.verifier import Verifier
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.publish.publisher import Publisher
+from heterorl.learner.run.group_selection import GroupSelection
+from heterorl.learner.run.inbox import Inbox, feed
+from heterorl.learner.run.learner_lease import acquire, check_groups, check_messages, read_incarnation, renew
+from heterorl.learner.run.rollback_order import Rollback
+from heterorl.learner.run.run_file import describe_run
+from heterorl.learner.run.training_loop import Outcome, TrainingLoop
+from heterorl.learner.sample_notes import NoteReader, SampleNotes
+from heterorl.learner.step_timing import StepTimer
+
+_LOG = logging.getLogger(__name__)
+RELEASE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Where a learner left.
+
+    `step` optimizer steps are in its weights, of which `num_unpublished` are in no version; `version` is the newest
+    that is known to be committed (-1: none), and the next one may be when `is_undecided`. `is_finished` when max_steps
+    is reached; `has_begun` once it held the weights of `version`.
+    """
+
+    step: int
+    version: int
+    is_finished: bool
+    num_unpublished: int = 0
+    is_undecided: bool = False
+    has_begun: bool = True
+
+    def __str__(self) -> str:
+        """The last line of a learner's log."""
+        if not self.has_begun:
+            where = "before the first version" if self.version < 0 else f"before it went on from version {self.version}"
+            return f"stopped {where}"
+        text = f"stopped at step {self.step - self.num_unpublished}, version {self.version}"
+        if self.is_undecided:
+            text += f"; version {self.version + 1} was on its way, the next start asks whether it arrived"
+        elif self.num_unpublished:
+            steps = f"{self.num_unpublished} step" + "s" * (self.num_unpublished > 1)
+            text += f"; {steps} after it not yet published: the groups return to the queue"
+        return text
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingRun:
+    """Holds the run's lease and trains under it, session after session.
+
+    `patience` makes a fresh row of waits between attempts; `begin` makes what works under a lease that was granted.
+    """
+
+    config: LearnerConfig
+    api: LearnerApi
+    contract: Contract
+    clock: Clock
+    patience: Callable[[], Patience]
+    backend: TrainBackend
+    evaluator: Evaluator | None
+    verifier: Verifier | None
+    begin: Callable[[LeaseGrant], Rollback]
+    progress: StepTimer
+    reader: NoteReader | None = None
+    """Makes text of the groups that are kept as samples; None: they stay without."""
+    result: RunResult = field(
+        default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
+    )
+    max_staleness_versions: int = -1
+    masks_stale: bool = False
+    statement: bytes = b""
+    """Of the configuration behind the contract."""
+    signal: RewardSignal = field(default_factory=RewardSignal)
+    _session: TrainingLoop | None = None
+    _rollback: Rollback | None = None
+
+    async def lead(self) -> None:
+        """Hold the lease and train under it."""
+        groups_per_version = self.config.groups_per_step * self.config.steps_per_version
+        grant = await acquire(
+            self.api,
+            holder=self.config.holder,
+            contract=self.contract,
+            request_id=secrets.token_hex(8),
+            patience=self.patience(),
+            variants=self.config.variants,
+            incarnation=await in_thread(read_incarnation, self.config.state_dir),
+            groups_per_version=groups_per_version,
+            statement=self.statement,
+        )
+        self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
+        self.result = replace(self.result, version=grant.head_version)
+        try:
+            check_messages(grant, own_bytes=self.config.max_message_bytes)
+            check_groups(grant, groups_per_version=groups_per_version)
+        except ConfigError:
+            await self.release(grant)
+            raise
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                renewal = tasks.create_task(
+                    renew(
+                        self.api,
+                        grant=grant,
+                        clock=self.clock,
+                        patience=self.patience(),
+                        on_grant=self.hear,
+                        progress=self.progress,
+                    )
+                )
+                await describe_run(self.api, self.config, epoch=grant.epoch, patience=self.patience())
+                await self.train(grant)
+                renewal.cancel()
+        except BaseException as error:
+            # Whatever ended it, this process does nothing more under the lease: the next one need not wait.
+            if not is_superseded(error):
+                await self.release(grant)
+            raise
+        await self.release(grant)
+
+    async def hear(self, grant: LeaseGrant) -> None:
+        """Note the coordinator's bound; end the session at its next step boundary when there is an order."""
+        self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
+        if self._session is None:
+            return
+        selection = self._session.selection
+        selection.max_staleness_versions, selection.masks_stale = grant.max_staleness_versions, grant.masks_stale
+        if self._rollback and self._rollback.is_due(grant.rollback_to):
+            await self._session.inbox.close()
+
+    async def train(self, grant: LeaseGrant) -> None:
+        """Sessions, one after another, until one ends the run."""
+        self._rollback = rollback = self.begin(grant)
+        term = rollback.resumption
+        await in_thread(term.store.remove_unfinished)
+        await in_thread(term.publisher.remove_leftovers)
+        notes = SampleNotes(
+            api=self.api, epoch=grant.epoch, reader=self.reader, limit_bytes=self.config.max_message_bytes // 2
+        )
+        outcome = None
+        while outcome is not Outcome.FINISHED:
+            step = await rollback.resume(is_start=outcome is None)
+            # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
+            inbox, patience = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.patience()
+            selection = GroupSelection(
+                config=self.config,
+                api=self.api,
+                backend=self.backend,
+                publisher=term.publisher,
+                inbox=inbox,
+                patience=patience,
+                progress=self.progress,
+                epoch=grant.epoch,
+                max_staleness_versions=self.max_staleness_versions,
+                masks_stale=self.masks_stale,
+                notes=notes,
+            )
+            self._session = session = TrainingLoop(
+                config=self.config,
+                backend=self.backend,
+                publisher=term.publisher,
+                progress=self.progress,
+                inbox=inbox,
+                selection=selection,
+                journal=term.journal,
+                evaluator=self.evaluator,
+                step=step,
+                signal=self.signal,
+                notes=notes,
+            )
+            notes.begin()
+            try:
+                outcome = await self._run_session(session)
+            finally:
+                self._note(term.publisher, session)
+        reason = f"step {session.step} of {self.config.max_steps} is reached"
+        _LOG.info("%s", reason)
+        await self.patience().insist(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
+
+    async def _run_session(self, session: TrainingLoop) -> Outcome:
+        limits = Limits(
+            group_size=self.config.group_size,
+            min_members=self.contract.min_members,
+            vocab_size=self.contract.vocab_size,
+            max_sequence_tokens=self.config.max_sequence_tokens,
+            has_unit_rewards=self.config.loss.advantage == "beta",
+            routing=routing_shape(self.backend.torch_model) if self.contract.routed_token_bytes else None,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            feeding = tasks.create_task(
+                feed(
+                    self.api,
+                    session.inbox,
+                    epoch=session.selection.epoch,
+                    limits=limits,
+                    patience=self.patience(),
+                    verifier=self.verifier,
+                    notes=session.notes,
+                )
+            )
+            noting = tasks.create_task(session.notes.run())
+            outcome = await session.run()
+            await session.inbox.close()
+            feeding.cancel()
+            if outcome is Outcome.FINISHED:
+                await session.notes.finish()
+            noting.cancel()
+        return outcome
+
+    def _note(self, publisher: Publisher, session: TrainingLoop) -> None:
+        self.result = RunResult(
+            step=session.step,
+            version=publisher.position.head_version,
+            is_finished=session.step >= self.config.max_steps,
+            num_unpublished=session.num_unpublished,
+            is_undecided=publisher.is_undecided,
+        )
+
+    async def release(self, grant: LeaseGrant) -> None:
+        """Let another learner in at once; if that fails, the lease runs out by itself."""
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self.api.release_lease(epoch=grant.epoch)
+        except (RemoteError, TimeoutError) as error:
+            problem = str(error) or f"no answer in {RELEASE_TIMEOUT_S:g} s"
+            _LOG.warning("the lease could not be released, it runs out by itself: %s", problem)
+
+
+def is_superseded(error: BaseException) -> bool:
+    """Whether another learner's epoch ended this one."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_superseded(each) for each in error.exceptions)
+    return isinstance(error, StaleEpoch)

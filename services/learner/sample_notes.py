@@ -1,0 +1,223 @@
+"""Notes of groups that are kept as samples, sent beside the training: texts, and the distance to who drew them.
+
+    trained     remembers a group whose note is wanted, until its version is out     session
+    published   its note goes into the queue, and so does that of a rejected group   session, feed
+    evaluated   what an evaluation generated goes into the queue too                 session
+    run         makes one note after another in a thread, and sends it               a queue of few
+
+A prompt is shown as the task has it, its messages under their roles. One whose tokens are others than the task and the
+template give is shown as the model read it.
+
+Guarantees: nothing waits for a note, and no note fails a step: what is beyond the bounds of the queue, cannot be read
+or is refused is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import HeterorlError, PromptRefused
+from heterorl.common.process.metrics import SAMPLE_NOTES
+from heterorl.common.process.threads import in_thread
+from heterorl.common.tasks.task import Task
+from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.texts import Texts
+from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.rollout import Group, GroupId, QueuedGroup
+from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, shown_answer
+from heterorl.learner.train.step_report import LogRatios
+
+_LOG = logging.getLogger(__name__)
+_NONE = np.zeros(0, np.float32)
+MAX_WAITING = 256
+"""Notes in the queue, and groups of steps that are in no version yet."""
+MAX_WAITING_BYTES = 256 << 20
+"""Of both together, as their groups lie in memory."""
+FINISH_S = 5.0
+"""How long the end of a run waits for the notes of its last version."""
+EVALUATIONS_AT_ONCE = 32
+"""Held-out prompts in one message."""
+_Ratios = Mapping[int, Float32Array]
+
+
+class NoteReader:
+    """Reads groups with the run's tokenizer, and their answers in its task."""
+
+    def __init__(self, prompter: Prompter, task: Task) -> None:
+        self._prompter = prompter
+        self._task = task
+        self._texts = Texts(decode=prompter.decode, decode_given=self._decode_raw)
+
+    def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
+        """What is said of a group.
+
+        `ratios` are log p - log q of each drawn token, by number of a rollout that was trained on. Where the message
+        would be larger than about `limit_bytes`, the numbers of tokens are left out.
+        """
+        prompt, answer = self._asked(group)
+        rollouts = []
+        for number, rollout in enumerate(group.rollouts):
+            text, ends = self._texts.read(rollout.token_ids, rollout.spans)
+            ratios_N = ratios.get(number, _NONE)
+            rollouts.append(RolloutNote(completion=text, reward_parts=(), log_ratios=ratios_N, token_ends=ends))
+        if _num_bytes(prompt, rollouts) > limit_bytes:
+            rollouts = [RolloutNote(completion=rollout.completion, reward_parts=()) for rollout in rollouts]
+        return SampleNote(group=group.id, prompt=prompt, answer=answer, rollouts=tuple(rollouts))
+
+    def _asked(self, group: Group) -> tuple[str, str]:
+        """A group's prompt and expected answer."""
+        answer = ""
+        # A prompt that the task does not have was rejected, and its group is kept to be read.
+        with contextlib.suppress(LookupError, PromptRefused):
+            asked = self._task.prompt(group.prompt_index)
+            answer = shown_answer(asked.answer)
+            if np.array_equal(self._prompter.encode_prompt(asked), group.prompt_token_ids):
+                return asked.shown, answer
+        return self._decode_raw(group.prompt_token_ids), answer
+
+    def _decode_raw(self, token_ids: Int32Array) -> str:
+        return self._prompter.decode(token_ids, keeps_special=True)
+
+
+def _num_bytes(prompt: str, rollouts: Sequence[RolloutNote]) -> int:
+    texts = len(prompt.encode()) + sum(len(rollout.completion.encode()) for rollout in rollouts)
+    return texts + sum(4 * len(rollout.log_ratios) + 3 * len(rollout.token_ends) for rollout in rollouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Settled:
+    """A group whose note is to be made, with the log-ratios of a group that was trained on."""
+
+    group: Group
+    ratios: _Ratios
+
+
+_Entry = _Settled | Sequence[EvaluationSample]
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleNotes:
+    """The notes of one lease; without a reader there are none."""
+
+    api: LearnerApi | None = None
+    epoch: int = 0
+    reader: NoteReader | None = None
+    limit_bytes: int = 8 << 20
+    """About the largest note; see NoteReader."""
+    _trained: dict[GroupId, _Settled] = field(default_factory=dict)
+    _queue: asyncio.Queue[_Entry] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
+    _held_bytes: int = 0
+    _is_said: bool = False
+
+    def begin(self) -> None:
+        """Forget groups of steps that were undone."""
+        while self._trained:
+            self._held_bytes -= _size(self._trained.popitem()[1])
+
+    def trained(self, groups: Sequence[QueuedGroup], ratios: LogRatios) -> None:
+        """Remember the groups of a step whose note is wanted."""
+        if self.reader is None:
+            return
+        for number, queued in enumerate(groups):
+            if queued.wants_note and len(self._trained) < MAX_WAITING:
+                own = {rollout: values for (group, rollout), values in ratios.items() if group == number}
+                entry = _Settled(group=queued.group, ratios=own)
+                if self._has_room(entry):
+                    self._trained[queued.group.id] = entry
+                    self._held_bytes += _size(entry)
+
+    def published(self, ids: Iterable[GroupId]) -> None:
+        """Send the notes of a version's groups."""
+        for group_id in ids:
+            entry = self._trained.pop(group_id, None)
+            if entry is not None:
+                self._held_bytes -= _size(entry)
+                self._put(entry)
+
+    def rejected(self, groups: Iterable[Group]) -> None:
+        """Send the notes of groups that failed a check: all of them are kept."""
+        for group in groups:
+            self._put(_Settled(group=group, ratios={}))
+
+    def abandoned(self, groups: Iterable[QueuedGroup]) -> None:
+        """Send the notes of groups that were given up for no fault of theirs, as far as they are kept."""
+        for queued in groups:
+            if queued.wants_note:
+                self._put(_Settled(group=queued.group, ratios={}))
+
+    def evaluated(self, samples: Sequence[EvaluationSample]) -> None:
+        """Send what an evaluation generated."""
+        for first in range(0, len(samples), EVALUATIONS_AT_ONCE):
+            self._put(samples[first : first + EVALUATIONS_AT_ONCE])
+
+    def _put(self, entry: _Entry) -> None:
+        if self.reader is None or not self._has_room(entry):
+            return
+        try:
+            self._queue.put_nowait(entry)
+        except asyncio.QueueFull:
+            self._gave_up("more groups than notes can be sent of")
+        else:
+            self._held_bytes += _size(entry)
+
+    def _has_room(self, entry: _Entry) -> bool:
+        has_room = self._held_bytes + _size(entry) <= MAX_WAITING_BYTES
+        if not has_room:
+            self._gave_up("larger groups than notes can be sent of")
+        return has_room
+
+    async def run(self) -> None:
+        """Make and send notes, one after another, until cancelled."""
+        while True:
+            entry = await self._queue.get()
+            try:
+                await self._send(entry)
+            finally:
+                self._held_bytes -= _size(entry)
+                self._queue.task_done()
+
+    async def finish(self) -> None:
+        """Wait for a moment until all notes are sent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_S):
+                await self._queue.join()
+
+    async def _send(self, entry: _Entry) -> None:
+        assert self.reader is not None, "nothing is queued without"
+        assert self.api is not None, "a reader comes with a coordinator"
+        try:
+            if isinstance(entry, _Settled):
+                note = await in_thread(self.reader.note, entry.group, entry.ratios, limit_bytes=self.limit_bytes)
+                await self.api.note_samples(epoch=self.epoch, notes=[note])
+            else:
+                await self.api.note_samples(epoch=self.epoch, notes=[], evaluations=entry)
+        except Exception as error:  # noqa: BLE001 - whatever a tokenizer or a link says, the run goes on without a note
+            # Of a tokenizer's words the name alone: they may hold what it read.
+            self._gave_up(str(error) if isinstance(error, HeterorlError) else type(error).__name__)
+        else:
+            SAMPLE_NOTES.labels("sent").inc()
+
+    def _gave_up(self, why: str) -> None:
+        SAMPLE_NOTES.labels("given_up").inc()
+        # The first alone: an earlier coordinator refuses each.
+        _LOG.log(logging.DEBUG if self._is_said else logging.WARNING, "a sample stays without its text: %s", why)
+        self._is_said = True
+
+
+def _size(entry: _Entry) -> int:
+    """About the bytes that it keeps in memory."""
+    if isinstance(entry, _Settled):
+        arrays = [entry.group.prompt_token_ids, *entry.ratios.values()]
+        arrays += [array for rollout in entry.group.rollouts for array in (rollout.token_ids, rollout.sampler_logprobs)]
+        return sum(int(array.nbytes) for array in arrays)
+    return sum(
+        len(sample.prompt) + sum(len(one.completion) + int(one.token_ids.nbytes) for one in sample.rollouts)
+        for sample in entry
+    )

@@ -1,0 +1,269 @@
+"""What is measured of one step: per rollout in each micro-batch, then for the whole step, then its report.
+
+Guarantees: the same quantities whatever loss is trained; finite whenever the log-probs are; computed from per-rollout
+and per-token numbers, so splits do not matter.
+Suffixes: B sequences, T completion tokens, N all completion tokens, M importance weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+
+from heterorl.common.types.common import Float32Array, StepReport
+from heterorl.common.types.rollout import QueuedGroup
+from heterorl.learner.loss.group import masked_mean
+from heterorl.learner.loss.loss_spec import LossSpec
+from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossInputs, LossTerms
+from heterorl.learner.train.completion_stats import by_source, completion_numbers
+
+SEQUENCE_RATIO_CAP = 8.0
+"""Largest sequence ratio in the effective sample size of losses without weights of rollouts, but for `ess_uncapped`."""
+LogRatios = Mapping[tuple[int, int], Float32Array]
+"""By the position of a group in the step and of a rollout in the group: log p - log q of each drawn token, nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SequenceSample:
+    """What one micro-batch measured of each rollout; float64 [B] without gradient.
+
+    `weights_B` are those in the loss, averaged over tokens where a token has its own; the clip counts are of rollouts
+    or tokens, as the loss counts, good and bad being A > 0 and A < 0.
+    """
+
+    log_gepo_B: torch.Tensor
+    log_gspo_B: torch.Tensor
+    log_products_B: torch.Tensor
+    advantages_B: torch.Tensor
+    centred_rewards_B: torch.Tensor
+    weights_B: torch.Tensor
+    clipped_B: torch.Tensor
+    clippable_B: torch.Tensor
+    dropped_B: torch.Tensor
+    squares_B: torch.Tensor
+    lengths_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchSample:
+    """What one micro-batch measured; all on the CPU, float64, without gradient.
+
+    `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens;
+    `sequences` is what algorithms are compared by. `log_ratios_N` float32 are log p - log q of the tokens, row by row,
+    of the rollouts at `places_B` [B, 2]: group and rollout. `metrics` of a custom loss are [2]: sum and count.
+    """
+
+    loss: float
+    weights_M: torch.Tensor
+    is_clipped_M: torch.Tensor
+    kl_B: torch.Tensor
+    entropies_N: torch.Tensor
+    sequences: SequenceSample
+    log_ratios_N: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    places_B: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.int64))
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def measure(inputs: LossInputs, learner_BT: torch.Tensor, terms: LossTerms) -> SequenceSample:
+    """Take the numbers of one micro-batch; moved to the CPU in one piece."""
+    mask_BT = inputs.mask_BT
+    ratios_BT = torch.where(mask_BT, learner_BT - inputs.sampler_BT, 0.0)
+    means_B = masked_mean(learner_BT, mask_BT)
+    lengths_B = mask_BT.sum(1).double()
+    is_token = terms.weights.dim() == 2
+    weights_B = masked_mean(terms.weights, mask_BT) if is_token else terms.weights
+    clipped = terms.is_clipped.double()
+    rows = torch.stack(
+        [
+            means_B - inputs.log_expectations_B,
+            ratios_BT.sum(1) / lengths_B.clamp(min=1.0),
+            ratios_BT.sum(1),
+            inputs.advantages_B,
+            inputs.centred_rewards_B,
+            weights_B,
+            clipped.sum(1) if clipped.dim() == 2 else clipped,
+            lengths_B if clipped.dim() == 2 else torch.ones_like(lengths_B),
+            (mask_BT & ~terms.is_kept_BT).sum(1).double(),
+            ratios_BT.square().sum(1),
+            lengths_B,
+        ]
+    ).cpu()
+    return SequenceSample(**dict(zip((field.name for field in fields(SequenceSample)), rows, strict=True)))
+
+
+def join(samples: Sequence[SequenceSample]) -> SequenceSample:
+    """All rollouts of the step."""
+    return SequenceSample(
+        **{
+            field.name: torch.cat([getattr(sample, field.name) for sample in samples])
+            if samples
+            else torch.zeros(0, dtype=torch.float64)
+            for field in fields(SequenceSample)
+        }
+    )
+
+
+def ess_fraction(weights_M: torch.Tensor) -> float:
+    """Effective share of the samples, (sum w)^2 / (M sum w^2), in (0, 1]; 0 when there is no weight at all."""
+    # Scaled first: the squares of weights near e^-400 would all be 0.
+    largest = weights_M.max() if weights_M.numel() else torch.zeros(())
+    if not largest > 0:
+        return 0.0
+    scaled_M = weights_M / largest
+    return float(scaled_M.sum() ** 2 / (scaled_M.numel() * (scaled_M**2).sum()))
+
+
+def step_size_factor(spec: LossSpec, sample: SequenceSample) -> float:
+    """What multiplies the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
+
+    ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
+    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8; for `ess_uncapped` always
+    those ratios, capped at e^max_log_weight alone; VCPO has no cap, and so trusts what samplers state.
+    """
+    if spec.step_size == "constant":
+        return 1.0
+    if spec.step_size == "ess_uncapped":
+        return math.sqrt(ess_fraction(_shifted(sample.log_products_B.clamp(max=spec.max_log_weight))))
+    if spec.has_group_denominator:
+        return math.sqrt(ess_fraction(sample.weights_B))
+    return math.sqrt(ess_fraction(_capped_products(sample)))
+
+
+def step_extras(sample: SequenceSample) -> dict[str, float]:
+    """Numbers of a closed step.
+
+    bias_x is (mean w A)^2 and iw_variance_x (ddof 0) and ess_fraction_x are of the length-normalised weights of
+    x = gepo (contraharmonic) and gspo, whichever loss is trained; advantage_estimate is the mean of w A over rollouts
+    with the loss's own weights, its estimate of E_p[A]. A is here the reward minus the group's mean for every loss:
+    one divided by a deviation is in another unit. clip_fraction_positive and _negative are shares of the rollouts or
+    tokens with that sign of the loss's own A; dropped_token_fraction is what masks left out; second_moment is the mean
+    of (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout ratios capped at 8.
+    """
+    numbers: dict[str, float] = {}
+    for name, logs_B in (("gepo", sample.log_gepo_B), ("gspo", sample.log_gspo_B)):
+        weights_B = logs_B.clamp(max=MAX_LOG_WEIGHT).exp()
+        numbers[f"bias_{name}"] = _ratio((weights_B * sample.centred_rewards_B).sum(), weights_B.numel()) ** 2
+        numbers[f"iw_variance_{name}"] = float(weights_B.var(correction=0)) if weights_B.numel() else 0.0
+        numbers[f"ess_fraction_{name}"] = ess_fraction(weights_B)
+    numbers["ess_fraction_sequence"] = ess_fraction(_capped_products(sample))
+    estimated = (sample.weights_B * sample.centred_rewards_B).sum()
+    numbers["advantage_estimate"] = _ratio(estimated, sample.centred_rewards_B.numel())
+    for name, is_chosen in (("positive", sample.advantages_B > 0), ("negative", sample.advantages_B < 0)):
+        numbers[f"clip_fraction_{name}"] = _ratio(
+            sample.clipped_B[is_chosen].sum(), float(sample.clippable_B[is_chosen].sum())
+        )
+    num_tokens = float(sample.lengths_B.sum())
+    numbers["dropped_token_fraction"] = _ratio(sample.dropped_B.sum(), num_tokens)
+    numbers["second_moment"] = _ratio(sample.squares_B.sum(), num_tokens)
+    return numbers
+
+
+def summed(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Sum and count [2] of one number for each rollout, or for each token, of which padding has none."""
+    counted = values[mask_BT] if values.dim() == 2 else values
+    return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel()))]).cpu()
+
+
+def metric_means(samples: Sequence[MicroBatchSample]) -> dict[str, float]:
+    """Means over the step of what a custom loss measured; a name that some passes lack is a mean of the others."""
+    totals: dict[str, torch.Tensor] = {}
+    for sample in samples:
+        for name, both in sample.metrics.items():
+            totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + both
+    return {name: float(both[0] / both[1]) for name, both in totals.items()}
+
+
+def mean(values: torch.Tensor) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    return float(values.double().mean()) if values.numel() else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepEnd:
+    """A step after its update: whether weights moved, the norm of the gradient, and what was measured.
+
+    `extras` are numbers beyond the report, see `step_extras`; with the step size taken, lr. `metrics` are those of a
+    custom loss.
+    """
+
+    samples: Sequence[MicroBatchSample]
+    is_applied: bool
+    grad_norm: float
+    extras: dict[str, float]
+    metrics: dict[str, float]
+
+    def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
+        """Close the step.
+
+        `version` is the one it leads to, head_version + 1. `kl` estimates KL(q || p) of whole sequences in nats: mean
+        over rollouts of sum_t k3_t (see `objectives.kl_estimates`); the plain sum of log q - log p has the same
+        expectation, can be negative and varies far more. `ess_fraction` and `iw_variance` (ddof 0) are of the weights
+        that the loss used. `entropy` is a mean over tokens; staleness and policy age are over groups.
+        """
+        weights_M = _concatenate([sample.weights_M for sample in self.samples])
+        kl_B = _concatenate([sample.kl_B for sample in self.samples])
+        entropies_N = _concatenate([sample.entropies_N for sample in self.samples])
+        staleness = [head_version - queued.group.oldest_version for queued in groups]
+        rewards = [rollout.reward for queued in groups for rollout in queued.group.trainable]
+        return StepReport(
+            step=step,
+            version=head_version + 1,
+            loss=sum(sample.loss for sample in self.samples),
+            reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+            kl=mean(kl_B),
+            ess_fraction=ess_fraction(weights_M),
+            iw_variance=float(weights_M.var(correction=0)) if weights_M.numel() else 0.0,
+            clip_fraction=mean(_concatenate([sample.is_clipped_M.double() for sample in self.samples])),
+            entropy=mean(entropies_N),
+            grad_norm=self.grad_norm,
+            staleness_mean=float(np.mean(staleness)) if staleness else 0.0,
+            staleness_max=max(staleness, default=0),
+            policy_age_p50_s=float(np.median([queued.policy_age_s for queued in groups])) if groups else 0.0,
+            num_groups=len(groups),
+            num_tokens=entropies_N.numel(),
+            step_s=step_s,
+            is_applied=self.is_applied,
+            lr=self.extras["lr"],
+            sources=by_source(groups),
+            completions=completion_numbers([queued.group for queued in groups]),
+        )
+
+
+def _capped_products(sample: SequenceSample) -> torch.Tensor:
+    return _shifted(sample.log_products_B.clamp(max=math.log(SEQUENCE_RATIO_CAP)))
+
+
+def _shifted(logs_B: torch.Tensor) -> torch.Tensor:
+    # By the largest logarithm: a share does not change, and exp(-20000) would be 0 for every rollout.
+    return (logs_B - logs_B.max()).exp() if logs_B.numel() else logs_B
+
+
+def _ratio(total: torch.Tensor, count: float) -> float:
+    return float(total) / count if count else 0.0
+
+
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def wanted_log_ratios(samples: Iterable[MicroBatchSample], groups: Sequence[QueuedGroup]) -> LogRatios:
+    """Those of groups whose note is wanted; a loss that leaves a group out of the step leaves it out here too."""
+    wanted = {number for number, queued in enumerate(groups) if queued.wants_note}
+    found: dict[tuple[int, int], Float32Array] = {}
+    if not wanted:
+        return found
+    for sample in samples:
+        lengths = sample.sequences.lengths_B.long().tolist()
+        places = sample.places_B.tolist()
+        if len(places) != len(lengths):
+            continue
+        for (group, rollout), ratios in zip(places, sample.log_ratios_N.split(lengths), strict=True):
+            if group in wanted:
+                # A copy: a view would keep all tokens of the micro-batch.
+                found[group, rollout] = ratios.numpy().copy()
+    return found

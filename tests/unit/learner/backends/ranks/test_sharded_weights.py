@@ -1,0 +1,180 @@
+"""Versions that ranks make together are, bit for bit, those of one process, however tensors and chunks are cut."""
+
+import numpy as np
+import pytest
+import torch
+
+from heterorl.common.errors import ConfigError, MalformedPayload
+from heterorl.common.model import tensors
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec, digest_integers
+from heterorl.common.weights.codec import Method
+from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, write_coded, write_delta, write_snapshot
+from heterorl.learner.backends.ranks.sharded_state import Piece
+from heterorl.learner.backends.ranks.sharded_weights import ShardedVersions, source_of
+from tests.support.thread_ranks import on_all_ranks
+
+SHAPES = {"a": (7, 5), "b": (), "c": (0, 4), "d": (3,), "e": (11, 3), "table": (2, 2)}
+CHUNK = 16
+
+
+class _State:
+    """Tensors cut anywhere, as flat buffers of an engine may be."""
+
+    def __init__(self, values, cuts, rank):
+        self._values, self._rank = values, rank
+        self.tables = [
+            {name: Piece(start=cuts[name][number], size=cuts[name][number + 1] - cuts[name][number]) for name in values}
+            for number in range(len(cuts["a"]) - 1)
+        ]
+        self.pieces = self
+
+    def read(self, name, key, *, start, size):
+        piece = self.tables[self._rank][name]
+        assert start + size <= piece.size
+        return self._values[name].reshape(-1)[piece.start + start : piece.start + start + size]
+
+
+def _values(seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()}
+
+
+def _cuts(seed, world_size):
+    random = np.random.default_rng(seed)
+    cuts = {}
+    for name, shape in SHAPES.items():
+        size = int(np.prod(shape))
+        inner = np.sort(random.integers(0, size + 1, world_size - 1))
+        cuts[name] = [0, *map(int, inner), size]
+    return cuts
+
+
+def _layout(dtype):
+    specs = [TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in SHAPES.items()]
+    specs.append(TensorSpec(name="0 tied", dtype=dtype, shape=SHAPES["a"], alias_of="a"))
+    return Layout.build(specs, chunk_elements=CHUNK)
+
+
+def _arena(layout, values, *, published=None, band=0.0):
+    arena = Arena(layout)
+    for name, tensor in values.items():
+        tensors.store_tensor(layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
+    return arena
+
+
+def _held(ranks, layout, values, cuts, *, band=0.0):
+    trained = {name: tensor for name, tensor in values.items() if name != "table"}
+    return ShardedVersions(
+        state=_State(trained, cuts, ranks.rank),
+        layout=layout,
+        buffers={"table": values["table"]},
+        ranks=ranks,
+        dead_band_ulp=band,
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dtype", "band"), [("bf16", 0.0), ("bf16", 0.7), ("fp32", 0.0)])
+def test_payloads_and_digests_are_those_of_one_process(tmp_path, world_size, dtype, band):
+    layout, seed = _layout(dtype), world_size
+    first = _values(seed)
+    second = {name: tensor + 0.004 * torch.randn_like(tensor) for name, tensor in first.items()}
+    old = _arena(layout, first)
+    new = _arena(layout, second, published=old, band=band)
+    wanted = [write_snapshot(tmp_path / "0", old), write_delta(tmp_path / "1", old, new, threads=2)]
+
+    def work(ranks):
+        values = {name: tensor.clone() for name, tensor in first.items()}
+        held = _held(ranks, layout, values, _cuts(seed, world_size), band=band)
+        digests = [held.stage(0, published=None)]
+        for name, tensor in values.items():
+            tensor.copy_(second[name])
+        digests.append(held.stage(1, published=0))
+        infos = []
+        for version, before in ((0, None), (1, 0)):
+            coded = held.code(version, before=before, threads=1 + version)
+            chunks = ((*chunk, digest) for chunk, digest in zip(coded, digests[version], strict=True))
+            if ranks.rank:
+                assert list(coded) == []
+                continue
+            root = NO_ROOT if before is None else old.state_root()
+            infos.append(write_coded(tmp_path / f"{version} of all", chunks, layout=layout, from_root=root))
+        assert ranks.largest_exchange <= max(world_size, 1) * CHUNK * 4
+        held.keep([1])
+        whole = held.whole(1)
+        return digests, infos, whole
+
+    answers = on_all_ranks(world_size, work)
+
+    assert all(answer[0] == [old.digests(), new.digests()] for answer in answers)
+    assert answers[0][1] == wanted
+    assert answers[0][2].state_root() == new.state_root()
+    for number in (0, 1):
+        assert (tmp_path / f"{number} of all").read_bytes() == (tmp_path / str(number)).read_bytes()
+    assert wanted[1].num_changed < layout.num_elements or dtype == "fp32"
+
+
+def test_ranks_rebuild_their_chunks_from_a_snapshot_or_an_arena(tmp_path):
+    layout = _layout("bf16")
+    values = _values(7)
+    arena = _arena(layout, values)
+    write_snapshot(tmp_path / "snapshot", arena)
+
+    def work(ranks):
+        held = _held(ranks, layout, values, _cuts(1, 3))
+        source = PayloadChunks(
+            tmp_path / "snapshot", layout_id=layout.layout_id, chunks=layout.chunks, expected_from_root=None
+        )
+        return [
+            held.divide(0, None if ranks.rank else source.read),
+            held.divide(1, None if ranks.rank else source_of(arena)),
+        ]
+
+    assert on_all_ranks(3, work) == [[arena.digests()] * 2] * 3
+
+
+@pytest.mark.parametrize(
+    "fault", [MalformedPayload("torn"), OSError(5, "the disk"), (99, b"?"), (Method.RAW, b"short")]
+)
+def test_broken_source_is_raised_on_every_rank_and_none_waits(fault):
+    layout = _layout("bf16")
+    arena = _arena(layout, _values(7))
+
+    def read(number):
+        if number != 1:
+            return source_of(arena)(number)
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+    def work(ranks):
+        held = _held(ranks, layout, _values(7), _cuts(1, 2))
+        try:
+            held.divide(0, None if ranks.rank else read)
+        except (MalformedPayload, OSError) as error:
+            return type(error), held.stage(1, published=None)
+        raise AssertionError("nothing was raised")
+
+    (kind, digests), (other, others) = on_all_ranks(2, work)
+
+    assert kind is (OSError if isinstance(fault, OSError) else MalformedPayload)
+    assert other is MalformedPayload
+    assert digests == others == arena.digests()
+
+
+def test_weight_that_is_not_finite_is_named_on_every_rank():
+    layout = _layout("bf16")
+    values = _values(3)
+    values["e"][10, 2] = float("inf")
+
+    def work(ranks):
+        return _held(ranks, layout, values, _cuts(3, 2)).stage(0, published=None)
+
+    answers = on_all_ranks(2, work)
+
+    assert all(isinstance(answer, ConfigError) for answer in answers)
+    assert all("e is not finite as bf16" in str(answer) for answer in answers)
+
+
+def test_digest_of_a_chunk_has_the_size_that_is_cut_by():
+    assert len(digest_integers(np.zeros(3, np.int16))) == 16

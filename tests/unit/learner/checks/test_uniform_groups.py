@@ -1,0 +1,45 @@
+"""Which groups are replaced: pure; and which configurations it has no meaning for."""
+
+import dataclasses
+
+import pytest
+from pydantic import ValidationError
+
+from heterorl.learner.checks.reward_signal import split_uniform
+from heterorl.learner.config import LearnerConfig
+from tests.support.learner_world import queued
+
+
+def with_rewards(sequence, *rewards):
+    entry = queued(sequence)
+    rollouts = tuple(
+        dataclasses.replace(rollout, reward=reward)
+        for rollout, reward in zip(entry.group.rollouts, rewards, strict=True)
+    )
+    return dataclasses.replace(entry, group=dataclasses.replace(entry.group, rollouts=rollouts))
+
+
+def test_groups_of_equal_rewards_are_replaced_in_their_order_up_to_the_room():
+    solved, mixed, failed = with_rewards(1, 1.0, 1.0), with_rewards(2, 1.0, 0.0), with_rewards(3, 0.0, 0.0)
+
+    assert split_uniform([solved, mixed, failed], room=2) == ([mixed], [solved, failed])
+    assert split_uniform([solved, mixed, failed], room=1) == ([mixed, failed], [solved])
+    assert split_uniform([solved, mixed, failed], room=0) == ([solved, mixed, failed], [])
+
+
+def test_a_difference_however_small_is_signal():
+    group = with_rewards(1, 1.0, 1.0 - 1e-12)
+
+    assert split_uniform([group], room=1) == ([group], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group_size": 1}, "dynamic_sampling with group_size 1"),
+    ],
+)
+def test_configurations_in_which_equal_rewards_are_no_lack_are_refused(changes, words):
+    with pytest.raises(ValidationError, match=words):
+        LearnerConfig(dynamic_sampling={"max_replaced_per_step": 8}, **changes)
+    assert LearnerConfig(**changes).dynamic_sampling.max_replaced_per_step == 0

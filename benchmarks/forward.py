@@ -32,11 +32,11 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from heterorl.common.generation.engine import ScoredText, canary_texts
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import ScoredText, canary_texts
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignment, total_reward
 from heterorl.common.weights.arena import Arena

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import build_tokenizer
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.tiny_model import build_tokenizer
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, WorkAssignment
 from heterorl.common.weights.arena import Arena, Layout

@@ -41,7 +41,7 @@ def write_model(directory: Path, *, hidden_size: int, layers: int) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from heterorl.common.generation.tiny import build_tokenizer
+    from heterorl.common.generation.tiny_model import build_tokenizer
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(

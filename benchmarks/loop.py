@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.loop_engine import Span, span_of
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.run import RunStatus

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from heterorl.common.generation.engine import Finished, Request
+from heterorl.common.generation.inference_engine import Finished, Request
 from heterorl.sampler.assembly import assemble
 from heterorl.sampler.config import SamplerConfig
 

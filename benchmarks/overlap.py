@@ -30,7 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience

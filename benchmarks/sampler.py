@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import VllmEngineConfig

@@ -37,10 +37,10 @@ from benchmarks.verify_cheats import (
     round_weights,
     where_tokens_differ,
 )
-from heterorl.common.generation.draw import group_key
+from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.model.contract import SamplingConfig, build_contract
-from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.common.types.rollout import Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
@@ -259,7 +259,7 @@ def _published(backend: TorchBackend) -> Arena:
 
 def main() -> None:
     """Warm the model up, measure, write the record and print the table."""
-    from heterorl.common.generation.tiny import WarmStart, warm_start
+    from heterorl.common.generation.tiny_model import WarmStart, warm_start
     from heterorl.demo.config import FULL
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Task
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of

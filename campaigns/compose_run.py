@@ -28,7 +28,7 @@ from rich.console import Console
 
 from campaigns.debian import Steps, block, make_base, until
 from campaigns.docker import Docker, index_of, run
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parents[1]
 BIN = ROOT / ".venv" / "bin"

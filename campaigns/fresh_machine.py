@@ -25,7 +25,7 @@ import tomli_w
 from rich.console import Console
 
 from campaigns.debian import Steps, block, make_base, until
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from tests.support.bucket import BUCKET, KEY, SECRET, BucketServer
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from campaigns import wan_evidence
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy

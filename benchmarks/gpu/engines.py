@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu.rows import Place, Rows, seconds
 from benchmarks.learner import VOCAB_SIZE, write_model
-from heterorl.common.generation.engine import ScoredText
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.plan.assumptions import Assumptions
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from heterorl.common.generation.engine import Engine, Finished, Lost, Request, ScoredText, generate_all
+from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.tasks.task import Task
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Float32Array, StepReport
 from heterorl.common.types.rollout import QueuedGroup, total_reward
 from heterorl.common.weights.arena import Arena, Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from heterorl.common.generation.tiny import WarmStart, warm_start
+from heterorl.common.generation.tiny_model import WarmStart, warm_start
 from heterorl_research.lab.cell import Cell
 
 

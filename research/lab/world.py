@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.model.contract import SamplingConfig
-from heterorl.common.tasks.registry import build_task
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.tasks.task_config import build_task
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig

@@ -184,7 +184,7 @@ def _try_loss(config: Any) -> None:
 
 
 def _build_task(config: Any, prompter: Any) -> Any:
-    from heterorl.common.tasks.registry import build_task
+    from heterorl.common.tasks.task_config import build_task
 
     # Nothing is written: a branch of the hub is where it is today.
     return build_task(config.task, measure=None if prompter is None else prompter.num_tokens)
@@ -192,8 +192,8 @@ def _build_task(config: Any, prompter: Any) -> Any:
 
 def counted(task: Any, prompter: Any) -> str:
     """How many prompts a task has, and the longest of some that are spread over it."""
-    from heterorl.common.tasks.environments.task import environments_of
-    from heterorl.common.tasks.sources.rows import lengths_of
+    from heterorl.common.tasks.environments.environment_task import environments_of
+    from heterorl.common.tasks.sources.cells import lengths_of
 
     num = NUM_RESET if environments_of(task) else NUM_COUNTED
     indices = sorted({number * task.num_prompts // num for number in range(num)})
@@ -207,7 +207,7 @@ def counted(task: Any, prompter: Any) -> str:
 
 
 def _load_tokenizer(config: Any) -> Any:
-    from heterorl.common.text.prompts import Prompter
+    from heterorl.common.text.prompter import Prompter
 
     return Prompter(
         config.model_dir,

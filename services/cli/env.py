@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from heterorl.cli.episode import Played, Screen
-    from heterorl.common.tasks.environments.task import EnvironmentSpec
+    from heterorl.common.tasks.environments.environment_task import EnvironmentSpec
     from heterorl.common.tasks.task import Prompt, Task
-    from heterorl.common.text.prompts import Prompter
+    from heterorl.common.text.prompter import Prompter
     from heterorl.common.types.common import Int32Array
 
 env = typer.Typer(help="Environments, before a run plays them.", no_args_is_help=True)
@@ -55,8 +55,8 @@ def env_try(
         raise ConfigError("task.environment", "is not set", action="docs/environments.md says how to write one")
     is_typed = by_hand or (not model and sys.stdin.isatty())
     from heterorl.cli.episode import Screen, as_json
-    from heterorl.common.tasks.registry import build_task
     from heterorl.common.tasks.task import close_task
+    from heterorl.common.tasks.task_config import build_task
 
     prompter = cache(lambda: _prompter(loaded))
     if not is_typed:
@@ -77,7 +77,7 @@ def env_try(
 
 
 def _prompter(config: Any) -> Prompter:
-    from heterorl.common.text.prompts import Prompter
+    from heterorl.common.text.prompter import Prompter
 
     return Prompter(
         config.model_dir,
@@ -87,7 +87,7 @@ def _prompter(config: Any) -> Prompter:
 
 
 def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, EnvironmentSpec]:
-    from heterorl.common.tasks.environments.task import environment_of
+    from heterorl.common.tasks.environments.environment_task import environment_of
 
     count = task.num_evaluation_prompts if is_held_out else task.num_prompts
     if index >= count:
@@ -120,7 +120,7 @@ def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
 
 def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Screen) -> tuple[Int32Array, Played]:
     from heterorl.cli.episode import Model, play
-    from heterorl.common.generation.hf import HfEngine
+    from heterorl.common.generation.hf_engine import HfEngine
     from heterorl.common.model.building import room_at
     from heterorl.common.text.conversation import Conversations
 

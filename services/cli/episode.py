@@ -13,14 +13,14 @@ from rich.console import Console
 from heterorl.cli.samples.table import visible
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
 from heterorl.common.tasks.environments.environment import Observation
+from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_problem
 from heterorl.common.tasks.environments.episodes import Episode
-from heterorl.common.tasks.environments.task import EnvironmentSpec, environment_problem
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart, total_reward
 
 if TYPE_CHECKING:
-    from heterorl.common.generation.engine import Engine
+    from heterorl.common.generation.inference_engine import Engine
     from heterorl.common.model.building import Room
     from heterorl.common.text.conversation import Conversation
 
@@ -127,7 +127,7 @@ class Model:
             PromptTooLong: the model has no room for another turn.
             EngineError: nothing was drawn.
         """
-        from heterorl.common.generation.engine import generate_all
+        from heterorl.common.generation.inference_engine import generate_all
 
         begun, context = time.monotonic(), np.concatenate(self._parts)
         self._room.check(context, self._max_new_tokens)

@@ -15,7 +15,7 @@ import typer
 from heterorl.cli.link import bytes_bar, console_of
 
 if TYPE_CHECKING:
-    from heterorl.common.evaluation.config import EvaluationSetConfig
+    from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
     from heterorl.common.tasks.task import Prompt
     from heterorl.common.types.evaluation import PromptResult
     from heterorl.evaluation.run import Row
@@ -98,7 +98,7 @@ def evaluate(
 def _evaluate(
     subject: str, versions: list[int], *, is_run: bool, config: SamplerConfig, sets: tuple[EvaluationSetConfig, ...]
 ) -> list[Row]:
-    from heterorl.common.tasks.sources.hub import NOTES
+    from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task import close_task
     from heterorl.evaluation.run import evaluate_all
     from heterorl.evaluation.subject import open_model, open_set, open_versions, prompter_of

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from heterorl.common.evaluation.config import PlannedSetConfig, refuse_twice
+from heterorl.common.evaluation.evaluation_sets import PlannedSetConfig, check_unique_names
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.address import Listen, check_database, split_url
 from heterorl.common.process.config import Config
@@ -224,7 +224,7 @@ class CoordinatorConfig(Config):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> CoordinatorConfig:
-        refuse_twice(self.evaluation)
+        check_unique_names(self.evaluation)
         return self
 
     def is_finished(self, head: int | None) -> bool:

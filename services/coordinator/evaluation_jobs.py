@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.evaluation.config import PlannedSetConfig
+from heterorl.common.evaluation.evaluation_sets import PlannedSetConfig
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import (

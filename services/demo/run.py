@@ -83,7 +83,7 @@ def _warm(regime: Regime, options: DemoOptions, console: Console, interruption: 
             import torch
             from transformers.utils import logging as transformers_logging
 
-            from heterorl.common.generation.tiny import WarmStart, warm_start
+            from heterorl.common.generation.tiny_model import WarmStart, warm_start
 
             transformers_logging.disable_progress_bar()
             torch.set_num_threads(1)

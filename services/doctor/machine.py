@@ -151,10 +151,10 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
     """
     from heterorl.common.model.building import room_at
     from heterorl.common.model.contract import build_contract
-    from heterorl.common.tasks.registry import build_task
-    from heterorl.common.tasks.sources.hub import NOTES
+    from heterorl.common.tasks.sources.dataset_files import NOTES
+    from heterorl.common.tasks.task_config import build_task
     from heterorl.common.text.conversation import open_conversations, try_answers, try_prompts, try_reward
-    from heterorl.common.text.prompts import Prompter
+    from heterorl.common.text.prompter import Prompter
 
     try:
         prompter = Prompter(

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.evaluation.summary import summarize
-from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.text.conversation import try_reward
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSpec, EvaluationSummary, PromptResult
 from heterorl.common.types.rollout import WorkAssignment

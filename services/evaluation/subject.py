@@ -18,8 +18,8 @@ import torch
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.evaluation.config import EvaluationSetConfig
-from heterorl.common.generation.engine import Engine
+from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
+from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.identity.signing import Trust
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.model.directory import check_model_dir
@@ -30,7 +30,7 @@ from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.tasks.task import Measure
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
@@ -85,7 +85,7 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, not
     Args:
         config: of the set.
         measure: counts a prompt's tokens, for sets whose prompts are bounded.
-        notes: see heterorl.common.tasks.registry.build_task.
+        notes: see heterorl.common.tasks.task_config.build_task.
 
     Raises:
         ConfigError: its data cannot be read, or holds out nothing.

@@ -16,7 +16,7 @@ from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.direct import Allowed, Host
 from heterorl.common.rpc.options import BandwidthConfig
-from heterorl.common.tasks.registry import TaskConfig
+from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.findings import VerificationConfig
 from heterorl.learner.checks.reward_signal import DynamicSamplingConfig

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 
 from heterorl.common.errors import PromptRefused, RewardError
-from heterorl.common.generation.engine import Engine, generate_all
+from heterorl.common.generation.inference_engine import Engine, generate_all
 from heterorl.common.tasks.task import Prompt, Task, check_answer
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Int32Array, SiteId
 from heterorl.common.types.rollout import RewardPart, total_reward
 from heterorl.common.types.sample import EvaluationSample, SampleRollout, shown_answer

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.engine import canary_texts
+from heterorl.common.generation.inference_engine import canary_texts
 from heterorl.common.identity.signing import Signer, load_signer
 from heterorl.common.model.building import room_at, room_of
 from heterorl.common.model.contract import build_contract, statement_of
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.packages import LIBRARIES, check_engine
 from heterorl.common.model.routing import routing_shape
-from heterorl.common.tasks.environments.task import environments_of
-from heterorl.common.tasks.registry import apart, build_task
-from heterorl.common.tasks.sources.hub import NOTES
+from heterorl.common.tasks.environments.environment_task import environments_of
+from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.task import Task, close_task
+from heterorl.common.tasks.task_config import build_task, score_in_workers
 from heterorl.common.text.conversation import Conversations, try_answers, try_prompts, try_reward
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.local_ranks import LocalRanks
@@ -79,7 +79,9 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
         use_chat_template=config.use_chat_template,
         template_arguments=config.chat_template_arguments,
     )
-    task = apart(build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task)
+    task = score_in_workers(
+        build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task
+    )
     try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
     conversations = None
@@ -255,7 +257,7 @@ def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount |
 
 
 def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> Evaluator:
-    from heterorl.common.generation.hf import HfEngine
+    from heterorl.common.generation.hf_engine import HfEngine
 
     options = config.evaluation
     sampling = config.sampling.semantics()

@@ -27,8 +27,8 @@ from heterorl.common.errors import HeterorlError, PromptRefused
 from heterorl.common.process.metrics import SAMPLE_NOTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.tasks.task import Task
-from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.texts import Texts
+from heterorl.common.text.prompter import Prompter
+from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleNote, shown_answer
@@ -53,7 +53,7 @@ class NoteReader:
     def __init__(self, prompter: Prompter, task: Task) -> None:
         self._prompter = prompter
         self._task = task
-        self._texts = Texts(decode=prompter.decode, decode_given=self._decode_raw)
+        self._texts = TokenTexts(decode=prompter.decode, decode_given=self._decode_raw)
 
     def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
         """What is said of a group.

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from heterorl.common.generation.engine import Engine, ScoredText, canary_texts
+from heterorl.common.generation.inference_engine import Engine, ScoredText, canary_texts
 from heterorl.common.model.building import room_at
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
-from heterorl.common.tasks.registry import apart, build_task
-from heterorl.common.tasks.sources.hub import NOTES
+from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.task import Task, close_task
+from heterorl.common.tasks.task_config import build_task, score_in_workers
 from heterorl.common.text.conversation import Conversations, open_conversations, try_answers, try_prompts, try_reward
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
@@ -61,7 +61,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     )
     settings = with_workers(config.task)
     task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
-    task = task if scores_here else apart(task, settings)
+    task = task if scores_here else score_in_workers(task, settings)
     # Before the model is loaded and before anybody counts on this site.
     try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
+from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig, check_unique_names
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
@@ -25,8 +25,8 @@ from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.direct import Allowed, Host
 from heterorl.common.rpc.options import BandwidthConfig
-from heterorl.common.tasks.registry import TaskConfig
-from heterorl.common.tasks.rewards.config import from_file
+from heterorl.common.tasks.rewards.reward_config import from_file
+from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.sampler.delay import DelayConfig, NoDelay
 
 OWN_ARGUMENTS = frozenset(
@@ -277,7 +277,7 @@ class SamplerConfig(Config):
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> SamplerConfig:
-        refuse_twice(self.evaluation)
+        check_unique_names(self.evaluation)
         return self
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from heterorl.common.errors import EngineError
-from heterorl.common.generation.engine import Engine, Finished, Lost, Request, ScoredText
+from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText
 from heterorl.common.types.common import Float32Array
 from heterorl.common.weights.arena import Arena
 
@@ -44,7 +44,7 @@ class _Member:
 
 
 class EngineGroup:
-    """Implements heterorl.common.generation.engine.Engine around several of one kind."""
+    """Implements heterorl.common.generation.inference_engine.Engine around several of one kind."""
 
     def __init__(
         self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] | None = None

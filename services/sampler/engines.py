@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.model.quantise import Variant, dequantise, quantise, variant_layout
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena
@@ -173,7 +173,7 @@ def take_variant(engines: Engines, variant: Variant | Literal[""]) -> Engines:
 
 
 class _VariantedEngine:
-    """heterorl.common.generation.engine.Engine: but for layout and load it is the engine behind it."""
+    """heterorl.common.generation.inference_engine.Engine: but for layout and load it is the engine behind it."""
 
     def __init__(self, engine: Engine, variant: Variant) -> None:
         self._engine = engine

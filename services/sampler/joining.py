@@ -24,7 +24,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.config import problems_of
 from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.roles import DiagnosisClient
-from heterorl.common.tasks.sources.hub import parse
+from heterorl.common.tasks.sources.dataset_files import parse
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import KEYS, Statement, contract_digest, leaves, statement_from_bytes
 from heterorl.sampler.config import JoinConfig, SamplerConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from tests.support.hand_fed import fed_config, head_of, push, served_coordinator, until_leased

@@ -20,7 +20,7 @@ LOCKED = [str(path) for path in ROOT.glob(".venv/lib/python*/site-packages")]
 COMPUTE = {
     "sampler": """
     import numpy as np
-    from heterorl.common.generation.engine import generate_all
+    from heterorl.common.generation.inference_engine import generate_all
     from heterorl.sampler.assembly import assemble
 
     parts = assemble(config)

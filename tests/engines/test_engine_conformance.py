@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from heterorl.common.generation.engine import Finished, Request, in_order
+from heterorl.common.generation.inference_engine import Finished, Request, in_order
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from heterorl.common.generation.engine import Finished, Lost, Request, generate_all
+from heterorl.common.generation.inference_engine import Finished, Lost, Request, generate_all
 from heterorl.sampler.config import VllmEngineConfig
 from heterorl.sampler.engines import start_vllm
 from heterorl.sampler.vllm import source as weights

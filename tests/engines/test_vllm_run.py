@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from heterorl.common.generation.tiny import WarmStart, warm_start
+from heterorl.common.generation.tiny_model import WarmStart, warm_start
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.groups import ledger
 from tests.support.cluster import Cluster

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.identity import Role
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from heterorl.common.errors import ContractMismatch
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.rollout import FinishReason, PushStatus
 from heterorl.common.types.run import Registration

@@ -7,7 +7,7 @@ import pytest
 
 from heterorl import __version__
 from heterorl.common.process.threads import own_command
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.demo import processes
 from tests.support.foreign import MARK, foreign_project, run
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.clock import SystemClock
 from heterorl.learner import learner_app
 from heterorl.learner.config import LearnerConfig

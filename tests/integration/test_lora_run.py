@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from heterorl.common.errors import ConfigError, ContractMismatch
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.clock import SystemClock

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.process import tracing
 from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.process.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from heterorl.cli.offline import verify_directory
 from heterorl.common.errors import ContractMismatch
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.quantise import dequantise, quantise, variant_layout
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller

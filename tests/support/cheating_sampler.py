@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from heterorl.cli import main as cli
-from heterorl.common.generation.engine import Completion, Finished, Lost, ScoredText
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost, ScoredText
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.rollout.drafts import Draft
 from heterorl.sampler.rollout.maker import Refused, RolloutMaker

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.types.run import RunStatus
 from heterorl.common.wire.common import bytes_digest

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from tests.support.tokenizers import fast, sentencepiece
 
 QWEN3 = (Path(__file__).parent / "chat_templates" / "qwen3.jinja").read_text()

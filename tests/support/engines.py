@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from heterorl.common.generation.engine import Completion
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import build_tokenizer
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import Completion
+from heterorl.common.generation.tiny_model import build_tokenizer
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     if service == "coordinator":
         sys.exit()
     from heterorl.common.text.conversation import try_reward
-    from heterorl.common.tasks.registry import build_task
+    from heterorl.common.tasks.task_config import build_task
 
     config = load_service(service, Path(file), overrides)
     print(json.dumps(try_reward(build_task(config.task), None)))

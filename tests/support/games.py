@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from heterorl.common.tasks.environments.task import Limits
+from heterorl.common.tasks.environments.environment_task import EpisodeLimits
 from heterorl.common.types.rollout import RewardPart
 from tests.support.run import CONTRACT
 
@@ -22,7 +22,7 @@ class Games:
 
     def __init__(self, *, length=2, max_turns=3, trajectory_s=600.0, is_deterministic=True, held_at=1):
         self.length, self.is_deterministic, self.held_at, self.otherwise = length, is_deterministic, held_at, None
-        self.limits = Limits(max_turns=max_turns, trajectory_s=trajectory_s)
+        self.limits = EpisodeLimits(max_turns=max_turns, trajectory_s=trajectory_s)
         self.failures = {}
         self.opened, self.closed = [], 0
         self.go = threading.Event()

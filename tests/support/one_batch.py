@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from heterorl.common.generation.draw import draw, gumbel
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.token_sampling import draw, gumbel
 from heterorl.common.types.common import Int32Array, SamplingSemantics
 
 

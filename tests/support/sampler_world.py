@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 
 from heterorl.common.errors import EngineError, RewardError, Unreachable
-from heterorl.common.generation.engine import Completion, Finished, Lost, Request, ScoredText
-from heterorl.common.generation.rows import spans_of
+from heterorl.common.generation.hf_batch import spans_of
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract, Digest, Float32Array, Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena, Layout

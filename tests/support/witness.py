@@ -12,8 +12,8 @@ from heterorl.common.errors import HeterorlError, NotRegistered, Unreachable
 from heterorl.common.model.contract import SamplingConfig, build_contract
 from heterorl.common.model.tensors import layout_of
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract, Digest, SiteId
 from heterorl.common.types.rollout import (  # fmt: skip
     FinishReason,

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import verify
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.learner import learner_parts as learner
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler import assembly as sampler

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.task_config import build_task
 from heterorl.common.types.common import StepReport
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.backend_config import Schedule, TorchBackendConfig

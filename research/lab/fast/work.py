@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.draw import gumbel
+from heterorl.common.generation.token_sampling import gumbel
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl_research.lab.fast.layout import Ints, Sizes
 

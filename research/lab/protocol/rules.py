@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.task_config import build_task
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.config import ExperimentConfig, ProtocolConfig
 from heterorl_research.lab.pace import reach_versions

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from heterorl.common.generation.tiny import WarmStart, warm_start
+from heterorl.common.generation.tiny_model import WarmStart, warm_start
 from heterorl_research.lab.fast.batch import run_batch
 from heterorl_research.lab.results import summarise
 from research.tests.support.fast_lab import cell_of

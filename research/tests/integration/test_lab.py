@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.threads import own_command
 from heterorl_research.lab import pace, world
 from heterorl_research.lab.cell import list_cells

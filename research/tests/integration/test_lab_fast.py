@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from heterorl.common.generation.tiny import WarmStart, warm_start
+from heterorl.common.generation.tiny_model import WarmStart, warm_start
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl_research.lab.fast.batch import run_batch
 from heterorl_research.lab.results import summarise

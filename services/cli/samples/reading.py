@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from heterorl.common.api import SamplesApi
 from heterorl.common.errors import ConfigError, DependencyMissing, UnknownSample
 from heterorl.common.process.files import replacing
-from heterorl.common.text.texts import Texts
+from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.sample import (
     MAX_PAGE,
@@ -101,11 +101,11 @@ def decoder(tokenizer: str) -> Decode:
         return found
 
     decode_given = partial(text, with_special=True)
-    texts = Texts(decode=partial(text, with_special=False), decode_given=decode_given)
+    texts = TokenTexts(decode=partial(text, with_special=False), decode_given=decode_given)
     return lambda sample: _decoded(sample, texts, decode_given)
 
 
-def _decoded(sample: Sample, texts: Texts, decode_raw: Callable[[Int32Array], str]) -> Sample:
+def _decoded(sample: Sample, texts: TokenTexts, decode_raw: Callable[[Int32Array], str]) -> Sample:
     if sample.summary.has_texts or not sample.prompt_token_ids.size:
         return sample
     return dataclasses.replace(
@@ -116,7 +116,7 @@ def _decoded(sample: Sample, texts: Texts, decode_raw: Callable[[Int32Array], st
     )
 
 
-def _read(rollout: SampleRollout, texts: Texts) -> SampleRollout:
+def _read(rollout: SampleRollout, texts: TokenTexts) -> SampleRollout:
     completion, token_ends = texts.read(rollout.token_ids, rollout.spans)
     return dataclasses.replace(rollout, completion=completion, token_ends=token_ends)
 

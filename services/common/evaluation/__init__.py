@@ -1,4 +1,4 @@
-"""Evaluation: which sets there are and how they are drawn, and what is said of the scores, with intervals over prompts.
+"""Evaluation sets, and statistics of their scores.
 
-Open `config` first, then `summary`. Samplers, the coordinator and `heterorl evaluate` share this.
+Open `evaluation_sets` first, then `summary`. Samplers, the coordinator and `heterorl evaluate` share this.
 """

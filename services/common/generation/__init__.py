@@ -1,5 +1,5 @@
-"""Generation engines behind one Protocol; samplers generate with them, learners evaluate with them.
+"""Generation engines behind one Protocol: samplers generate with them, learners evaluate with them.
 
-Open `engine` first. `hf` is the plain one; `draw` makes a token that can be drawn again. A new engine satisfies
-`engine`'s Protocol and is chosen in the sampler's `config` and `assembly`. `tiny` makes a small model on the spot.
+Open `inference_engine` first: the Protocol. `hf_engine` is the reference engine. `token_sampling` draws tokens, also so
+that a learner can draw them again. The sampler's `config` and `assembly` choose the engine.
 """

@@ -1,5 +1,5 @@
-"""Prompts and verifiable rewards.
+"""Datasets, verifiers and environments of a run.
 
-Open `task` first, then `registry`: a task by its name. Built-in tasks are scored in the caller's process, own rewards
-and math-verify in processes of their own (`rewards`).
+Open `task` first, then `task_config`, which builds a task by its name. Rewards that run foreign code or parse hostile
+text are computed in worker processes (`rewards`).
 """

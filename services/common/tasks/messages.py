@@ -11,7 +11,7 @@ from heterorl.common.tasks.task import (
     Message,
     Prompt,
     Task,
-    TaskOver,
+    TaskWrapper,
     answer_problem_of,
     close_task,
     doubts_of,
@@ -55,7 +55,7 @@ def question_of(prompt: Prompt) -> str:
     return BETWEEN.join(f"{turn.role}\x1f{turn.content}" for turn in turns)
 
 
-class SystemPromptTask(TaskOver):
+class SystemPromptTask(TaskWrapper):
     """A task with a system prompt before each of its prompts that has none; implements Task."""
 
     def __init__(self, task: Task, text: str) -> None:

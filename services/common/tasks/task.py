@@ -49,6 +49,9 @@ class Prompt:
         return "\n\n".join(f"{each.role}:\n{each.content}" for each in self.messages) or self.text
 
 
+WHOLE = "reward"
+"""Name of the only part of a reward that is one number."""
+
 Measure = Callable[[Sequence[Prompt]], list[int | None]]
 """Tokens of prompts as a node writes them, template included."""
 
@@ -88,7 +91,7 @@ class Task(Protocol):
         ...
 
 
-class TaskOver:
+class TaskWrapper:
     """The prompts of another task; implements Task but for `score`."""
 
     def __init__(self, task: Task, *, digest: Digest, num_workers: int) -> None:
@@ -171,7 +174,7 @@ _LOG = logging.getLogger(__name__)
 LOUD_AFTER = 8
 
 
-class Scores(Protocol):
+class Scorer(Protocol):
     """What gives the parts of a completion's reward."""
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
@@ -179,7 +182,7 @@ class Scores(Protocol):
         ...
 
 
-def score_group(task: Scores, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
+def score_group(task: Scorer, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
     """The parts of each completion's reward, in order; the first failure gives up the rest.
 
     Raises:
@@ -201,7 +204,7 @@ def score_group(task: Scores, prompt: Prompt, texts: Sequence[str]) -> Iterator[
 
 
 @dataclass(slots=True, kw_only=True)
-class FailureRow:
+class FailureStreak:
     """Counts groups in a row that were lost for want of one thing, and says so before all are lost in silence."""
 
     missing: str = "REWARD"

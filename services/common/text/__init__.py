@@ -1,4 +1,4 @@
-"""Text and token ids: a run's tokenizer and template, the tokens between turns, and what a turn says.
+"""Tokenizer, chat template, and tool calls of a run.
 
-Open `prompts` first. Guarantees: every node writes the same ids of the same messages, and no drawn id is written again.
+Open `prompter` first. Every node writes the same ids for the same messages. Drawn ids are never encoded again.
 """

@@ -17,16 +17,16 @@ import numpy as np
 from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
 from heterorl.common.model.building import Room
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
-from heterorl.common.tasks.environments.episodes import Episode
-from heterorl.common.tasks.environments.task import (
+from heterorl.common.tasks.environments.environment_task import (
     EnvironmentSpec,
     environment_of,
     environment_problem,
     environments_of,
 )
+from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, knows_answers
-from heterorl.common.text.actions import Parser, parse_action, parser_for
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
+from heterorl.common.text.tool_calls import Parser, parse_action, parser_for
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import total_reward
 

@@ -99,7 +99,7 @@ MAX_REWARD = 1e6
 class RewardPart:
     """One named component of a reward: its value adds `weight` times to the reward.
 
-    `signature` is that of a reward service over its value (heterorl.common.tasks.rewards.remote); empty of most parts.
+    `signature` is a reward service's, over the value (heterorl.common.tasks.rewards.remote_reward); mostly empty.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Group:
     state_root: Digest
     generation_s: float
     is_seeded: bool = False
-    """Whether the tokens were drawn with the noise of heterorl.common.generation.draw."""
+    """Whether the tokens were drawn with the noise of heterorl.common.generation.token_sampling."""
     trace: str = ""
     """W3C trace context of the generation; empty when nobody follows the group."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from heterorl.common.generation.draw import gumbel_noise
+from heterorl.common.generation.token_sampling import gumbel_noise
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.logprobs import CHUNK_LOGITS, logprobs_of, project, tempered

@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from heterorl.common.errors import ConfigError, EpisodeError, RewardError
+from heterorl.common.tasks.environments.environment_task import environments_of
 from heterorl.common.tasks.environments.episodes import Episode
-from heterorl.common.tasks.environments.task import environments_of
-from heterorl.common.tasks.rewards.remote import Terms
+from heterorl.common.tasks.rewards.remote_reward import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task, doubts_of, score_group
 from heterorl.common.text.conversation import Conversation, Conversations
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, RewardPart, Rollout, weighted_sum
 from heterorl.common.types.trajectory import turns_of
 from heterorl.learner.checks.findings import SOUND, Finding

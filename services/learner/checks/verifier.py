@@ -36,16 +36,16 @@ from heterorl.common.errors import (
     UnknownVersion,
     UntrustedVersion,
 )
-from heterorl.common.generation.draw import group_key
+from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.identity.signing import Trust
 from heterorl.common.model.quantise import LIMIT, Variant, dequantise, variant_layout
 from heterorl.common.process import metrics
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread, in_thread_of
 from heterorl.common.pull.pull import PulledVersion, TrustedPuller
-from heterorl.common.tasks.task import FailureRow, Task, source_of
+from heterorl.common.tasks.task import FailureStreak, Task, source_of
 from heterorl.common.text.conversation import Conversations
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
@@ -165,7 +165,7 @@ class Verifier:
     """Open while a group is being checked."""
     passed: Counter[SiteId] = field(default_factory=Counter)
     unseeded: set[SiteId] = field(default_factory=set)
-    failures: FailureRow = field(default_factory=FailureRow)
+    failures: FailureStreak = field(default_factory=FailureStreak)
     _scorers: ThreadPoolExecutor = field(init=False)
     _room: asyncio.Semaphore = field(init=False)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.rewards.worker import LoadError, load_function, words_of
+from heterorl.common.tasks.rewards.worker_main import LoadError, load_function, words_of
 from heterorl.learner.loss.loss_config import CustomLossConfig
 from heterorl.learner.loss.objectives import LossInputs, LossTerms
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from heterorl.common.generation.engine import ScoredText
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.micro_batch import collate

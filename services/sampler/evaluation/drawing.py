@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, RewardError
-from heterorl.common.evaluation.config import EvaluationSetConfig
-from heterorl.common.generation.engine import Completion, Engine, Finished, Request
+from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
+from heterorl.common.generation.inference_engine import Completion, Engine, Finished, Request
 from heterorl.common.process.clock import Bell
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task
 from heterorl.common.tasks.task import Measure, Prompt, Task, check_answer
-from heterorl.common.text.actions import Parser
+from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.text.conversation import Conversations, open_conversations
-from heterorl.common.text.prompts import Prompter
-from heterorl.common.text.texts import Texts
+from heterorl.common.text.prompter import Prompter
+from heterorl.common.text.token_text import TokenTexts
+from heterorl.common.text.tool_calls import Parser
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSet, EvaluationSpec, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason, Span, WorkAssignment, total_reward
@@ -90,7 +90,7 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Pat
         ConfigError: its data cannot be read, or holds out nothing.
     """
     settings = with_workers(config.task)
-    task = apart(build_task(settings, measure=measure, notes=notes), settings)
+    task = score_in_workers(build_task(settings, measure=measure, notes=notes), settings)
     if not task.num_evaluation_prompts:
         raise ConfigError(f"evaluation.{config.name}.task", "has no held-out prompts")
     return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)
@@ -172,7 +172,7 @@ class Drawing:
         self._news = news
         prompter = maker.prompter
         raw = functools.partial(prompter.decode, keeps_special=True)
-        self._texts = Texts(decode=prompter.decode, decode_given=raw)
+        self._texts = TokenTexts(decode=prompter.decode, decode_given=raw)
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._players: dict[tuple[str, int], Player] = {}
 

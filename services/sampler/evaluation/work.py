@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
-from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of

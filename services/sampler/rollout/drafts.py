@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from heterorl.common.errors import DiskFull
-from heterorl.common.generation.engine import Completion, Finished, Lost
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.files import replacing
 from heterorl.common.tasks.task import Prompt

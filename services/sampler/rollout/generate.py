@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, PromptRefused
-from heterorl.common.generation.engine import Engine, Request, ScoredText
+from heterorl.common.generation.inference_engine import Engine, Request, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.pull import PulledVersion

@@ -25,7 +25,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
-from heterorl.common.generation.engine import Completion, Engine, Finished, Lost
+from heterorl.common.generation.inference_engine import Completion, Engine, Finished, Lost
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart

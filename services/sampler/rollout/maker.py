@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from heterorl.common.errors import AnswerUnreadable, PromptRefused, PromptTooLong
-from heterorl.common.generation.draw import group_key
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.inference_engine import Completion
+from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.tasks.task import FailureRow, Prompt, Task, check_answer, score_group, source_of
+from heterorl.common.tasks.task import FailureStreak, Prompt, Task, check_answer, score_group, source_of
 from heterorl.common.text.conversation import Conversations
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import (
     Group,
@@ -212,7 +212,7 @@ class Scorer:
         num_workers = int(getattr(maker.task, "num_workers", 0))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward") if num_workers else None
         self._by_group = bool(getattr(maker.task, "by_group", False))
-        self.failures = FailureRow()
+        self.failures = FailureStreak()
 
     def ready(self, draft: Draft, member: int) -> tuple[int, ...]:
         """The members that can be scored now that one has ended: itself, or all where they are scored together."""
@@ -236,7 +236,7 @@ class Scorer:
 
 
 @dataclass(slots=True, kw_only=True)
-class Refusals(FailureRow):
+class Refusals(FailureStreak):
     """Prompts of which nothing can be generated: counted, logged once a row, and loudly where no other is left."""
 
     missing: str = "PROMPT"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.errors import EnvironmentFailed, EpisodeError, PromptRefused, RewardError, ToolLost
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.tasks.environments.episodes import Episode

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, RemoteError, StaleWeights
-from heterorl.common.generation.engine import Engine, ScoredText
+from heterorl.common.generation.inference_engine import Engine, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience

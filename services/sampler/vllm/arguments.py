@@ -13,7 +13,7 @@ import blake3
 import numpy as np
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.sampler.config import VllmEngineConfig

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError
-from heterorl.common.generation.engine import Completion, Finished, Lost, Request, ScoredText, generate_all
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import VllmEngineConfig
@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """Implements heterorl.common.generation.engine.Engine."""
+    """Implements heterorl.common.generation.inference_engine.Engine."""
 
     def __init__(self, source: VllmSource, *, end_token_ids: Sequence[int], settings: VllmEngineConfig) -> None:
         """Start vLLM with the model of a source, which `close` does not close.

@@ -13,8 +13,8 @@ from heterorl.cli.config import counted
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import PATTERNS, InvalidConfig, all_keys, load
-from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig

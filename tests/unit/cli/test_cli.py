@@ -254,11 +254,11 @@ def test_every_screen_takes_text_literally():
     }
 
     # These bars show no text but their own.
-    assert {name for name, _ in calls} >= {"cli/link.py", "demo/run.py", "common/generation/tiny.py"}
+    assert {name for name, _ in calls} >= {"cli/link.py", "demo/run.py", "common/generation/tiny_model.py"}
     assert [
         call
         for name, call in calls
-        if "markup=False" not in call and name not in ("common/generation/tiny.py", "cli/offline.py")
+        if "markup=False" not in call and name not in ("common/generation/tiny_model.py", "cli/offline.py")
     ] == []
 
 

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from tests.support.conversations import QWEN3, save_chat_model
 
 GUESS = """

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.evaluation.subject import configured
 from heterorl.sampler.config import SamplerConfig
 

@@ -3,7 +3,7 @@ import pytest
 
 from heterorl.common.errors import EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.summary import summarize
-from heterorl.common.generation.engine import Completion, Finished, Lost
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span

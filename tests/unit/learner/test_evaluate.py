@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
-from heterorl.common.generation.engine import Finished
+from heterorl.common.generation.inference_engine import Finished
 from heterorl.common.model import tensors
-from heterorl.common.tasks.generated import ArithmeticTask
+from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.config import LearnerConfig

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.tasks.messages import Message
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.text.texts import Texts
+from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span
 from heterorl.learner.sample_notes import NoteReader
@@ -69,7 +69,7 @@ BYTES, WORDS = byte_level(), metaspace()
 
 
 def texts_of(prompts):
-    return Texts(
+    return TokenTexts(
         decode=lambda ids: prompts.decode(ids), decode_given=lambda ids: prompts.tokenizer.decode(ids.tolist())
     )
 
@@ -254,7 +254,7 @@ def test_turns_of_which_one_does_not_come_out_even_have_no_ends():
         for version, start, end in zip(versions, cuts, cuts[1:], strict=False)
     )
     # All at once it is other words than each token alone.
-    uneven = Texts(decode=prompts.decode, decode_given=lambda ids: "?" * (1 + len(ids)))
+    uneven = TokenTexts(decode=prompts.decode, decode_given=lambda ids: "?" * (1 + len(ids)))
 
     assert texts_of(prompts).read(ids, spans)[1].size == ids.size
     text, ends = uneven.read(ids, spans)

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.sources.files import load_directory
+from heterorl.common.tasks.sources.dataset_files import load_directory
 from heterorl.sampler.config import JoinConfig
 from heterorl.sampler.joining import check_consent
 

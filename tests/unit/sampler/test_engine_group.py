@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, EngineDied, EngineError, StaleWeights
-from heterorl.common.generation.engine import Finished, Lost, Request, generate_all, in_order
+from heterorl.common.generation.inference_engine import Finished, Lost, Request, generate_all, in_order
 from heterorl.sampler.engine_group import EngineGroup
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 

@@ -14,7 +14,7 @@ from heterorl.common.errors import (
     NotRegistered,
     Unreachable,
 )
-from heterorl.common.generation.engine import ScoredText
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.types.policy import HeadUpdate
 from heterorl.common.types.rollout import PushOutcome, PushStatus, WorkAssignment, WorkGrant
 from heterorl.common.types.run import Command

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import InvalidConfig, load
-from heterorl.common.tasks.generated import ArithmeticTask
+from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.wire.common import bytes_digest
 from heterorl_research.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl_research.lab.cell import list_cells

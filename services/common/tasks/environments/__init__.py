@@ -1,4 +1,4 @@
-"""Environments: what answers the policy's turns, in processes that are killed when they take too long.
+"""Environments, which answer the policy's turns from worker processes.
 
-Open `environment` first: it is what an author writes. An error is the ending of one episode, never of its siblings.
+Open `environment` first: it is what an author writes. An error ends one episode, never its siblings.
 """

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from heterorl.common.tasks.completions import answer_of
+from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.task import Message
 
 

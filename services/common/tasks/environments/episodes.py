@@ -25,8 +25,8 @@ from heterorl.common.errors import (
 )
 from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.environments.tools import SCORE
-from heterorl.common.tasks.rewards.own import loaded_facts, parts_of
-from heterorl.common.tasks.rewards.process import PATIENCE, LoadFailed, RewardPool, RewardProcess, WorkerLost
+from heterorl.common.tasks.rewards.function_reward import loaded_facts, parts_of
+from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, WorkerLost, WorkerPool, WorkerProcess
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.rollout import RewardPart
 
@@ -48,7 +48,7 @@ _EXAMPLES = (
 class _Place:
     """A process that was taken for episodes."""
 
-    worker: RewardProcess
+    worker: WorkerProcess
     live: int = 1
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -79,7 +79,7 @@ class Episodes:
             **_parsed(name), "kind": "environment", "directory": str(directory), "memory_bytes": memory_bytes,
             "max_observation_chars": max_observation_chars,
         }  # fmt: skip
-        self._pool = RewardPool(
+        self._pool = WorkerPool(
             job,
             timeout_s=PATIENCE * step_timeout_s,
             cpu_s=step_timeout_s,
@@ -220,7 +220,7 @@ class Episode:
         self._episodes.leave(self._place)
 
     def ask(self, do: str, *, is_last: bool = False, **words: Any) -> dict[str, Any]:
-        """One request to its process; see inside.py.
+        """One request to its process; see episode_worker.py.
 
         Raises:
             EnvironmentFailed: its code raised.

@@ -26,13 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from heterorl.common.tasks.environments.endpoint import Endpoint, over
 from heterorl.common.tasks.environments.environment import Action, Observation
-from heterorl.common.tasks.rewards.functions import reward_files
+from heterorl.common.tasks.environments.openai_endpoint import Endpoint, over
+from heterorl.common.tasks.rewards.worker_main import reward_files
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
 
-CALLED = Path(__file__).parent / "called.py"
+CALLED = Path(__file__).parent / "call_function.py"
 MAX_TAIL_BYTES = 65_536
 """Of what a program wrote last, which is kept; all of it goes to the log as it comes."""
 _PIECE = 65_536

@@ -1,5 +1,5 @@
-"""Rewards in processes that are killed when they take too long: an error is never a zero reward.
+"""Rewards in worker processes that are killed when they take too long.
 
-Open `process` first; `worker` is what runs on the other side and imports nothing of ours. `remote` asks rewards that
-others compute: `service` and `judge` run in the workers.
+Open `worker_pool` first; `worker_main` is the program of a worker. An error is never a zero reward. `http_reward` and
+`judge_reward` ask remote services from within a worker; `remote_reward` is their side in the service.
 """

@@ -1,6 +1,5 @@
-"""Prompts of data sets: hub repositories at a commit, Parquet, JSONL, and weighted mixtures of any tasks.
+"""Datasets: repositories of the hub at a commit, Parquet, JSONL, and weighted mixtures.
 
-Guarantees: rows stay in files and are read by position; what a node trains on is named by the content of those files.
-
-Open `table` first, a task over Arrow rows; `jsonl` is one over lines; `mixture` joins several.
+Open `arrow_dataset` first, a task over Arrow rows; `jsonl` is one over lines; `mixture` joins several. Rows stay in
+files and are read by position. A task's digest is of the content of its files.
 """

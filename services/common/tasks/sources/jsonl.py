@@ -16,9 +16,9 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.messages import question_of, read_messages
-from heterorl.common.tasks.rewards.matching import MatchedTask, Matcher
-from heterorl.common.tasks.sources.config import ANSWER, MESSAGES, PROMPT, DataConfig
-from heterorl.common.tasks.sources.rows import ABSENT, cell_of, say_held_out, short_ones, written
+from heterorl.common.tasks.rewards.answer_match import MatchedTask, Matcher
+from heterorl.common.tasks.sources.cells import ABSENT, cell_of, log_held_out, short_ones, written
+from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMPT, DataConfig
 from heterorl.common.tasks.task import Measure, Message, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.common import bytes_digest
@@ -115,7 +115,7 @@ def _split(path: Path, rows: list[Row], evaluation_size: int) -> tuple[list[Row]
     """Hold out `evaluation_size` different prompts, at most half of them, with every line that repeats one."""
     ranked = sorted({row.asked for row in rows}, key=lambda text: hashlib.blake2b(text.encode()).digest())
     held_out = set(ranked[: min(evaluation_size, len(ranked) // 2)])
-    say_held_out(len(held_out), wanted=evaluation_size, different=len(ranked))
+    log_held_out(len(held_out), wanted=evaluation_size, different=len(ranked))
     if not held_out:
         problem = f"{path} has {len(ranked)} different prompts; at least 2 are needed"
         raise ConfigError("task.name", problem, action="add prompts, or name a file in task.evaluation_path")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_of, environments_of
 from heterorl.common.tasks.environments.episodes import Episodes
-from heterorl.common.tasks.environments.task import EnvironmentSpec, environment_of, environments_of
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.task import Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
 from heterorl.common.types.common import Digest

@@ -10,12 +10,12 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.draw import draw, gumbel, truncated
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.rows import Turns, _is_made_of
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.hf_batch import FairLock, _is_made_of
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.common.generation.token_sampling import draw, gumbel, truncated
 from heterorl.common.model.tensors import store
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
@@ -225,7 +225,7 @@ def test_swap_takes_effect_between_two_tokens_and_the_cache_stays(model_dir):
             version = 1 if len(passes) == 4 else 2
             loaders.append(threading.Thread(target=engine.load, args=(arenas[version], version)))
             loaders[-1].start()
-            while not engine._turns._next.locked():
+            while not engine._weights_lock._next.locked():
                 pass
 
     loaders = []
@@ -246,30 +246,30 @@ def test_token_carries_the_version_of_its_own_pass(model_dir):
 
     class SwapAfterEveryTurn:
         @contextmanager
-        def taken(self):
+        def held(self):
             yield
             engine._version += 1
 
-    engine._turns, engine._version = SwapAfterEveryTurn(), 0
+    engine._weights_lock, engine._version = SwapAfterEveryTurn(), 0
     [[row]] = engine.generate(PROMPTS[:1], seeds=[1], num_per_prompt=1)
 
     assert row.spans == tuple(Span(version=at, start=at, end=at + 1) for at in range(len(row.token_ids)))
 
 
-def test_loop_lets_go_between_two_turns():
-    turns, order = Turns(), []
+def test_loop_lets_go_of_the_fair_lock_between_two_passes():
+    lock, order = FairLock(), []
 
     def other():
-        with turns.taken():
+        with lock.held():
             order.append("other")
 
-    with turns.taken():
+    with lock.held():
         waiting = threading.Thread(target=other)
         waiting.start()
-        while not turns._next.locked():
+        while not lock._next.locked():
             pass
     for _ in range(3):
-        with turns.taken():
+        with lock.held():
             order.append("loop")
     waiting.join()
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.draw import group_key, gumbel_noise
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.common.generation.token_sampling import group_key, gumbel_noise
 from heterorl.common.process.config import load
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.sampler.config import SamplerConfig

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from heterorl.common.generation import tiny as subject
-from heterorl.common.generation.tiny import WarmStart, evaluate, warm_start
+from heterorl.common.generation import tiny_model as subject
+from heterorl.common.generation.tiny_model import WarmStart, evaluate, warm_start
 from heterorl.common.weights.payload import file_digest
 
 OPTIONS = WarmStart(digits=1, seed=3, batch_size=32, hidden_size=32, num_layers=1, target=0.2)

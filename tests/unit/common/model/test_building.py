@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.building import load_pretrained
 from heterorl.common.types.common import Digest, LoraSettings

@@ -11,7 +11,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.directory import check_model_dir
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 
 pytestmark = pytest.mark.process
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from heterorl.common.errors import ConfigError, PromptTooLong
-from heterorl.common.generation.engine import Request
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import Request
 from heterorl.common.model.building import Room, load_pretrained, room_at, room_of, window_of
 from heterorl.learner.backends.loading import empty_model, fill, open_model
 from heterorl.learner.train.batch import TrainingSequence

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address, is_loopback
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.tasks.rewards.config import RemoteRewardBase
+from heterorl.common.tasks.rewards.reward_config import RemoteRewardBase
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
 from heterorl.relay.config import RelayConfig

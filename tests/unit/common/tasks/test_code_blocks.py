@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from heterorl.common.tasks.completions import Block, blocks_of, python_of
+from heterorl.common.tasks.answer_extraction import Block, blocks_of, python_of
 
 CODE = "def f(x):\n    return x * x\n"
 RIGHT = f"```python\n{CODE}```"

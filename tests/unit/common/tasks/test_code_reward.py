@@ -14,22 +14,22 @@ import psutil
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.rewards.config import CodeRewardConfig
-from heterorl.common.tasks.rewards.process import PATIENCE
-from heterorl.common.tasks.rewards.sandbox import bubblewrap, outcome
+from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
+from heterorl.common.tasks.rewards.sandbox import bubblewrap, sandbox_process
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import Sandbox as RealSandbox
-from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, tried
-from heterorl.common.tasks.rewards.sandbox.outcome import START_TIMEOUT_S, Limits, Outcome
-from heterorl.common.tasks.rewards.sandbox.unit_tests import Test as UnitTest
-from heterorl.common.tasks.rewards.sandbox.unit_tests import tests_of as unit_tests_of
+from heterorl.common.tasks.rewards.sandbox.code_reward import Test as UnitTest
+from heterorl.common.tasks.rewards.sandbox.code_reward import code_of, judged, tried
+from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
+from heterorl.common.tasks.rewards.sandbox.sandbox_process import START_TIMEOUT_S, SandboxLimits, SandboxOutcome
+from heterorl.common.tasks.rewards.worker_pool import PATIENCE
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import RewardPart
 
 pytestmark = pytest.mark.process
 
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     cpu_s=5.0, timeout_s=60.0, memory_bytes=512 << 20, work_bytes=1 << 20, output_bytes=4096, num_processes=8
 )  # fmt: skip
 SQUARE = UnitTest(code="assert f(2) == 4")
@@ -153,8 +153,8 @@ def clock(monkeypatch):
             return self._poll.poll(timeout_ms)
 
     clock = Clock()
-    monkeypatch.setattr(outcome, "time", clock)
-    monkeypatch.setattr(outcome.select, "poll", Poll)
+    monkeypatch.setattr(sandbox_process, "time", clock)
+    monkeypatch.setattr(sandbox_process.select, "poll", Poll)
     return clock
 
 
@@ -202,7 +202,7 @@ def test_what_is_printed_ends_at_its_limit(sandbox):
 def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, monkeypatch):
     made, new_poll = [], select.poll
 
-    class Pipes(outcome._Pipes):
+    class Pipes(sandbox_process._Pipes):
         def __enter__(self):
             made.append(self)
             return super().__enter__()
@@ -215,8 +215,8 @@ def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, mo
         def poll(self, timeout_ms):
             return [event for event in self._poll.poll(timeout_ms) if event[0] != made[-1].report_out]
 
-    monkeypatch.setattr(outcome, "_Pipes", Pipes)
-    monkeypatch.setattr(outcome.select, "poll", PollThatSeesNoReport)
+    monkeypatch.setattr(sandbox_process, "_Pipes", Pipes)
+    monkeypatch.setattr(sandbox_process.select, "poll", PollThatSeesNoReport)
 
     assert not ends(sandbox, "while True: print('a' * 1000)")
 
@@ -339,7 +339,7 @@ def test_no_file_of_the_machine_is_seen_and_none_is_written(sandbox, tmp_path, m
         "import os\nok = 4\n"
         f"for place in ({str(secret)!r}, '/etc/passwd', '/proc/1', '/sys', '/home', '/var', '/run', {str(Path.cwd())!r}):\n"
         "    ok = 0 if os.path.exists(place) else ok\n"
-        "for place in ('/x', '/usr/x', '/dev/x', '/dev/shm/x', '/inside.py'):\n"
+        "for place in ('/x', '/usr/x', '/dev/x', '/dev/shm/x', '/sandbox_main.py'):\n"
         "    try:\n"
         "        open(place, 'w')\n"
         "        ok = 0\n"
@@ -479,7 +479,7 @@ class Given(RealSandbox):
         used_s, took_s = self.seconds.pop(0)
         self.asked.append((self.limits.cpu_s, self.limits.timeout_s))
         token = json.loads(second)["token"]
-        return Outcome(status=0, output=b"", report=f"loaded\n{token}".encode(), used_s=used_s, took_s=took_s)
+        return SandboxOutcome(status=0, output=b"", report=f"loaded\n{token}".encode(), used_s=used_s, took_s=took_s)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.messages import SystemPromptTask
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task
-from heterorl.common.tasks.rewards.process import PATIENCE
-from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym
+from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym_reward
+from heterorl.common.tasks.rewards.worker_pool import PATIENCE
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +26,7 @@ COUNTDOWN = TaskConfig(name="reasoning_gym:countdown", size=8, evaluation_size=4
 
 
 def opened(settings=COUNTDOWN):
-    return apart(build_task(settings), settings)
+    return score_in_workers(build_task(settings), settings)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_processes_and_memory_end_at_their_limits(task):
         "    except OSError: pass\n"
         "os.write(3, f'value {n / 100}\\n'.encode())\n"
     )
-    assert value(task, run(count)) in (gym.NUM_PROCESSES / 100, (gym.NUM_PROCESSES - 1) / 100)
+    assert value(task, run(count)) in (gym_reward.NUM_PROCESSES / 100, (gym_reward.NUM_PROCESSES - 1) / 100)
     # sympy takes the MemoryError for an answer that cannot be read.
     assert value(task, run("x = bytearray(10 << 30)")) == 0.01
     assert is_sound(task)
@@ -215,11 +215,11 @@ for line in sys.stdin:
 
 
 def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored(tmp_path, monkeypatch):
-    server = gym.Server([sys.executable, "-c", SERVER, str(tmp_path / "mark")], b"{}\n")
+    server = gym_reward.Server([sys.executable, "-c", SERVER, str(tmp_path / "mark")], b"{}\n")
     server.wait()
     first = psutil.Process(server._process.pid)
     with monkeypatch.context() as patch:
-        patch.setattr(gym, "SERVE_TIMEOUT_S", 0.2)
+        patch.setattr(gym_reward, "SERVE_TIMEOUT_S", 0.2)
         with pytest.raises(TimeoutError, match="no answer in 0.2 s"):
             server.score({"index": 0}, "1", timeout_s=60.0)
 
@@ -239,7 +239,7 @@ def test_processor_time_is_that_of_all_processes_of_a_completion(task):
         "os.write(3, b'value 1.0\\n')\n"
     )
     assert value(task, run(code.format(each=0.1))) == 1.0
-    assert value(task, run(code.format(each=0.6 * gym.LIMIT_S))) == 0.0
+    assert value(task, run(code.format(each=0.6 * gym_reward.LIMIT_S))) == 0.0
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_scores_are_those_of_the_data_set_itself(name):
 
 
 def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task):
-    slow, asleep = run(LOOPS), run(f"import time; time.sleep({0.3 * PATIENCE * gym.LIMIT_S})")
+    slow, asleep = run(LOOPS), run(f"import time; time.sleep({0.3 * PATIENCE * gym_reward.LIMIT_S})")
     prompt = task.prompt(0)
     for completion in (slow, asleep, "1"):
         task.score(prompt, completion)
@@ -321,7 +321,7 @@ def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task):
     assert mixture.doubts(mixture.prompt(0), slow).near == ("score",)
 
 
-LOOPS = f"import time\nwhile time.process_time() < {0.4 * gym.LIMIT_S}: pass"
+LOOPS = f"import time\nwhile time.process_time() < {0.4 * gym_reward.LIMIT_S}: pass"
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ def test_without_bubblewrap_a_start_ends_with_what_to_install(tmp_path, monkeypa
     monkeypatch.setattr(bubblewrap, "_packaged", lambda: "")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="scored in a sandbox: bubblewrap is not installed: apt install bubblewrap"):
-        gym.load({"sandbox": True, "timeout_s": 5.0})
+        gym_reward.load({"sandbox": True, "timeout_s": 5.0})
 
 
 def test_a_sandbox_that_is_not_built_later_is_an_error_and_no_zero(tmp_path, monkeypatch):
@@ -406,13 +406,13 @@ def test_no_score_is_computed_where_questions_are_made():
     """The service makes questions with the package itself; of completions it sees the score."""
     code = (
         "import json, reasoning_gym.games.countdown as c\n"
-        "from heterorl.common.tasks.registry import TaskConfig, apart, build_task\n"
+        "from heterorl.common.tasks.task_config import TaskConfig, score_in_workers, build_task\n"
         "from heterorl.common.tasks.task import close_task\n"
         "def refuse(*_, **__): raise SystemExit('scored here')\n"
         "c.CountdownDataset.score_answer = refuse\n"
         "config = TaskConfig(name='reasoning_gym:countdown', size=8, evaluation_size=4, reward_timeout_s=20.0)\n"
         "task = build_task(config)\n"
-        "print(json.dumps([each.score(each.prompt(0), '1')[0].value for each in (task, apart(task, config))]))\n"
+        "print(json.dumps([each.score(each.prompt(0), '1')[0].value for each in (task, score_in_workers(task, config))]))\n"
         "close_task(task)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.task import FailureRow, Prompt, close_task, score_group
+from heterorl.common.tasks.task import FailureStreak, Prompt, close_task, score_group
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_answers, try_reward
 from heterorl.common.types.rollout import RewardPart
 
@@ -50,7 +50,7 @@ def test_scores_are_in_order_and_the_first_failure_gives_up_the_group(num_worker
 
 def test_a_row_of_failures_is_loud_at_the_eighth_and_ever_more_rarely(caplog):
     caplog.set_level(logging.ERROR)
-    row = FailureRow()
+    row = FailureStreak()
     for _ in range(7):
         row.failed(RewardError("no answer"))
     row.passed()

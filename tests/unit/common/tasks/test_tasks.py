@@ -11,12 +11,12 @@ import threading
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.rewards import matching
-from heterorl.common.tasks.rewards.matching import MAX_MEMORY_BYTES, MathVerifier
-from heterorl.common.tasks.rewards.process import SCRIPT
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.rewards import answer_match
+from heterorl.common.tasks.rewards.answer_match import MAX_MEMORY_BYTES, MathVerifier
+from heterorl.common.tasks.rewards.worker_pool import SCRIPT
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 
 def test_arithmetic_shows_every_pair_once_and_holds_some_out():
@@ -228,7 +228,7 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path, m
     assert task.score(task.prompt(0), "it is $0.4$")[0].value == 0.0
 
     # Processor time alone, however long it takes by the clock.
-    monkeypatch.setattr(matching, "PATIENCE", 1000.0)
+    monkeypatch.setattr(answer_match, "PATIENCE", 1000.0)
     verifier = MathVerifier(timeout_s=0.5)
     try:
         # What takes too long to compare is wrong, and another machine may have had the time.
@@ -311,7 +311,7 @@ def test_math_worker_that_gets_no_processor_says_nothing_of_the_answer():
     try:
         assert verifier.verify(answer="$2$", completion="$2$") is True
         (worker,) = verifier.pool.workers
-        assert worker.timeout_s == 60.0 * matching.PATIENCE
+        assert worker.timeout_s == 60.0 * answer_match.PATIENCE
         worker.timeout_s = 0.5
         os.kill(worker.process.pid, signal.SIGSTOP)
         with pytest.raises(RewardError, match="no answer in 0.5 s"):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.rewards.config import CodeRewardConfig
-from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
-from heterorl.common.tasks.rewards.sandbox.unit_tests import tests_of as unit_tests_of
+from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
+from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
+from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
 from heterorl.common.tasks.task import Prompt, answer_problem_of, close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
 from tests.support.conversations import CHATML, QWEN3, prompter_of, words_of
 

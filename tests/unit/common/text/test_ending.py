@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.contract import SamplingConfig, build_contract
-from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.text.prompts import Prompter, end_token_ids
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompter import Prompter, end_token_ids
 from heterorl.common.types.common import MAX_END_TOKENS, Digest
 
 QWEN = [151645, 151643]

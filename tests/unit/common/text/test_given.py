@@ -226,7 +226,7 @@ def test_a_tokenizer_that_joins_across_the_end_token_is_refused(tmp_path):
 
 
 def test_without_a_template_there_are_no_turns(tmp_path):
-    from heterorl.common.text.prompts import Prompter
+    from heterorl.common.text.prompter import Prompter
 
     prompter_of(tmp_path / "model", CHATML, words(eos="<|im_end|>"))
     plain = Prompter(str(tmp_path / "model"), use_chat_template=False)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.generation.tiny import write_tiny_model
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.text.prompts import Prompter, chat_template_digest
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.text.prompter import Prompter, chat_template_digest
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from heterorl.learner.backends.torch_backend import TorchBackend

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from heterorl.common.errors import RewardError
-from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import Doubts, close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
 from heterorl.learner.checks.reward_checks import judge_rewards
 from tests.support.learner_world import queued

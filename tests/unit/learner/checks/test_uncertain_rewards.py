@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import RewardError
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.rewards import matching
+from heterorl.common.tasks.rewards import answer_match
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import DropReason, RewardPart
 from heterorl.learner.checks.reward_checks import judge_rewards
 from tests.support.run import Run, rollout
@@ -31,7 +31,7 @@ def task(request, tmp_path_factory):
         source = {"name": "mixture", "sources": [{**source, "label": "math"}, {"name": "arithmetic", "label": "sums"}]}
     # Processor time alone, however long it takes by the clock.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matching, "PATIENCE", 1000.0)
+        patch.setattr(answer_match, "PATIENCE", 1000.0)
         task = build_task(TaskConfig.model_validate(source))
     yield task
     close_task(task)

@@ -11,13 +11,13 @@ import torch
 from benchmarks.verify import build_site
 from benchmarks.verify_cheats import SEED
 from heterorl.common.errors import PromptRefused, RewardError, UnknownPayload, UnknownVersion
-from heterorl.common.generation.draw import group_key
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.tiny_model import write_tiny_model
+from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.patience import Patience
-from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
+from heterorl.common.tasks.rewards.function_reward import FunctionReward, FunctionRewardTask
 from heterorl.common.types.rollout import (
     GIVEN,
     DropReason,
@@ -183,9 +183,9 @@ async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, t
         f"    if prompt == {site.task.prompt(honest[0].prompt_index).text!r}:\n        time.sleep(1000)\n"
         "    return {'correct': float(completion.strip() == answer)}\n"
     )
-    reward = OwnReward("mine:score", directory=tmp_path, timeout_s=0.5)
+    reward = FunctionReward("mine:score", directory=tmp_path, timeout_s=0.5)
     verifier = verifier_of(site)
-    verifier.verification = dataclasses.replace(verifier.verification, task=RewardedTask(site.task, reward))
+    verifier.verification = dataclasses.replace(verifier.verification, task=FunctionRewardTask(site.task, reward))
 
     findings = [await verifier.examine(queued(group)) for group in (*honest, *[honest[0]] * 9)]
 

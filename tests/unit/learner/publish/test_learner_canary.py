@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.generation.engine import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model import tensors
-from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.publish.canary_logprobs import Canary

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import DiskFull, GroupNotAvailable, OperatorError, StaleEpoch
-from heterorl.common.generation.engine import ScoredText
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig

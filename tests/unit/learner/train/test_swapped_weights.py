@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.torch_backend import TorchBackend

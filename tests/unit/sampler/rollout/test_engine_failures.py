@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EngineDied, StaleWeights
-from heterorl.common.generation.engine import ScoredText
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.sampler.rollout.drafts import MAX_NOTED, NAME, UnderWay

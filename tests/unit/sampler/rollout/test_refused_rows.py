@@ -9,14 +9,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
-from heterorl.common.generation.engine import NUM_SEQUENCES, canary_texts
+from heterorl.common.generation.inference_engine import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.building import Room
 from heterorl.common.process import metrics
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.rewards import matching
+from heterorl.common.tasks.rewards import answer_match
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_prompts
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import ReturnReason, RewardPart
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
@@ -188,7 +188,7 @@ def math_rows(path, *, unreadable):
     )  # fmt: skip
     # Processor time alone, however long it takes by the clock.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matching, "PATIENCE", 1000.0)
+        patch.setattr(answer_match, "PATIENCE", 1000.0)
         return build_task(config)
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import RewardError
-from heterorl.common.generation.engine import generate_all
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import EOS, write_tiny_model
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.inference_engine import generate_all
+from heterorl.common.generation.tiny_model import EOS, write_tiny_model
 from heterorl.common.model.tensors import store
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Prompt, close_task
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignment  # fmt: skip
 from heterorl.common.weights.arena import Arena

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
-from heterorl.common.generation.engine import Lost
+from heterorl.common.generation.inference_engine import Lost
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import GIVEN, FinishReason
 from tests.support.games import SIZE, TURNS, Games, collected

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import PromptTooLong
-from heterorl.common.generation.engine import Request
+from heterorl.common.generation.inference_engine import Request
 from heterorl.common.model.building import Room
 from heterorl.sampler.vllm.engine import VllmEngine
 from tests.support.engines import semantics

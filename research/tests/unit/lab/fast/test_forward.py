@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.learner.train.model import load_model
 from heterorl_research.lab.fast import forward, stack
 from heterorl_research.lab.fast.evaluation import additive_mask

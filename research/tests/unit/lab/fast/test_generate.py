@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.tiny import write_tiny_model
+from heterorl.common.generation.hf_engine import HfEngine
+from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model import tensors
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl_research.lab.fast import stack

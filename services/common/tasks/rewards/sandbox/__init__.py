@@ -1,5 +1,5 @@
-"""What runs completions as code, inside bubblewrap: unit tests, and the verifiers of reasoning-gym.
+"""Sandboxes (bubblewrap) for rewards that run completions as code: unit tests and reasoning-gym's verifiers.
 
-Open `rewards` first, which asks workers: `code` gives each test of a completion's code to `bubblewrap`; `inside` runs
-there. `gym` asks `serve`, which stays inside, imports reasoning-gym once and forks for each completion.
+Open `code_reward` first: it runs each test in `bubblewrap`, where `sandbox_main` is the program. `gym_reward` keeps one
+`gym_server` in a sandbox, which imports reasoning-gym once and forks for each completion.
 """

@@ -1,20 +1,18 @@
-"""A Python process that sees no network, no file of this machine but its interpreter, and ends at its limits.
+"""Sandbox of foreign Python code by bubblewrap: no network, no file but its interpreter, bounded time and memory.
 
-Namespaces for files, processes, network, IPC and host name by bubblewrap; limits of memory, processor time, processes,
-files by `inside`, which sets them on itself before it reads foreign code, and gives up calls of the kernel.
-As root it takes an unused user number there: the kernel counts no processes of root. The root is read-only; one tmpfs
-of a bounded size may be written.
+bubblewrap makes namespaces of files, processes, network, IPC and host name. `sandbox_main` sets limits of memory,
+processor time, processes and files on itself, and installs the filter of system calls, before it reads foreign code.
+A service that runs as root gives the sandbox an unused user number, since the kernel counts no processes of root. The
+root directory is read-only; one tmpfs of a bounded size may be written. Directories under /tmp or /dev that the sandbox
+shows lie on read-only mounts of their own.
 
-What is shown of directories under /tmp or /dev lies there on read-only mounts of its own.
+Never show it a directory that holds secrets. Limits are per process, but for the number of processes and the tmpfs. A
+bound of the whole belongs into a cgroup (MemoryMax of a unit, the limit of a container).
 
-Must never be given a directory that holds secrets. Limits are per process but for the number of them and the tmpfs:
-what a system must not lose belongs into a cgroup (MemoryMax of a unit, the limit of a container).
-
-What foreign code may not ask the kernel for is a seccomp program, as bytes of classic BPF. Refused is what outlives its
-process and has no namespace (keys, addresses of vsock, turns at the disk), what counts for no limit (memory of memfd),
-and what opens much of the kernel to whoever asks (namespaces, io_uring, bpf). Another architecture's numbers of calls
-are refused all together, so no call is asked for by another name. clone3, whose flags a filter cannot see, is unknown
-(ENOSYS): the C library falls back to clone.
+The filter is a seccomp program in classic BPF. It refuses calls that outlive their process and have no namespace (keys,
+addresses of vsock, turns at the disk), that no limit counts (memory of memfd), or that open much of the kernel
+(namespaces, io_uring, bpf). It refuses every call of another architecture's numbering, so no call is reached by another
+name. clone3 is unknown (ENOSYS), since a filter cannot read its flags: the C library then falls back to clone.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from heterorl.common.tasks.rewards.sandbox.outcome import BEGAN, Limits, Outcome, outcome_of
+from heterorl.common.tasks.rewards.sandbox.sandbox_process import BEGAN, SandboxLimits, SandboxOutcome, outcome_of
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """As the kernel's audit numbers them."""
@@ -92,7 +90,7 @@ def _line(code: int, value: int, *, if_so: int = 0, if_not: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_so, if_not, value)
 
 
-INSIDE = Path(__file__).parent / "inside.py"
+INSIDE = Path(__file__).parent / "sandbox_main.py"
 _SYSTEM = ("/usr",)
 _LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 _WORK = "/tmp"
@@ -117,16 +115,16 @@ class Sandbox:
     program: str
     python: str
     shown: tuple[str, ...]
-    limits: Limits
+    limits: SandboxLimits
     version: str = ""
     """Of its Python, such as 3.11."""
 
-    def run(self, first: bytes, second: bytes, *, standard_input: bytes) -> Outcome:
-        """Run `inside` on a document.
+    def run(self, first: bytes, second: bytes, *, standard_input: bytes) -> SandboxOutcome:
+        """Run `sandbox_main` on a document.
 
         Args:
             first: read before any foreign code runs.
-            second: sent when `inside` has said that it loaded what it was to load; empty: never.
+            second: sent when `sandbox_main` has said that it loaded what it was to load; empty: never.
             standard_input: of the foreign code.
 
         Raises:
@@ -180,18 +178,18 @@ class Sandbox:
         return [
             self.program, *spaces, *(["--as-pid-1"] if serving else []), *told, "--die-with-parent", "--new-session",
             *files,
-            "--ro-bind", str(INSIDE), "/inside.py",
+            "--ro-bind", str(INSIDE), "/sandbox_main.py",
             "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _WORK, "--clearenv",
             "--setenv", "HOME", _WORK, "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8",
             "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
             # Not -I: it would ignore PYTHONHASHSEED, and code that reads a set in its order would toss a coin.
-            "--", self.python, "-s", "-B", "/inside.py", str(orders), str(report), str(user),
+            "--", self.python, "-s", "-B", "/sandbox_main.py", str(orders), str(report), str(user),
             *map(str, numbers), program_of(os.uname().machine).hex(),
         ]  # fmt: skip
 
 
-def find_sandbox(*, python: str, shown: Sequence[str], limits: Limits) -> Sandbox:
+def find_sandbox(*, python: str, shown: Sequence[str], limits: SandboxLimits) -> Sandbox:
     """A sandbox that was tried.
 
     An empty `python` is the interpreter that runs this; `shown` are further directories that foreign code may read.

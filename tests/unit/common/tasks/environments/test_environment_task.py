@@ -8,11 +8,11 @@ from heterorl.common.errors import ConfigError, PromptRefused, RewardError
 from heterorl.common.model.building import Room
 from heterorl.common.process.config import load
 from heterorl.common.tasks.environments.environment import Action, ToolCall
-from heterorl.common.tasks.environments.task import environment_of, environments_of, seed_of
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task
+from heterorl.common.tasks.environments.environment_task import environment_of, environments_of, seed_of
 from heterorl.common.tasks.task import Message, Prompt, close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.text.conversation import try_prompts, try_reward
-from heterorl.common.text.prompts import Prompter
+from heterorl.common.text.prompter import Prompter
 from heterorl.learner.config import LearnerConfig
 from tests.support import tokenizers
 
@@ -79,7 +79,7 @@ def made(place):
     def make(environment="games:Game", **changes):
         keys = {"name": "seeds", "size": 5, "evaluation_size": 3, "environment_path": str(place), **changes}
         config = TaskConfig(environment=environment, **keys)
-        tasks.append(apart(build_task(config), config))
+        tasks.append(score_in_workers(build_task(config), config))
         return tasks[-1]
 
     yield make
@@ -232,7 +232,7 @@ def test_a_mixture_has_sources_with_and_without_environments(place):
         {"label": "judged", "name": f"jsonl:{place}/rows.jsonl", "rewards": [{"name": "match", "kind": "match"}]},
     )
     config = TaskConfig(name="mixture", sources=sources, environment="games:Game", environment_path=str(place))
-    task = apart(build_task(config), config)
+    task = score_in_workers(build_task(config), config)
     found = {}
     for index in range(task.num_prompts):
         found.setdefault(task.source_of(index), index)

@@ -13,7 +13,7 @@ import pytest
 from heterorl.common.errors import ConfigError, EnvironmentFailed, ToolLost
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS, Episodes
-from heterorl.common.tasks.rewards import functions
+from heterorl.common.tasks.rewards import worker_main
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.rollout import MAX_PART_VALUE
 
@@ -37,7 +37,7 @@ PLAY = """
 import os, random, sys, time
 import numpy as np
 from heterorl.common.tasks.environments.environment import Observation
-from heterorl.common.tasks.rewards import functions
+from heterorl.common.tasks.rewards import worker_main
 from heterorl.common.tasks.task import Message
 
 class Play:
@@ -442,9 +442,9 @@ paths = {**sysconfig.get_paths(), "purelib": packages}
 sysconfig.get_paths = lambda: paths
 sys.path[:0] = [place, packages]
 import play
-print(runpy.run_path(files, run_name="functions")["reward_files"]("play")["num_files"])
+print(runpy.run_path(files, run_name="worker_main")["reward_files"]("play")["num_files"])
 """
-    command = [sys.executable, "-c", script, str(tmp_path), functions.__file__, str(tmp_path / ".venv/lib/packages")]
+    command = [sys.executable, "-c", script, str(tmp_path), worker_main.__file__, str(tmp_path / ".venv/lib/packages")]
     # coverage starts in every child, and would import this folder's empty heterorl.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
 

@@ -9,8 +9,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError, EnvironmentFailed, ToolLost
 from heterorl.common.tasks.environments.environment import Action, ToolCall
+from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits, SeedsTask
 from heterorl.common.tasks.environments.episodes import Episodes
-from heterorl.common.tasks.environments.task import EnvironmentTask, Limits, SeedsTask
 from heterorl.common.tasks.task import Message
 
 pytestmark = pytest.mark.process
@@ -107,7 +107,7 @@ def opened(tmp_path):
 
 
 def task_of(episodes):
-    limits = Limits(max_turns=4, trajectory_s=60.0)
+    limits = EpisodeLimits(max_turns=4, trajectory_s=60.0)
     return EnvironmentTask(SeedsTask(size=4, evaluation_size=2, seed=1), episodes, limits, seed=1)
 
 

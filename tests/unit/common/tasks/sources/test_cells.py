@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.sources.rows import written
+from heterorl.common.tasks.sources.cells import written
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 ASKED = [f"q{number}" for number in range(6)]
 

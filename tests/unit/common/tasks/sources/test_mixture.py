@@ -12,13 +12,13 @@ import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.generated import ArithmeticTask
-from heterorl.common.tasks.registry import TaskConfig, apart, build_task
-from heterorl.common.tasks.rewards.process import NearLimit
-from heterorl.common.tasks.rewards.sandbox.rewards import CodeReward
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
+from heterorl.common.tasks.rewards.worker_pool import NearLimit
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import Doubts, close_task, source_of
+from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.completion_stats import by_source
 from tests.support.learner_world import make_group
@@ -88,7 +88,7 @@ def test_digest_depends_on_sources_and_weights_and_not_on_labels():
 @pytest.mark.process
 def test_samplers_score_each_source_in_processes_of_its_own():
     config = mixture(SMALL, {**LONG, "system_prompt": "Go on."}, reward_timeout_s=30.0)
-    task = apart(build_task(config), config)
+    task = score_in_workers(build_task(config), config)
     try:
         assert task.digest == build_task(config).digest
         assert task.num_workers == 2

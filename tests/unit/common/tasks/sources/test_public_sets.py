@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

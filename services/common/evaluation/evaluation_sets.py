@@ -1,0 +1,83 @@
+"""Configuration of an evaluation set: what is drawn, and at a site the task that it is drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field, model_validator
+
+from heterorl.common.process.config import Config
+from heterorl.common.tasks.task_config import TaskConfig
+from heterorl.common.types.evaluation import MAX_SAMPLES, EvaluationDraws
+
+
+class DrawsConfig(Config):
+    """What is drawn of a set."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the set, the same at the coordinator and at every site."""
+    num_prompts: int = Field(default=64, ge=1, le=1 << 20)
+    """Held-out prompts of the set's task, always the first ones; fewer where it has fewer."""
+    samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    """Completions of each prompt, n: avg@n is their mean, pass@k is stated for k of 1, 2, 4, ... and n."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Softmax temperature, apart from the run's; 0 takes the most likely token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass; 1 is off."""
+    max_new_tokens: int = Field(default=512, ge=1, le=1 << 20)
+    """Longest completion, tokens."""
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Seed of the draws, the same for every version."""
+    pass_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Reward from which a completion counts as right for pass@k."""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> DrawsConfig:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                "temperature 0 draws the same completion every time: raise it or set samples_per_prompt to 1"
+            )
+        return self
+
+    @property
+    def draws(self) -> EvaluationDraws:
+        """The settings as a domain value."""
+        return EvaluationDraws(
+            num_prompts=self.num_prompts,
+            num_samples=self.samples_per_prompt,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            pass_reward=self.pass_reward,
+        )
+
+
+class PlannedSetConfig(DrawsConfig):
+    """A set that a run's versions are evaluated on, by sites that have its data."""
+
+    every_versions: int = Field(default=1, ge=1)
+    """Versions between evaluations; the last version of a run is evaluated too."""
+    task_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    """Digest of the set's task, as `heterorl evaluate --json` states it. Empty: what the first site to begin states is
+    the set's from then on."""
+
+
+class EvaluationSetConfig(DrawsConfig):
+    """A set that this site can evaluate. In a run the coordinator says what is drawn; `heterorl evaluate` draws what
+    stands here."""
+
+    task: TaskConfig = TaskConfig()
+    """Held-out prompts and their reward; the same at every site that evaluates the set."""
+
+
+def check_unique_names(sets: Sequence[DrawsConfig]) -> None:
+    """See that every name stands for one set.
+
+    Raises:
+        ValueError: one stands for two.
+    """
+    names = [one.name for one in sets]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"evaluation has the set {twice[0]} twice")

@@ -1,0 +1,39 @@
+"""The program of a function: `python -P call_function.py FILE NAME`, with a row as JSON at its standard input.
+
+It imports nothing of heterorl. It calls `NAME(row, base_url, api_key)` and prints what that returns, a reward or its
+named parts, as the last line. The function may be async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Call it once."""
+    path, name = Path(sys.argv[1]), sys.argv[2]
+    row = json.load(sys.stdin)
+    random.seed(int(os.environ["HETERORL_SEED"]))
+    # Last: what is installed keeps its names.
+    sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    returned = getattr(module, name)(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    if inspect.iscoroutine(returned):
+        returned = asyncio.run(returned)
+    sys.stdout.write(f"\n{json.dumps(returned)}\n")
+
+
+if __name__ == "__main__":
+    main()

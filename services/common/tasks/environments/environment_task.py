@@ -1,0 +1,241 @@
+"""A task whose prompts are asked by an environment, turn by turn, and whose reward is the environment's score.
+
+`SeedsTask` has rows of one number each, for environments that need no data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, RewardError
+from heterorl.common.tasks.environments.environment import Action
+from heterorl.common.tasks.environments.episodes import Episode, Episodes
+from heterorl.common.tasks.messages import SYSTEM_ROLES
+from heterorl.common.tasks.task import Message, Prompt, Task, TaskWrapper, close_task
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import FinishReason, RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+_KEY = "task.environment"
+_REMEMBERED = 4096
+"""Prompts whose first messages are kept."""
+_STRIDE = 0x85EBCA6B
+"""Between the seeds of two tasks whose own are neighbours: far, and odd."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """What ends an episode that goes on: so many turns, so many seconds."""
+
+    max_turns: int
+    trajectory_s: float
+
+    def reached(self, *, num_turns: int, seconds: float) -> FinishReason | None:
+        """Why no other turn follows; None where one may."""
+        if num_turns >= self.max_turns:
+            return FinishReason.TURNS
+        return FinishReason.SECONDS if seconds >= self.trajectory_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentPrompt(Prompt):
+    """A prompt of an environment, with what an episode of it is begun with."""
+
+    row: Mapping[str, Any] = field(compare=False, repr=False)
+    seed: int
+    first: tuple[Message, ...] | None = field(compare=False, repr=False, default=None)
+    """What the episode from which the prompt was made said first; None where the row's prompt was kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What answers the turns of one prompt; the members of a group each open an episode of it."""
+
+    episodes: Episodes
+    limits: EpisodeLimits
+    row: Mapping[str, Any]
+    seed: int
+    first: tuple[Message, ...] | None = None
+    """What every episode says first; None where that is not known."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether an episode that is stepped again says the same."""
+        return self.episodes.is_deterministic
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """JSON schemas of the tools that the policy is shown."""
+        return self.episodes.tools
+
+    def open(self) -> Episode:
+        """Begin an episode; waits while all processes are in use.
+
+        Raises:
+            EnvironmentFailed: its code raised, or it began otherwise than the prompt that the policy reads.
+            ToolLost: its process took too long or died.
+        """
+        episode = self.episodes.open(self.row, self.seed)
+        if self.first is not None and episode.first != self.first:
+            episode.close()
+            name = self.episodes.name
+            raise EnvironmentFailed(f"{name}, reset: it said something else first than before, for one row and seed")
+        return episode
+
+
+def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
+    """What answers the turns of a prompt; None where the first one is the last."""
+    find: Any = getattr(task, "environment_of", None)
+    found: EnvironmentSpec | None = None if find is None else find(prompt)
+    return found
+
+
+def environment_problem(where: str, error: Exception) -> ConfigError:
+    """What ended an episode, for the one who writes the environment."""
+    action = "correct the environment; raise task.step_timeout_s if it only needs longer"
+    return ConfigError(_KEY, f"{where}: {error}", action=action)
+
+
+def environments_of(task: object) -> tuple[Episodes, ...]:
+    """The environments of all sources of a task."""
+    return tuple(getattr(task, "environments", ()))
+
+
+def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
+    """The seed of a prompt's episodes, 32 bits: no training prompt of a task has that of a held-out one."""
+    return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF
+
+
+class EnvironmentTask(TaskWrapper):
+    """A task's rows with an environment; implements Task."""
+
+    def __init__(
+        self, task: Task, episodes: Episodes, limits: EpisodeLimits, *, seed: int, system_prompt: str = ""
+    ) -> None:
+        """Look at the first row.
+
+        The system prompt stands before first messages that the environment gives, unless they begin with one.
+
+        Raises:
+            ConfigError: rows lack a column that its score needs, or no episode of the first one shows the tools.
+        """
+        super().__init__(task, digest=task.digest, num_workers=episodes.num_processes)
+        self._episodes, self._limits, self._seed = episodes, limits, seed
+        self._system = Message(role="system", content=system_prompt) if system_prompt else None
+        self.environments = (episodes,)
+        self._first = functools.lru_cache(_REMEMBERED)(self._reset)
+        if episodes.learns_tools:
+            self._learn_tools()
+        stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed]
+        words = f"{task.digest}\nenvironment 1\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
+        self.digest = bytes_digest(words.encode())
+        self._check_columns(task.prompt(0))
+
+    def prompt(self, index: int) -> EnvironmentPrompt:
+        """The training prompt at a position; one of which no episode begins has a refusal."""
+        return self._asked(self.inner.prompt(index), is_held_out=False)
+
+    def evaluation_prompt(self, index: int) -> EnvironmentPrompt:
+        """The held-out prompt at a position; see `prompt`."""
+        return self._asked(self.inner.evaluation_prompt(index), is_held_out=True)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The score of an episode in which the completion is the only turn."""
+        spec = self.environment_of(prompt)
+        try:
+            with spec.open() as episode:
+                episode.step(Action(completion))
+                return episode.score()
+        except EpisodeError as error:
+            raise RewardError(f"the episode of prompt {prompt.index} failed: {error}") from error
+
+    def environment_of(self, prompt: Prompt) -> EnvironmentSpec:
+        """What answers the turns of a prompt of this task."""
+        assert isinstance(prompt, EnvironmentPrompt), "a prompt of this task"
+        return EnvironmentSpec(
+            episodes=self._episodes, limits=self._limits, row=prompt.row, seed=prompt.seed, first=prompt.first
+        )
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._episodes.close()
+        close_task(self.inner)
+
+    def _learn_tools(self) -> None:
+        try:
+            self._first(0, False)
+        except EpisodeError as error:
+            raise environment_problem("an episode of prompt 0", error) from error
+
+    def _check_columns(self, prompt: Prompt) -> None:
+        row = _row(prompt)
+        if missing := [name for name in self._episodes.needs if name not in row]:
+            problem = (
+                f"the score of {self._episodes.name} asks for {', '.join(missing)}; the rows have {', '.join(row)}"
+            )
+            raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")
+
+    def _asked(self, prompt: Prompt, *, is_held_out: bool) -> EnvironmentPrompt:
+        first, refusal = None, ""
+        if not self._episodes.keeps_prompts:
+            try:
+                first = self._first(prompt.index, is_held_out)
+            except EpisodeError as error:
+                refusal = f"no episode of prompt {prompt.index} begins: {error}"
+        text, messages, said = prompt.text, prompt.messages, first
+        if first is not None:
+            text = first[-1].content
+            if self._system is not None and first[0].role not in SYSTEM_ROLES:
+                first = (self._system, *first)
+            messages = first if len(first) > 1 or first[0].role != "user" else ()
+        if not (text.strip() or refusal):
+            refusal = f"prompt {prompt.index} has no text, and reset of {self._episodes.name} returned no message"
+        return EnvironmentPrompt(
+            index=prompt.index, text=text, answer=prompt.answer, messages=messages, columns=prompt.columns,
+            refusal=refusal, row=_row(prompt), seed=seed_of(prompt.index, is_held_out=is_held_out, seed=self._seed),
+            first=said,
+        )  # fmt: skip
+
+    def _reset(self, index: int, is_held_out: bool) -> tuple[Message, ...] | None:
+        prompt = self.inner.evaluation_prompt(index) if is_held_out else self.inner.prompt(index)
+        seed = seed_of(index, is_held_out=is_held_out, seed=self._seed)
+        with self._episodes.open(_row(prompt), seed) as episode:
+            return episode.first
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """What an environment is given of a row: its columns, its prompt and its answer as texts."""
+    row = dict(prompt.columns)
+    if prompt.messages and prompt.text:
+        row["messages"] = [{"role": each.role, "content": each.content} for each in prompt.messages]
+    return {**row, **{name: text for name, text in (("prompt", prompt.text), ("answer", prompt.answer)) if text}}
+
+
+class SeedsTask:
+    """Implements heterorl.common.tasks.task.Task for an environment's sake: it has no texts and no score of its own."""
+
+    def __init__(self, *, size: int, evaluation_size: int, seed: int) -> None:
+        """Count them; `seed` says which numbers they are."""
+        self.num_prompts, self.num_evaluation_prompts, self._seed = size, evaluation_size, seed
+        self.digest: Digest = bytes_digest(f"seeds 1 {size} {evaluation_size} {seed}".encode())
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        return self._prompt(index, is_held_out=False)
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position; no training prompt has its seed, whatever their number."""
+        return self._prompt(index, is_held_out=True)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
+        """There is none."""
+        raise RewardError("rows of seeds have no score of their own")
+
+    def _prompt(self, index: int, *, is_held_out: bool) -> Prompt:
+        seed = seed_of(index, is_held_out=is_held_out, seed=self._seed)
+        return Prompt(index=index, text="", answer="", columns={"seed": seed})

@@ -1,0 +1,166 @@
+"""Worker side of episodes: makes, steps, scores and closes the author's environments.
+
+`heterorl.common.tasks.rewards.worker_main` loads this module, reads requests and counts processor time. It also answers
+an exception of the author's code with the line that raised.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heterorl.common.tasks.environments.environment import Action, Observation, Reset, Step, ToolCall
+from heterorl.common.tasks.environments.tools import ToolEnvironment, column_names, functions_of, schema_of
+from heterorl.common.tasks.messages import ROLES
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+OBSERVED = ("user", "tool", "system")
+"""Roles of messages that answer a turn."""
+_NEEDED = ("reset", "step", "score")
+
+
+def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
+    """What answers requests, and what is known of the environment.
+
+    `found` is the class, or the function `score` of a file of tools; None of a game.
+
+    Raises:
+        ImportError: the package of games is not installed.
+        ValueError: it is no environment.
+    """
+    most = int(job["max_observation_chars"])
+    make: Callable[[], Any]
+    shown: Any
+    facts: dict[str, Any] = {}
+    if job["what"] == "game":
+        from heterorl.common.tasks.environments.textarena import TextArenaGame, version_of
+
+        make, shown = TextArenaGame.of(job["name"]), TextArenaGame
+        facts = {"digest": version_of()}
+    elif job["what"] == "program":
+        from heterorl.common.tasks.environments.program import ProgramEnvironment, load
+
+        (make, facts), shown = load(job["name"], job["directory"]), ProgramEnvironment
+    elif job["what"] == "openenv":
+        from heterorl.common.tasks.environments import openenv
+
+        (make, facts), shown = openenv.load(job["name"]), openenv.OpenEnvEpisode
+    elif job["what"] == "class":
+        make = shown = found
+        if missing := [name for name in _NEEDED if not callable(getattr(found, name, None))]:
+            raise ValueError(f"{job['name']} has no {', '.join(missing)}: it is no environment")
+    else:
+        functions = functions_of(sys.modules[job["module"]])
+        make, shown = lambda: ToolEnvironment(functions, found, most=most), ToolEnvironment
+        facts = {"needs": column_names(found), "tools": [schema_of(function) for function in functions]}
+    facts = {
+        "is_deterministic": bool(getattr(shown, "is_deterministic", True)),
+        "shares_process": bool(getattr(shown, "shares_process", False)),
+        "tools": [schema_of(function) for function in getattr(shown, "tools", ())],
+        "needs": [],
+        **facts,
+    }
+    _bound_memory(int(job["memory_bytes"]))
+    return LiveEpisodes(make, most).answer, facts
+
+
+class LiveEpisodes:
+    """The episodes that live in this process, by number."""
+
+    def __init__(self, make: Callable[[], Any], most: int) -> None:
+        self._make, self._most = make, most
+        self._live: dict[int, Any] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one request."""
+        number, what = request["episode"], request["do"]
+        if what == "open":
+            return self._opened(number, request["row"], request["seed"])
+        environment = self._live[number]
+        if what == "step":
+            observation = observation_of(environment.step(_action(request["action"])))
+            if not (observation.messages or observation.done):
+                raise ValueError("step returned no message, and the episode is not done")
+            return {"messages": self._written(observation.messages, OBSERVED), "done": bool(observation.done)}
+        if what == "score":
+            return {"parts": _parts(environment.score())}
+        del self._live[number]
+        if (close := getattr(environment, "close", None)) is not None:
+            close()
+        return {}
+
+    def _opened(self, number: int, row: Any, seed: int) -> dict[str, Any]:
+        random.seed(seed)
+        # What games draw from.
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
+        self._live[number] = environment = self._make()
+        first = environment.reset(row, seed=seed)
+        if first is None:
+            return {"first": None}
+        shown = {"tools": environment.shown_tools} if hasattr(environment, "shown_tools") else {}
+        messages = self._written(_messages(first), ROLES)
+        if not messages or messages[-1][0] == "assistant":
+            raise ValueError("reset returned no messages, or the last one is the assistant's")
+        return {"first": messages, **shown}
+
+    def _written(self, messages: Sequence[Any], roles: Sequence[str]) -> list[list[str]]:
+        written = [_message(each, roles) for each in messages]
+        size = sum(len(content) for _, content, _ in written)
+        if size > self._most:
+            raise ValueError(f"an observation of {size} characters; task.max_observation_chars is {self._most}")
+        return written
+
+
+def observation_of(said: Step) -> Observation:
+    """What `step` returned, as an observation."""
+    if said is None:
+        return Observation((), done=True)
+    if isinstance(said, str):
+        return Observation(tuple(_messages(said)))
+    if not isinstance(said, Observation):
+        raise ValueError(f"step returned {said!r:.80}, and neither an Observation, a text nor None")
+    return said
+
+
+def _messages(first: Reset) -> Sequence[Any]:
+    return [{"role": "user", "content": first}] if isinstance(first, str) else list(first or ())
+
+
+def _message(entry: Any, roles: Sequence[str]) -> list[str]:
+    fields = entry if isinstance(entry, Mapping) else {
+        name: getattr(entry, name, None) for name in ("role", "content", "name")
+    }  # fmt: skip
+    role, content, name = fields.get("role"), fields.get("content"), fields.get("name") or ""
+    if not isinstance(role, str) or role not in roles or not isinstance(content, str) or not isinstance(name, str):
+        raise ValueError(f"{entry!r:.80} is no message with a role ({', '.join(roles)}) and a text as content")
+    # A half of a surrogate pair is no text, and raises here.
+    f"{content}{name}".encode()
+    return [role, content, name]
+
+
+def _parts(value: Any) -> dict[str, float]:
+    parts = value if isinstance(value, Mapping) else {"reward": value}
+    if texts := [part for part in parts.values() if isinstance(part, str | bytes)]:
+        raise ValueError(f"score returned the text {texts[0]!r:.80}, and no number")
+    return {str(name): float(part) for name, part in parts.items()}
+
+
+def _action(written: Mapping[str, Any]) -> Action:
+    # Halves of surrogate pairs, which a policy can write in JSON, would make of what the author echoes no text.
+    fields = json.loads(json.dumps(written, ensure_ascii=False).encode(errors="replace"))
+    calls = tuple(ToolCall(name, arguments) for name, arguments in fields["tool_calls"])
+    return Action(fields["text"], calls, fields["is_cut"])
+
+
+def _bound_memory(most: int) -> None:
+    """Let the address space grow by so many bytes beyond what it is now, with all that was imported."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    total = pages * resource.getpagesize() + most
+    resource.setrlimit(resource.RLIMIT_AS, (total, total))

@@ -1,0 +1,252 @@
+"""An endpoint of one episode on this machine's loopback, which a program takes for OpenAI's.
+
+Guarantees: it answers holders of its key alone, and none once it is closed. One request is under way at a time. The
+same request, sent again, waits for or gets the same answer; a connection that breaks leaves no second turn.
+
+Requests come in threads of their own. Each waits until `answer` or `refuse_rest` is called, by the environment.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+from urllib.parse import urlsplit
+
+from heterorl.common.tasks.environments.environment import Action
+from heterorl.common.tasks.environments.openai_chat import (
+    OVER,
+    History,
+    Request,
+    RequestRefused,
+    chunks,
+    completion,
+    read_request,
+)
+from heterorl.common.tasks.task import Message
+
+MODEL = "policy"
+"""The only model there; any other name is taken for it."""
+MAX_BODY_BYTES = 16 << 20
+"""Of a request, before anything of it is parsed."""
+MAX_CONNECTIONS = 64
+KEEPALIVE_S = 10.0
+"""Between two signs of life of a stream whose turn is under way."""
+_CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    body: Any
+    number: int
+    done: threading.Event = field(default_factory=threading.Event)
+    message: dict[str, Any] = field(default_factory=dict)
+    is_cut: bool = False
+    refusal: RequestRefused | None = None
+
+
+class Endpoint:
+    """The server, and the conversation that is held through it."""
+
+    def __init__(self, on_request: Callable[[tuple[Message, ...]], None], *, keepalive_s: float = KEEPALIVE_S) -> None:
+        """Take a port of 127.0.0.1; `start` answers at it.
+
+        `on_request` is told, in the request's thread, what each new request adds to the conversation. `keepalive_s` is
+        between two signs of life of a stream.
+        """
+        self.api_key = secrets.token_urlsafe(24)
+        self.keepalive_s = keepalive_s
+        self.history = History()
+        self._on_request = on_request
+        self._lock = threading.Lock()
+        self._turn: _Turn | None = None
+        self._refusal: RequestRefused | None = None
+        self._server = _Server(self)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="endpoint")
+
+    @property
+    def base_url(self) -> str:
+        """What a program is given as OPENAI_BASE_URL."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    def start(self) -> None:
+        """Answer from now on; what came before waits."""
+        self._thread.start()
+
+    def answer(self, action: Action) -> None:
+        """Answer the request that is under way by a turn of the policy."""
+        with self._lock:
+            turn = self._turn
+            assert turn is not None, "a request is under way"
+            turn.message, turn.is_cut = self.history.answer(action), action.is_cut
+            turn.done.set()
+
+    def refuse_rest(self, refusal: RequestRefused) -> None:
+        """Answer the request that is under way, and all that come, by an error."""
+        with self._lock:
+            self._refusal = refusal
+            if self._turn is not None and not self._turn.done.is_set():
+                self._turn.refusal = refusal
+                self._turn.done.set()
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self.refuse_rest(RequestRefused("the episode has ended", status=500))
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def asked(self, body: Any, request: Request) -> _Turn:
+        """The turn that answers a request: a new one, or the one that the same request asked for before.
+
+        Raises:
+            RequestRefused: it is no extension of the conversation, another one is under way, or the episode is over.
+        """
+        with self._lock:
+            turn = self._turn
+            if turn is not None and turn.body == body:
+                return turn
+            if self._refusal is not None:
+                raise self._refusal
+            if turn is not None and not turn.done.is_set():
+                raise RequestRefused("another request is under way: an episode is one conversation, one turn at a time")
+            added = self.history.extend(request)
+            self._turn = turn = _Turn(body, number=turn.number + 1 if turn else 1)
+            self._on_request(added)
+            return turn
+
+
+def over() -> RequestRefused:
+    """The refusal of an episode that a limit ended."""
+    words = "the episode is over: it has used up its turns, tokens or seconds; return the reward of what was reached"
+    return RequestRefused(words, code=OVER)
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._room = threading.Semaphore(MAX_CONNECTIONS)
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a program may break its connections."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._answered(self._models)
+
+    def do_POST(self) -> None:
+        self._answered(self._chat)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def _answered(self, handle: Callable[[], None]) -> None:
+        try:
+            # What is not read of a refused body must not be taken for another request.
+            self.close_connection = True
+            stated = self.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(stated, f"Bearer {self.server.endpoint.api_key}".encode()):
+                raise RequestRefused("the key is not that of this episode", status=401, code="invalid_api_key")
+            handle()
+        except RequestRefused as refused:
+            self._send(refused.status, refused.body)
+        except OSError:
+            self.close_connection = True
+        except Exception as error:  # noqa: BLE001 - the program is told, and may ask again
+            self._send(500, RequestRefused(f"{type(error).__name__}: {error}", status=500).body)
+
+    def _models(self) -> None:
+        if urlsplit(self.path).path != _MODELS:
+            raise self._unknown()
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "heterorl"}
+        self._send(200, {"object": "list", "data": [model]})
+
+    def _chat(self) -> None:
+        if urlsplit(self.path).path != _CHAT:
+            raise self._unknown()
+        body = self._body()
+        request = read_request(body)
+        turn = self.server.endpoint.asked(body, request)
+        if request.is_streamed:
+            self._stream(turn, request)
+            return
+        turn.done.wait()
+        if turn.refusal is not None:
+            raise turn.refusal
+        made: Any = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
+        self.close_connection = False
+        self._send(200, completion(turn.message, request, **made))
+
+    def _stream(self, turn: _Turn, request: Request) -> None:
+        """Server-sent events of a turn; comments until it has ended."""
+        is_done = turn.done.wait(self.server.endpoint.keepalive_s)
+        if is_done and turn.refusal is not None:
+            raise turn.refusal
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        while not is_done:
+            self.wfile.write(b": the turn is under way\n\n")
+            is_done = turn.done.wait(self.server.endpoint.keepalive_s)
+        if turn.refusal is not None:
+            pieces: Any = [turn.refusal.body]
+        else:
+            made: Any = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
+            pieces = chunks(turn.message, request, **made)
+        for piece in pieces:
+            self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _body(self) -> Any:
+        size = self.headers.get("Content-Length", "")
+        if not (size.isascii() and size.isdigit()):
+            raise RequestRefused("a request needs a Content-Length", status=411)
+        if len(size) > len(str(MAX_BODY_BYTES)) or int(size) > MAX_BODY_BYTES:
+            raise RequestRefused(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
+        try:
+            return json.loads(self.rfile.read(int(size)))
+        except (ValueError, RecursionError) as error:
+            raise RequestRefused(f"the body is no JSON: {error}") from None
+
+    def _unknown(self) -> RequestRefused:
+        words = f"there is no {self.command} {self.path[:100]}, only POST {_CHAT} and GET {_MODELS}"
+        return RequestRefused(words, status=404)
+
+    def _send(self, status: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)

@@ -1,0 +1,183 @@
+"""Tasks whose score is computed in processes that can be killed: by the user's own function, or by the task itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.answer_extraction import answer_of
+from heterorl.common.tasks.messages import messages_of
+from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, WorkerPool
+from heterorl.common.tasks.task import Prompt, Task, TaskWrapper
+from heterorl.common.types.common import Digest, peer_words
+from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+
+class FunctionReward:
+    """`package.module:function`, loaded from a directory or from what is installed; `digest` is that of its files."""
+
+    def __init__(
+        self, path: str, *, directory: Path, timeout_s: float, num_workers: int = 1, key: str = "task.reward"
+    ) -> None:
+        """Load it once.
+
+        It is looked for in the directory beside what is installed. `timeout_s` is processor time for one completion,
+        `key` that of the configuration which names it.
+
+        Raises:
+            ConfigError: it cannot be found, imported or called.
+        """
+        module, _, name = path.partition(":")
+        if not all(word.isidentifier() for word in [*module.split("."), name]):
+            raise ConfigError(key, f"{path!r} is not package.module:function", action=_EXAMPLE)
+        job = {"kind": "function", "module": module, "name": name, "directory": str(directory)}
+        self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
+        facts = loaded_facts(self.pool, path, key=key, path_key="task.reward_path")
+        self.digest: Digest = bytes_digest(f"reward 3\n{path}\n{facts['digest']}".encode())
+        self._key, self._path = key, path
+        self._asks = None if facts["takes_all"] else tuple(facts["asks"])
+        self._needs = tuple(facts["needs"])
+        self.num_files = int(facts["num_files"])
+        self.place = str(facts["place"])
+        self.num_workers = num_workers
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self.pool.close()
+
+    def check(self, prompt: Prompt) -> None:
+        """See that a row has the columns that the function's parameters name.
+
+        Raises:
+            ConfigError: it lacks one that has no default.
+        """
+        if missing := [name for name in self._needs if name not in prompt.columns]:
+            there = ", ".join(map(str, prompt.columns)) or "no columns"
+            problem = f"{self._path} asks for {', '.join(missing)}; the rows have {there}"[:500]
+            raise ConfigError(self._key, problem, action="name a parameter as a column is named, or give it a default")
+
+    def _columns(self, prompt: Prompt) -> dict[str, Any]:
+        wanted = prompt.columns if self._asks is None else self._asks
+        return {name: prompt.columns[name] for name in wanted if name in prompt.columns}
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The function's value, as named parts.
+
+        Raises:
+            RewardError: the function raised, crashed, took too long, or returned what is no number or too large a one.
+        """
+        try:
+            reply = self.pool.ask(
+                {
+                    "prompt": prompt.text,
+                    "messages": [{"role": turn.role, "content": turn.content} for turn in messages_of(prompt)],
+                    "is_conversation": bool(prompt.messages),
+                    "completion": answer_of(completion),
+                    "whole": completion,
+                    "answer": prompt.answer,
+                    "columns": self._columns(prompt),
+                }
+            )
+        except RewardError as error:
+            raise RewardError(f"the reward function failed on prompt {prompt.index}: {error}") from error
+        try:
+            return parts_of(reply["parts"])
+        except RewardError as error:
+            raise RewardError(f"the reward function returned {error}, on prompt {prompt.index}") from error
+
+
+def loaded_facts(pool: WorkerPool, path: str, *, key: str, path_key: str) -> dict[str, Any]:
+    """Start the first worker of foreign code; what it says of what it loaded.
+
+    `key` names the code in the configuration, `path_key` its directory.
+    """
+    try:
+        return pool.start()
+    except LoadFailed as error:
+        if error.kind == "place":
+            problem = f"{error}, nor among the packages that are installed here"
+            raise ConfigError(key, problem, action=_PLACES.format(path_key)) from error
+        raise ConfigError(key, f"{path}: {error}", action="correct it and start again") from error
+    except RewardError as error:
+        raise ConfigError(key, f"{path}: {error}", action="see what it printed above") from error
+
+
+def parts_of(values: Mapping[str, float]) -> tuple[RewardPart, ...]:
+    """The parts of a reward that foreign code returned.
+
+    Raises:
+        RewardError: a coordinator or a learner would not take them.
+    """
+    parts = tuple(RewardPart(name=str(name), value=float(value)) for name, value in values.items())
+    if not 1 <= len(parts) <= MAX_REWARD_PARTS:
+        raise RewardError(f"{len(parts)} parts, 1 to {MAX_REWARD_PARTS} are allowed")
+    for part in parts:
+        # The coordinator takes no other: a group with one would be refused at every push.
+        if len(part.name) > MAX_PART_NAME or not part.name.isprintable():
+            name = peer_words(part.name, most=MAX_PART_NAME)
+            raise RewardError(
+                f"the name of a part, {name!r}, which is not at most {MAX_PART_NAME} printable characters"
+            )
+        if not math.isfinite(part.value):
+            raise RewardError("a value that is not finite")
+        # The learner takes no other, not even of a part that is measured alone.
+        if abs(part.value) > MAX_PART_VALUE:
+            raise RewardError(f"{part.value:g} for {part.name}, at most {MAX_PART_VALUE:g} either way is allowed")
+    return parts
+
+
+class FunctionRewardTask(TaskWrapper):
+    """A task with the user's own reward; implements Task."""
+
+    def __init__(self, task: Task, reward: FunctionReward) -> None:
+        digest = bytes_digest(f"{task.digest}\n{reward.digest}".encode())
+        super().__init__(task, digest=digest, num_workers=reward.num_workers)
+        self._reward = reward
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The function's value, as named parts."""
+        return self._reward.score(prompt, completion)
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._reward.close()
+
+
+_EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
+_PLACES = (
+    "put the package or module beside the configuration file, name its directory in {}, or install it into this "
+    "environment"
+)
+
+
+class WorkerScoredTask(TaskWrapper):
+    """A task's prompts here and its score elsewhere; implements Task."""
+
+    def __init__(self, task: Task, job: Mapping[str, Any], *, timeout_s: float, num_workers: int) -> None:
+        """Nothing starts before the first score; `job` is what a worker loads to score as the task does."""
+        super().__init__(task, digest=task.digest, num_workers=num_workers)
+        self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The task's own parts.
+
+        Raises:
+            ConfigError: the process cannot load the task.
+            RewardError: the verifier failed, crashed or took too long; that is not a score.
+        """
+        request = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer, "completion": completion}
+        try:
+            reply = self.pool.ask(request)
+        except LoadFailed as error:
+            raise ConfigError("task.name", f"the process that computes rewards cannot load it: {error}") from error
+        except RewardError as error:
+            raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
+        return tuple(RewardPart(name=str(name), value=float(value)) for name, value in reply["parts"].items())
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self.pool.close()

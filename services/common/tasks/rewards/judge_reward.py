@@ -1,0 +1,225 @@
+"""A language model that judges: one chat completion for each text, from whose words a score is read.
+
+Runs in a worker process. Guarantees: what the judge says without a score, or with one off its scale, is an error and no
+score; the completion stands in the question as it is, so a rubric says where it begins and ends.
+
+Scores are kept by digest in an SQLite file that all processes of a machine share, with their common pace. A cache: it
+may be deleted at any time. An entry is what was judged for exactly that question; a file that is damaged, locked or
+full costs a question, never an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.tasks.rewards.http_reward import Answer, Server, ServerRefused, deadline_of, read_key
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS judged (digest BLOB PRIMARY KEY, score REAL NOT NULL, number INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS judged_number ON judged (number);
+CREATE TABLE IF NOT EXISTS places (server TEXT PRIMARY KEY, next REAL NOT NULL, taken REAL NOT NULL);
+"""
+_TRIMMED_SHARE = 16
+
+
+class JudgeStore:
+    """One file; one connection of one process."""
+
+    def __init__(self, path: str, *, max_entries: int) -> None:
+        """Open or make it.
+
+        Raises:
+            ValueError: it cannot be made, or is no SQLite database.
+        """
+        self._max_entries = max_entries
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            # Each statement is a transaction of its own; another process's lasts milliseconds.
+            self._connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
+            self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;" + _SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(f"no judge's cache can be kept in {path}: {error}") from None
+
+    def get(self, digest: bytes) -> float | None:
+        """The score of a question that was asked before."""
+        row = None
+        with suppress(sqlite3.Error):
+            row = self._connection.execute("SELECT score FROM judged WHERE digest = ?", (digest,)).fetchone()
+        # SQLite keeps what it is given, of whatever type.
+        return float(row[0]) if row is not None and isinstance(row[0], int | float) else None
+
+    def put(self, digest: bytes, score: float) -> None:
+        """Keep a score; the oldest give way."""
+        with suppress(sqlite3.Error):
+            number = self._connection.execute("SELECT coalesce(max(number), 0) + 1 FROM judged").fetchone()[0]
+            self._connection.execute("INSERT OR REPLACE INTO judged VALUES (?, ?, ?)", (digest, score, number))
+            if number % max(1, self._max_entries // _TRIMMED_SHARE) == 0:
+                self._connection.execute("DELETE FROM judged WHERE number <= ?", (number - self._max_entries,))
+
+    def take_place(self, server: str, *, interval_s: float, longest_s: float) -> float | None:
+        """Take the next place in the row of those who ask a server.
+
+        Places are `interval_s` apart. For longer than `longest_s` nobody waits, and no place is taken.
+
+        Returns:
+            seconds until it is there; None where that is too long. 0 where the file cannot be used.
+        """
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                # One clock for all processes of the machine.
+                now = time.monotonic()
+                # The clock begins anew with the machine: what was taken later than now was taken before that, and what
+                # was taken earlier lies no further ahead than its caller waited.
+                row = self._connection.execute(
+                    "SELECT next FROM places WHERE server = ? AND taken <= ?", (server, now)
+                ).fetchone()
+                place = now if row is None else max(now, row[0])
+                if place - now > longest_s:
+                    return None
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO places VALUES (?, ?, ?)", (server, place + interval_s, now)
+                )
+                return place - now
+            finally:
+                self._connection.execute("COMMIT")
+        except sqlite3.Error:
+            return 0.0
+
+
+def question_digest(parts: Sequence[object]) -> bytes:
+    """Name of a question: all that its score depends on."""
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+FIELDS = ("prompt", "completion", "answer")
+"""What a rubric may name in braces."""
+_PLACE = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
+_TRIES = 2
+"""Questions until a judge's words have a score."""
+
+
+def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """What answers requests."""
+    key = read_key(job["api_key_env"], job["api_key_file"])
+    server = Server(url=f"{job['url'].rstrip('/')}/chat/completions", key=key, ca_file=job["ca_file"])
+    store = JudgeStore(job["cache_file"], max_entries=job["cache_entries"])
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        deadline = deadline_of(job)
+        values = [
+            _judged({**request, "completion": completion}, job, server=server, store=store, deadline=deadline)
+            for completion in request["completions"]
+        ]
+        return {"values": values, "signatures": [""] * len(values)}
+
+    return answer, {}
+
+
+def _judged(
+    request: dict[str, Any], job: dict[str, Any], *, server: Server, store: JudgeStore, deadline: float
+) -> float:
+    texts = [request[name] for name in FIELDS]
+    low, high = float(job["low"]), float(job["high"])
+    digest = question_digest([job["question"], low, high, *texts])
+    score = store.get(digest)
+    # A file can be written by others: what no judge may say was not said.
+    if score is None or not low <= score <= high:
+        score = _asked(filled(job["rubric"], request), job, server=server, store=store, deadline=deadline)
+        store.put(digest, score)
+    return (score - low) / (high - low)
+
+
+def _asked(question: str, job: dict[str, Any], *, server: Server, store: JudgeStore, deadline: float) -> float:
+    document = {
+        "model": job["model"],
+        "messages": [{"role": "user", "content": question}],
+        "temperature": job["temperature"],
+        "max_tokens": job["max_tokens"],
+    }
+    problem = ""
+    for _ in range(_TRIES):
+        _wait(job, store, deadline=deadline)
+        words = words_of(server.post(document, deadline=deadline))
+        try:
+            score = score_of(words, name=job["field"], pattern=job["pattern"])
+        except ValueError as error:
+            problem = f"{error} in the judge's words {words[-120:]!r}"
+            continue
+        if job["low"] <= score <= job["high"]:
+            return score
+        problem = f"the judge says {score:g}, outside [low, high] = [{job['low']:g}, {job['high']:g}]"
+    raise ServerRefused(problem)
+
+
+def _wait(job: dict[str, Any], store: JudgeStore, *, deadline: float) -> None:
+    if not job["requests_per_minute"]:
+        return
+    left_s = deadline - time.monotonic()
+    wait_s = store.take_place(job["url"], interval_s=60.0 / job["requests_per_minute"], longest_s=max(0.0, left_s))
+    if wait_s is None:
+        limit = f"{job['requests_per_minute']:g} requests_per_minute"
+        raise ServerRefused(f"no place within {left_s:.1f} s under {limit}: raise them or task.reward_timeout_s")
+    time.sleep(wait_s)  # noqa: TID251 - of a reward's worker, which is killed at its limit
+
+
+def filled(rubric: str, texts: dict[str, Any]) -> str:
+    """The rubric with texts in their places; what stands in a text is no place."""
+    return _PLACE.sub(lambda place: str(texts[place[1]]), rubric)
+
+
+def words_of(reply: dict[str, Any]) -> str:
+    """The text of a chat completion."""
+    try:
+        words = reply["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise ServerRefused("the answer is no chat completion") from None
+    if not isinstance(words, str):
+        raise ServerRefused("the chat completion has no text")
+    return words
+
+
+def score_of(words: str, *, name: str, pattern: str) -> float:
+    """The score in a judge's words: the last match of a pattern, or else a field of the last JSON object.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if pattern:
+        found = re.findall(pattern, words)
+        if not found:
+            raise ValueError(f"no match of {pattern!r}")
+        value: Any = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
+    else:
+        value = _last_object(words, name)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{name} is no number")
+    try:
+        score = float(value)
+    except ValueError:
+        raise ValueError(f"{value[:40]!r} is no number" if isinstance(value, str) else "no number") from None
+    if not math.isfinite(score):
+        raise ValueError(f"{score} is no finite number")
+    return score
+
+
+def _last_object(words: str, name: str) -> Any:
+    decoder = json.JSONDecoder()
+    place = len(words)
+    while (place := words.rfind("{", 0, place)) >= 0:
+        try:
+            value, _ = decoder.raw_decode(words, place)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and name in value:
+            return value[name]
+    raise ValueError(f'no JSON object with "{name}"')

@@ -1,0 +1,145 @@
+"""A reward that somebody else computes, asked in worker processes that can be killed like any other.
+
+A learner cannot compute it again: it believes a site that it is told to trust, or a signature of the service, by which
+no site can state another value. That is Ed25519 over one completion's reward:
+
+    "heterorl reward 2\\n" NAME "\\n" MESSAGES "\\n" SHA256(completion) "\\n" SHA256(answer) "\\n" VALUE
+
+NAME is the reward's name in the configuration. MESSAGES is the SHA256 of SHA256(role) SHA256(content) of all messages
+of the prompt in their order, as the request lists them. Every digest is of UTF-8 text and written in lower-case hex,
+also where it is digested again. VALUE is the IEEE 754 double in big-endian order, in lower-case hex. A signature says
+nothing of who asked: the same question may be stated again, and have the same reward. It says nothing of a group
+either, so a reward that looks at all completions of a prompt cannot be signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.identity.signing import Signer, signed_by
+from heterorl.common.tasks.messages import messages_of
+from heterorl.common.tasks.rewards.worker_pool import LoadFailed, WorkerPool
+from heterorl.common.tasks.task import WHOLE, Message, Prompt
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+
+
+def statement(name: str, messages: Sequence[Message], completion: str, answer: str, value: float) -> bytes:
+    """The bytes that are signed."""
+    asked = _digest("".join(_digest(turn.role) + _digest(turn.content) for turn in messages))
+    words = ["heterorl reward 2", name, asked, _digest(completion), _digest(answer), struct.pack(">d", value).hex()]
+    return "\n".join(words).encode()
+
+
+def sign(signer: Signer, name: str, messages: Sequence[Message], completion: str, answer: str, value: float) -> bytes:
+    """A service's signature, 64 bytes."""
+    return signer.sign(statement(name, messages, completion, answer, value))
+
+
+def is_signed(
+    signature: bytes, keys: Iterable[str], *, name: str, prompt: Prompt, completion: str, value: float
+) -> bool:
+    """Whether one of the keys made the signature of just this reward."""
+    signed = statement(name, messages_of(prompt), completion, prompt.answer, value)
+    return signed_by(signed, signature, keys) is not None
+
+
+def _digest(text: str) -> str:
+    # A model can be made to draw half a surrogate pair, which has no UTF-8.
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is believed of a reward's values: their range, and the keys whose signature proves one."""
+
+    name: str
+    low: float
+    high: float
+    signed_by: tuple[str, ...] = ()
+
+    def proves(self, part: RewardPart, *, prompt: Prompt, completion: str) -> bool:
+        """Whether a key signed just this value."""
+        return is_signed(
+            part.signature, self.signed_by, name=self.name, prompt=prompt, completion=completion, value=part.value
+        )
+
+
+class RemoteReward:
+    """One value for each completion, from a service or a judge; implements RewardSource. Nothing starts before the
+    first question."""
+
+    def __init__(
+        self,
+        job: Mapping[str, Any],
+        *,
+        terms: Terms,
+        digest: Digest,
+        key: str,
+        by_group: bool,
+        timeout_s: float,
+        num_workers: int,
+    ) -> None:
+        """Nothing is asked yet.
+
+        `digest` is of all that values depend on, as far as anybody here can know. With `by_group` all completions of a
+        prompt are one question, which has `timeout_s`.
+        """
+        self.terms = terms
+        self.digest = digest
+        self.by_group = by_group
+        self.num_workers = num_workers
+        self.pool = WorkerPool({**job, "timeout_s": timeout_s}, timeout_s=timeout_s, num_workers=num_workers)
+        self._key = key
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The value of one completion."""
+        return (self.score_all(prompt, [completion])[0],)
+
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[RewardPart]:
+        """The values of completions, by one question.
+
+        Raises:
+            ConfigError: its key or its cache cannot be had here.
+            RewardError: they were not to be had; that is not a score.
+        """
+        try:
+            reply = self.pool.ask(
+                {
+                    "prompt_index": prompt.index,
+                    "prompt": prompt.text,
+                    "messages": [{"role": turn.role, "content": turn.content} for turn in messages_of(prompt)],
+                    "answer": prompt.answer,
+                    "completions": list(completions),
+                }
+            )
+        except LoadFailed as error:
+            raise ConfigError(self._key, str(error)) from error
+        except RewardError as error:
+            raise RewardError(f"prompt {prompt.index}: {error}") from error
+        parts = [_part(value, text) for value, text in zip(reply["values"], reply["signatures"], strict=True)]
+        if self.terms.signed_by:
+            for part, completion in zip(parts, completions, strict=True):
+                # Here, where the service can still be corrected: the learner would leave every group out.
+                if not self.terms.proves(part, prompt=prompt, completion=completion):
+                    raise RewardError(
+                        f"its answer about prompt {prompt.index} is signed by none of {self._key}.signed_by"
+                    )
+        return parts
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self.pool.close()
+
+
+def _part(value: float, signature: str) -> RewardPart:
+    try:
+        proof = bytes.fromhex(signature)
+    except ValueError as error:
+        raise RewardError("its signature is not written in hex") from error
+    return RewardPart(name=WHOLE, value=value, signature=proof if len(proof) == 64 else b"")

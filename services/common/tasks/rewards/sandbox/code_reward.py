@@ -1,0 +1,377 @@
+"""Unit tests of a completion's code as a reward: read from the prompt's answer, run in a sandbox each.
+
+An answer is JSON: a list (or an object with the list `tests`) of entries; an object with the lists `inputs` and
+`outputs`, and `fn_name` where they are of a function; or, where it is no JSON, one text of Python. An entry is a text
+of Python that runs after the completion's code and passes by ending, {"stdin": ..., "stdout": ...}, or {"input": ...,
+"output": ..., "testtype": "stdin" or "functional"}.
+
+Guarantees: a key that is not known is refused by its name, and so is a text of Python that tests nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.answer_extraction import answer_of, python_of
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, Sandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.sandbox_process import SandboxLimits, SandboxOutcome
+from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, START_TIMEOUT_S, NearLimit, WorkerPool
+from heterorl.common.tasks.task import WHOLE, Doubts, Prompt
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+if TYPE_CHECKING:
+    # A worker needs no pydantic.
+    from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
+
+MAX_TESTS = 128
+COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code", "test_imports")
+"""Columns beside the answer that some data sets need to make a test of it."""
+_TABLE_KEYS = frozenset({"tests", "inputs", "outputs", "fn_name"})
+_ENTRY_KEYS = frozenset({"stdin", "stdout", "input", "output", "testtype", "type", "fn_name"})
+_OF_FUNCTIONS = frozenset({"functional", "function_call", "call_based"})
+_OF_PROGRAMS = frozenset({"stdin", "stdin_stdout", "standard_input"})
+
+BEFORE = """
+import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, cmp_to_key, lru_cache, reduce
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, chain, combinations, permutations, product
+from math import ceil, floor, gcd, inf, sqrt
+from typing import *
+"""
+"""Names that stand before a function that a data set names, as judges have them."""
+_CALL = """
+def _call_and_compare(name, given, wanted):
+    import json, math
+
+    def is_same(got, want):
+        if isinstance(want, list):
+            return isinstance(got, (list, tuple)) and len(got) == len(want) and all(map(is_same, got, want))
+        if isinstance(want, dict):
+            if type(got) is not dict or len(got) != len(want):
+                return False
+            named = {{str(key): value for key, value in got.items()}}
+            return all(key in named and is_same(named[key], value) for key, value in want.items())
+        if type(want) in (int, float) and type(got) in (int, float, bool):
+            return got == want or (float in (type(got), type(want)) and math.isclose(got, want, rel_tol=1e-9))
+        return type(got) is type(want) and got == want
+
+    found = globals()
+    of_class = getattr(found.get("Solution"), name, None)
+    function = getattr(found["Solution"](), name) if of_class is not None else found[name]
+    got = function(*json.loads(given))
+    assert any(is_same(got, want) for want in json.loads(wanted)), got
+
+
+_call_and_compare({name!r}, {given!r}, {wanted!r})
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test:
+    """One test: Python code after the completion's, or what a program reads and is to write."""
+
+    code: str = ""
+    before: str = ""
+    """Python code before the completion's."""
+    standard_input: str = ""
+    standard_output: str | None = None
+
+
+def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
+    """The tests that an answer holds.
+
+    Raises:
+        ValueError: none, too many, or what is no test.
+    """
+    try:
+        entries: Any = json.loads(answer)
+    except (ValueError, RecursionError):
+        entries = answer
+    name = _function_of(columns)
+    if isinstance(entries, str):
+        entries = [entries]
+    if isinstance(entries, dict):
+        _refuse_unknown(entries, _TABLE_KEYS)
+        name = str(entries.get("fn_name") or "") or name
+        if "inputs" in entries or "outputs" in entries:
+            return _bounded(_of_lists(entries.get("inputs"), entries.get("outputs"), name))
+        entries = entries.get("tests")
+    if not isinstance(entries, list):
+        entries = []
+    return _bounded([_test(entry, columns, name) for entry in entries[: MAX_TESTS + 1]])
+
+
+def _bounded(tests: list[Test]) -> list[Test]:
+    if not 1 <= len(tests) <= MAX_TESTS:
+        raise ValueError(f"the answer of the prompt holds no list of 1 to {MAX_TESTS} tests")
+    return tests
+
+
+def _test(entry: Any, columns: Mapping[str, Any], name: str) -> Test:
+    if isinstance(entry, str) and entry.strip():
+        return _of_code(entry, columns)
+    if not isinstance(entry, dict):
+        raise ValueError(f"no test: {entry!r:.80}; write a text of Python, or stdin and stdout")
+    _refuse_unknown(entry, _ENTRY_KEYS)
+    kind = str(entry.get("testtype") or entry.get("type") or "stdin")
+    name = str(entry.get("fn_name") or "") or name
+    given, wanted = entry.get("input", entry.get("stdin", "")), entry.get("output", entry.get("stdout"))
+    if kind in _OF_FUNCTIONS:
+        return _of_function(name, given, wanted, is_wrapped=False)
+    if kind not in _OF_PROGRAMS:
+        raise ValueError(f"a test of type {kind!r:.40} is not known; write stdin or functional")
+    return _of_program(given, wanted)
+
+
+def _of_lists(inputs: Any, outputs: Any, name: str) -> list[Test]:
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("inputs and outputs are not two lists of one length")
+    pairs = zip(inputs, outputs, strict=True)
+    if not name:
+        return [_of_program(given, wanted) for given, wanted in pairs]
+    # APPS puts what a function returns into a list of one: where all outputs are such, both are right.
+    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)
+    return [_of_function(name, given, wanted, is_wrapped=is_wrapped) for given, wanted in pairs]
+
+
+def _of_program(given: Any, wanted: Any) -> Test:
+    texts = []
+    for one in (given, wanted):
+        lines = one if isinstance(one, list) else [one]
+        if not all(isinstance(line, str) for line in lines):
+            raise ValueError(f"no test: a program reads and writes text, not {one!r:.80}; name a function in fn_name")
+        texts.append("\n".join(lines))
+    return Test(standard_input=texts[0], standard_output=texts[1])
+
+
+def _of_function(name: str, given: Any, wanted: Any, *, is_wrapped: bool) -> Test:
+    if not name.isidentifier():
+        raise ValueError(f"a test of a function names none: {name!r:.40}; write fn_name")
+    if isinstance(given, str):
+        # One argument a line.
+        arguments = [_value(line) for line in given.split("\n") if line.strip()]
+    else:
+        arguments = given if isinstance(given, list) else [given]
+    values = [_value(wanted) if isinstance(wanted, str) and isinstance(given, str) else wanted]
+    if is_wrapped:
+        values.append(values[0][0])
+    code = _CALL.format(name=name, given=json.dumps(arguments), wanted=json.dumps(values))
+    return Test(code=code, before=BEFORE)
+
+
+def _value(text: str) -> Any:
+    """The value that a line of text stands for: JSON, or else a literal of Python."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise ValueError(f"{text!r:.80} is no argument or result of a function, as JSON writes one") from None
+
+
+def _of_code(text: str, columns: Mapping[str, Any]) -> Test:
+    entry_point = columns.get("entry_point")
+    before = ""
+    if isinstance(entry_point, str) and entry_point.isidentifier() and "check(" in text:
+        # HumanEval's tests are a function of the function.
+        text, before = f"{text}\ncheck({entry_point})\n", BEFORE
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no test: {text[:60]!r} is no Python: {error}"[:200]) from None
+    if all(map(_does_nothing, body)):
+        raise ValueError(f"no test: {text[:60]!r} checks nothing when it runs")
+    setup = columns.get("test_setup_code")
+    imports = columns.get("test_imports")
+    first = [*(imports if isinstance(imports, list) else ()), setup if isinstance(setup, str) else ""]
+    lines = [line for line in first if isinstance(line, str) and line.strip()]
+    return Test(code="\n".join([*lines, text]), before=before)
+
+
+def _does_nothing(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Expr):
+        # A name alone fails where the completion does not define it.
+        return not any(isinstance(part, ast.Name | ast.Call | ast.Await) for part in ast.walk(statement))
+    return isinstance(
+        statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Pass
+    )
+
+
+def _function_of(columns: Mapping[str, Any]) -> str:
+    """The function that a row names beside its tests, such as LiveCodeBench in its metadata."""
+    facts: dict[str, Any] = {name: columns[name] for name in ("fn_name", "func_name") if name in columns}
+    metadata = columns.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except (ValueError, RecursionError):
+            metadata = None
+    if isinstance(metadata, dict):
+        facts = metadata | facts
+    named = facts.get("fn_name") or facts.get("func_name")
+    return named if isinstance(named, str) else ""
+
+
+def _refuse_unknown(entry: Mapping[str, Any], known: frozenset[str]) -> None:
+    if unknown := sorted(set(entry) - known):
+        raise ValueError(f"the key {unknown[0]!r:.40} of a test is not known; known are {', '.join(sorted(known))}")
+
+
+MAX_CODE_CHARS = 1 << 18
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """What answers requests, and the version of its Python."""
+    limits = SandboxLimits(
+        cpu_s=job["test_timeout_s"], timeout_s=PATIENCE * job["test_timeout_s"], memory_bytes=job["memory_bytes"],
+        work_bytes=job["work_bytes"], output_bytes=job["output_bytes"], num_processes=job["num_processes"],
+    )  # fmt: skip
+    try:
+        sandbox = find_sandbox(python=job["python"], shown=job["shown"], limits=limits)
+    except NoSandbox as error:
+        raise ValueError(str(error)) from error
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        tests = tests_of(request["answer"], request["columns"])
+        code = code_of(request["completion"], needs_block=job["needs_block"])
+        if code is None:
+            return {"value": 0.0, "share": 0.0}
+        return judged(code, tests, sandbox, cpu_s=job["timeout_s"], gives_share=job["credit"] == "share")
+
+    return answer, {"python": sandbox.version}
+
+
+def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, gives_share: bool) -> dict[str, Any]:
+    """The value of code: 1 where all tests pass, or the share of those that do; and how near a limit of time came.
+
+    A test that the time of all of them does not reach has failed: slow code is wrong code. The `share` of a limit that
+    was used is 1 then, since a faster machine may have passed it.
+
+    `cpu_s` is processor time for all tests; the limits of the sandbox hold for one.
+    """
+    most = sandbox.limits
+    num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0
+    for test in tests:
+        left_s, left_by_clock_s = cpu_s - used_s, PATIENCE * cpu_s - took_s
+        limits = replace(most, cpu_s=min(most.cpu_s, left_s), timeout_s=min(most.timeout_s, left_by_clock_s))
+        if min(limits.cpu_s, limits.timeout_s) <= 0:
+            share = max(share, 1.0)
+            break
+        is_passed, outcome = tried(code, test, replace(sandbox, limits=limits))
+        used_s, took_s = used_s + outcome.used_s, took_s + outcome.took_s
+        share = max(
+            share, outcome.used_s / most.cpu_s, outcome.took_s / most.timeout_s, used_s / cpu_s,
+            took_s / (PATIENCE * cpu_s), float(outcome.why == "time"),
+        )  # fmt: skip
+        num_passed += is_passed
+        if not is_passed and not gives_share:
+            break
+    return {"value": num_passed / len(tests) if gives_share else float(num_passed == len(tests)), "share": share}
+
+
+def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, SandboxOutcome]:
+    """Whether code passes one test, in a process of its own, and how that ended."""
+    if test.standard_output is not None:
+        outcome = sandbox.run(_order("program", code), b"", standard_input=test.standard_input.encode(errors="replace"))
+        is_right = _lines(outcome.output.decode(errors="replace")) == _lines(test.standard_output)
+    else:
+        token = secrets.token_hex(16)
+        second = json.dumps({"code": test.code, "token": token}).encode() + b"\n"
+        outcome = sandbox.run(_order("function", code, before=test.before), second, standard_input=b"")
+        is_right = outcome.report.endswith(f"loaded\n{token}".encode())
+    # Processor time of all its processes: a process alone is ended by its own limit.
+    return outcome.status == 0 and is_right and outcome.used_s <= sandbox.limits.cpu_s, outcome
+
+
+def _order(kind: str, code: str, *, before: str = "") -> bytes:
+    return json.dumps({"kind": kind, "code": code, "before": before}).encode() + b"\n"
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the spaces at their ends and without empty lines at the end, as judges of contests compare."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def code_of(completion: str, *, needs_block: bool) -> str | None:
+    """The last block of Python in a completion; all of it where none is needed; None where there is no code."""
+    block = python_of(completion)
+    code = block if block is not None else "" if needs_block else completion
+    return code if code.strip() and len(code) <= MAX_CODE_CHARS else None
+
+
+class CodeReward:
+    """Whether the code of a completion passes its prompt's tests; implements RewardSource."""
+
+    def __init__(self, config: CodeRewardConfig, *, key: str, timeout_s: float, num_workers: int) -> None:
+        """Try the sandbox once; `timeout_s` is processor time for all tests of one completion.
+
+        Raises:
+            ConfigError: foreign code can be run here by nobody.
+        """
+        job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s}
+        self.num_workers = num_workers
+        # The worker counts; this ends a worker that does not, with the starts of its sandboxes.
+        self.pool = WorkerPool(job, timeout_s=START_TIMEOUT_S + PATIENCE * timeout_s, num_workers=num_workers)
+        self._near = NearLimit()
+        try:
+            facts = self.pool.start()
+        except RewardError as error:
+            raise ConfigError(key, str(error)) from error
+        stated = [
+            facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
+            config.num_processes, config.work_bytes, config.output_bytes,
+        ]  # fmt: skip
+        self.digest: Digest = bytes_digest(json.dumps(["code 4", *stated]).encode())
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """1 or 0, or the share of tests that pass.
+
+        Raises:
+            RewardError: the prompt has no tests, or the sandbox could not be built; that is not a score.
+        """
+        try:
+            reply = self.pool.ask(
+                {"answer": prompt.answer, "columns": _beside(prompt), "completion": answer_of(completion)}
+            )
+        except RewardError as error:
+            raise RewardError(f"prompt {prompt.index}: {error}") from error
+        if reply["share"] > NEAR:
+            self._near.add(prompt.index, completion)
+        return (RewardPart(name=WHOLE, value=float(reply["value"])),)
+
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """The score is what code comes to, and may have taken nearly all its time."""
+        return Doubts(near=self._near.names(WHOLE, prompt.index, completion), by_code=(WHOLE,))
+
+    def answer_problem(self, prompt: Prompt) -> str:
+        """Why a prompt's answer holds no tests; empty where it does."""
+        try:
+            tests_of(prompt.answer, _beside(prompt))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Kill the processes, with what runs inside."""
+        self.pool.close()
+
+
+def _beside(prompt: Prompt) -> dict[str, Any]:
+    return {name: prompt.columns[name] for name in COLUMNS if name in prompt.columns}

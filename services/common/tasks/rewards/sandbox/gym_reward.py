@@ -1,0 +1,312 @@
+"""Scores of reasoning-gym's data sets. Runs in a worker process, what scores in a sandbox of it.
+
+Guarantees: a completion that raises, hangs, takes too much or ends what scores it is worth 0, which is a value; a
+sandbox that cannot be built is an error and no value. No completion reaches the score of another one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import site
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
+from heterorl.common.tasks.answer_extraction import answer_of
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.gym_server import Entries, NoEntries
+from heterorl.common.tasks.rewards.sandbox.sandbox_process import SandboxLimits
+from heterorl.common.tasks.rewards.worker_pool import (
+    NEAR,
+    PATIENCE,
+    LoadFailed,
+    NearLimit,
+    WorkerPool,
+    converse,
+)
+from heterorl.common.tasks.task import Doubts, Prompt
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+LIMIT_S = 2.0
+"""Most processor time for one completion."""
+MEMORY_BYTES = 1 << 30
+"""Of each process; an import of reasoning-gym takes 0.3 GB of it."""
+WORK_BYTES = 16 << 20
+NUM_PROCESSES = 4
+SERVE_TIMEOUT_S = 60.0
+"""For an import of reasoning-gym in a sandbox, and for finding a prompt; it counts against no completion."""
+_GRACE_S = 10.0
+"""So much later than the time of a completion is over, an answer to it is still taken."""
+_ENVIRONMENT = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Without a sandbox; inside there is one of its own."""
+SERVE = Path(__file__).parent / "gym_server.py"
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def limit_of(timeout_s: float) -> float:
+    """Processor time for one completion, of task.reward_timeout_s."""
+    return min(LIMIT_S, timeout_s / 2)
+
+
+def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """What answers requests."""
+    paths, shown = _places()
+    command = [sys.executable, "-I", "-B", str(SERVE)]
+    if job["sandbox"]:
+        limits = SandboxLimits(
+            # Of what serves; each child sets its own.
+            cpu_s=1e9, timeout_s=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0,
+            num_processes=NUM_PROCESSES,
+        )  # fmt: skip
+        try:
+            command = find_sandbox(python="", shown=shown, limits=limits).command(0, 1, serving=SERVE)
+        except NoSandbox as error:
+            raise ValueError(f"completions of reasoning_gym are scored in a sandbox: {error}") from error
+    limit_s = limit_of(job["timeout_s"])
+    order = {
+        "kind": "serve", "paths": paths, "cpu_s": limit_s, "timeout_s": PATIENCE * limit_s,
+        "memory_bytes": MEMORY_BYTES, "work_bytes": WORK_BYTES,
+        **{key: job[key] for key in ("name", "size", "seed", "version")},
+    }  # fmt: skip
+    server = Server(command, json.dumps(order).encode() + b"\n")
+    server.wait()
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        question = {"index": request["index"], "question": request["prompt"]}
+        return server.score(question, request["completion"], timeout_s=PATIENCE * limit_s)
+
+    return answer, {}
+
+
+class Server:
+    """What scores, started again after a completion that left something behind or ended it."""
+
+    def __init__(self, command: list[str], order: bytes) -> None:
+        self._command, self._order = command, order
+        self._is_ready = False
+        self._process = self._start()
+
+    def score(self, question: dict[str, Any], completion: str, *, timeout_s: float) -> dict[str, Any]:
+        """The value of a completion, and the share of its time that it took.
+
+        `timeout_s` is by the clock; another start and the search for its prompt are not part of it.
+
+        Raises:
+            ValueError: there is no such prompt, or nothing that scores.
+            OSError: what scores ended before it saw the completion.
+            TimeoutError: it did not find the prompt in time.
+        """
+        self.wait()
+        try:
+            found = self._exchange(question, SERVE_TIMEOUT_S)
+        except TimeoutError:
+            raise
+        except OSError:
+            # Gone since the completion before, as where memory was short; this one has not been seen.
+            self.wait()
+            found = self._exchange(question, SERVE_TIMEOUT_S)
+        if "error" in found:
+            raise ValueError(found["error"])
+        try:
+            reply = self._exchange({"completion": completion}, timeout_s + _GRACE_S)
+        except (OSError, ValueError):
+            reply = {"value": 0.0, "share": 1.0, "ends": True}
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        if reply["ends"]:
+            self._end()
+            # The next completion waits for it.
+            self._process = self._start()
+        return {"value": reply["value"], "share": reply["share"]}
+
+    def wait(self) -> None:
+        """Until it is ready.
+
+        Raises:
+            ValueError: it cannot score.
+            TimeoutError: it is not ready in time.
+        """
+        if self._process.poll() is not None:
+            self._end()
+            self._process = self._start()
+        if self._is_ready:
+            return
+        try:
+            reply = json.loads(converse(self._process, b"", SERVE_TIMEOUT_S))
+        except TimeoutError:
+            self._end()
+            raise
+        except OSError as error:
+            self._end()
+            raise ValueError(f"what scores completions does not start: {error}") from error
+        if "failed" in reply:
+            self._end()
+            raise ValueError(f"what scores completions does not start: {reply['failed']}")
+        self._is_ready = True
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_ENVIRONMENT,
+            bufsize=0,
+        )  # fmt: skip
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        assert process.stdin is not None
+        # A pipe holds far more; one that is closed already is noticed by who waits for the answer.
+        with suppress(OSError):
+            os.write(process.stdin.fileno(), self._order)
+        self._is_ready = False
+        return process
+
+    def _end(self) -> None:
+        """Kill it, and the first process of the namespace, with which all others there die."""
+        # As another user's that one gets no signal when its parent is gone; it ends when its input does, if it can.
+        for number in _children(self._process.pid):
+            with suppress(OSError):
+                os.kill(number, signal.SIGKILL)
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+        self._process.wait()
+
+    def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            reply: dict[str, Any] = json.loads(converse(self._process, json.dumps(message).encode() + b"\n", timeout_s))
+        except (OSError, ValueError):
+            # What it may still say would be taken for the next answer.
+            self._end()
+            raise
+        return reply
+
+
+def _children(number: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{number}/task/{number}/children").read_text("ascii").split()]
+    except OSError:
+        return []
+
+
+def _places() -> tuple[list[str], list[str]]:
+    """Where packages are looked for, and what of it must be shown for that."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    if spec is None or spec.origin is None:
+        raise ValueError("reasoning-gym is not installed")
+    package = Path(spec.origin).parent
+    installed = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    paths = [path for path in installed if os.access(path, os.R_OK | os.X_OK)]
+    if str(package.parent) in paths:
+        return paths, paths
+    # From a working copy: the package alone, not what lies beside it.
+    return [str(package.parent), *paths], [str(package), *paths]
+
+
+_LOG = logging.getLogger(__name__)
+_PART = "score"
+
+
+class ReasoningGymTask:
+    """Implements heterorl.common.tasks.task.Task; entries on the wrong side of the split are drawn again."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        size: int,
+        evaluation_size: int,
+        seed: int,
+        timeout_s: float,
+        num_workers: int,
+        sandbox: bool = True,
+    ) -> None:
+        """Nothing starts before the first score; a completion has half of `timeout_s`, at most 2 s of processor time.
+
+        Raises:
+            ConfigError: the data set is unknown, or too small to be split.
+            DependencyMissing: the package is not installed.
+        """
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise DependencyMissing("reasoning-gym", "gym") from error
+        version = getattr(reasoning_gym, "__version__", "")
+        self._entries = Entries(reasoning_gym, name=name, size=max(size, evaluation_size), seed=seed)
+        self._limit_s = limit_of(timeout_s)
+        self._near = NearLimit()
+        self.num_workers = num_workers
+        self.num_prompts = size
+        self.num_evaluation_prompts = evaluation_size
+        stated = f"{version} {name} {size} {evaluation_size} {seed} {self._limit_s:g}"
+        self.digest: Digest = bytes_digest(f"reasoning_gym 5 {stated}".encode())
+        job = {
+            "kind": "gym", "name": name, "size": max(size, evaluation_size), "seed": seed, "version": version,
+            "timeout_s": timeout_s, "sandbox": sandbox,
+        }  # fmt: skip
+        # The worker counts; this ends a worker that does not: it starts what scores once more, and asks it twice.
+        patience_s = 4 * SERVE_TIMEOUT_S + PATIENCE * timeout_s
+        self.pool = WorkerPool(job, timeout_s=patience_s, num_workers=num_workers)
+        # A wrong name and a data set too small to be split are told at the start, not in the middle of a run.
+        self._entry(0, False)
+        self._entry(0, True)
+        if not sandbox:
+            _LOG.warning(
+                "task.sandbox is false: a completion of reasoning_gym:%s may run any code as the user of this service",
+                name,
+            )
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        return _prompt(index, self._entry(index, False))
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position."""
+        return _prompt(index, self._entry(index, True))
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The data set's own score in [0, 1]; 0 where its verifier raises or does not end in time.
+
+        Raises:
+            ConfigError: completions cannot be scored here, such as without a sandbox.
+            RewardError: the prompt is not of this data set, or what scores does not start again; that is not a score.
+        """
+        try:
+            reply = self.pool.ask({"index": prompt.index, "prompt": prompt.text, "completion": answer_of(completion)})
+        except LoadFailed as error:
+            action = "docs/rewards.md says what a sandbox needs, and what task.sandbox = false gives away"
+            raise ConfigError("task.name", str(error), action=action) from error
+        except RewardError as error:
+            raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
+        if reply["share"] > NEAR:
+            self._near.add(prompt.index, completion)
+        return (RewardPart(name=_PART, value=float(reply["value"])),)
+
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        """Whether the score took nearly all its time."""
+        return Doubts(near=self._near.names(_PART, prompt.index, completion))
+
+    def close(self) -> None:
+        """Kill the processes, with what runs inside."""
+        self.pool.close()
+
+    def _entry(self, index: int, held_out: bool) -> Any:
+        try:
+            return self._entries.find(index, held_out)
+        except NoEntries as error:
+            raise ConfigError("task.name", str(error)) from error
+
+
+def _prompt(index: int, entry: Any) -> Prompt:
+    return Prompt(index=index, text=entry["question"], answer=str(entry["answer"]))

@@ -1,0 +1,382 @@
+"""A process that computes rewards or holds episodes: `python -P worker_main.py`, started and killed by `worker_pool`.
+
+For a reward of somebody's own it imports nothing of heterorl, so that the packages of whoever wrote it meet none of
+ours, not even by name; an environment, and a task that comes with heterorl, are loaded from there.
+JSON lines only: the first says what to load, the next are requests, and each has one answer. What is loaded may print
+what it likes; that is no answer. The process ends by itself when nobody is left to kill it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+MAX_WORDS = 300
+"""Characters of an error's text."""
+_MODULES = {
+    "math_verify": "rewards.math_expressions", "exact": "answer_extraction", "task": "task_config",
+    "http": "rewards.http_reward", "judge": "rewards.judge_reward", "code": "rewards.sandbox.code_reward",
+    "gym": "rewards.sandbox.gym_reward",
+}  # fmt: skip
+"""Below heterorl.common.tasks, by the kind of a job; each has `load(job)`, which gives an Answer and facts.
+
+Beside these, a `function` and an `environment` are somebody's own."""
+
+
+class LoadError(Exception):
+    """What cannot be loaded: `kind` is place, name, error or missing."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        super().__init__(text)
+
+
+def main() -> None:
+    """Load what the first line says, then answer until the input ends."""
+    # Print statements and reads of what is loaded must not meet the two pipes.
+    out, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    # A process that takes too much memory shall be this one, not the service that started it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
+    # An alarm without a handler ends the process even inside one long step of C, where Python never gets its turn.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    job = json.loads(requests.readline())
+    try:
+        answer, facts = _loaded(job)
+    except LoadError as error:
+        _write(out, {"failed": error.kind, "text": str(error)})
+        return
+    _write(out, {"ready": True, **facts})
+    for line in requests:
+        request = json.loads(line)
+        # The parent's own limit is shorter; this one counts when the parent is gone.
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+        began_s = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
+        try:
+            reply = answer(request)
+            text = json.dumps({"used_s": time.process_time() - began_s, **reply})
+        except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
+            text = json.dumps({"error": words_of(error)})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write_line(out, text)
+
+
+def _write(out: Any, reply: dict[str, Any]) -> None:
+    _write_line(out, json.dumps(reply))
+
+
+def _write_line(out: Any, text: str) -> None:
+    try:
+        out.write(text.encode() + b"\n")
+    except BrokenPipeError:
+        # Who asked was killed: nothing is wrong here, and nobody is left to answer.
+        os._exit(0)
+
+
+def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """What answers the requests of a job, and what is known of what it loaded.
+
+    Raises:
+        LoadError: it cannot be loaded.
+    """
+    if job["kind"] == "function":
+        return _function(job)
+    try:
+        if job["kind"] == "environment":
+            return _environment(job)
+        module: Any = importlib.import_module(f"heterorl.common.tasks.{_MODULES[job['kind']]}")
+        loaded: tuple[Answer, dict[str, Any]] = module.load(job)
+        return loaded
+    except LoadError:
+        raise
+    except ImportError as error:
+        raise LoadError("missing", str(error)) from error
+    except (OSError, ValueError) as error:
+        raise LoadError("error", str(error)) from error
+    except Exception as error:
+        raise LoadError("error", words_of(error)) from error
+
+
+def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    module, name = job["module"], job["name"]
+    function = load_function(module, name, job["directory"])
+    try:
+        calling = Calling(function)
+    except ValueError as error:
+        raise LoadError("error", f"{sys.modules[module].__file__}, {name}: {error}") from error
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        return {"parts": calling.parts(request)}
+
+    return answer, {**reward_files(module.partition(".")[0]), **calling.facts}
+
+
+def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    episode_worker: Any = importlib.import_module("heterorl.common.tasks.environments.episode_worker")
+    found, facts = None, {}
+    if job["module"]:
+        found = load_function(job["module"], job["name"], job["directory"], what=job["what"])
+        facts = reward_files(job["module"].partition(".")[0])
+    answer, more = episode_worker.load(job, found)
+    return answer, {**facts, **more}
+
+
+def load_function(module: str, name: str, directory: str, what: str = "function") -> Callable[..., Any]:
+    """A function or class of a module that lies in a directory or is installed.
+
+    Raises:
+        LoadError: it cannot be found, imported or called.
+    """
+    _refuse_two(module.partition(".")[0], directory)
+    if directory not in sys.path:
+        # Last: what is installed keeps its names.
+        sys.path.append(directory)
+    loaded = _imported(module, directory)
+    function: Callable[..., Any] | None = getattr(loaded, name, None)
+    if function is None or not callable(function):
+        raise LoadError("name", f"{loaded.__file__} has no {what} {name}{_near(name, loaded)}")
+    return function
+
+
+def _refuse_two(top: str, directory: str) -> None:
+    """A name that stands for two things would be one of them at one site and the other at another."""
+    installed, own = importlib.util.find_spec(top), PathFinder.find_spec(top, [directory])
+    if installed is None or own is None or _places(installed) & _places(own) or installed.origin == own.origin is None:
+        return
+    first, second = (min(_places(spec)) for spec in (installed, own))
+    raise LoadError("error", f"the name {top} stands for {first} and for {second}: rename one of them")
+
+
+def _places(spec: ModuleSpec) -> set[str]:
+    return {os.path.realpath(place) for place in [*(spec.submodule_search_locations or ()), spec.origin or ""] if place}
+
+
+def _imported(module: str, directory: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        parents = {module.rsplit(".", count)[0] for count in range(module.count(".") + 1)}
+        if error.name in parents:
+            raise LoadError("place", f"there is no module {error.name} in {directory}") from error
+        raise LoadError("error", f"{module} cannot be imported: {words_of(error)}") from error
+    except BaseException as error:
+        raise LoadError("error", f"{module} cannot be imported: {words_of(error)}") from error
+
+
+def words_of(error: BaseException) -> str:
+    """An error of the user's code, and the line that raised it."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in own if not frame.filename.startswith("<frozen")]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    # A reward that raises with the completion in its words must not push the place out.
+    return f"{type(error).__name__}: {str(error)[:MAX_WORDS]}{place}"
+
+
+def _near(name: str, module: ModuleType) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+_NAMES = ("prompt", "completion", "answer", "messages", "whole")
+_IN_ORDER = 3
+"""So many of them may be parameters of other names."""
+_OF_TRL = ("prompts", "completions")
+_UNKNOWN_HERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments"})
+"""What TRL's trainer gives besides, and no reward is given here."""
+
+
+class Calling:
+    """One function, and what it asks for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Look at its signature.
+
+        Raises:
+            ValueError: it needs what is given to no reward here.
+        """
+        self._function = function
+        named, self.takes_all, num_in_order = _parameters(function)
+        self._is_batch = "completions" in named
+        self._num_in_order = 0 if self._is_batch or "completion" in named else num_in_order
+        own: tuple[str, ...] = _OF_TRL if self._is_batch else _NAMES
+        if self._num_in_order:
+            named = dict(list(named.items())[self._num_in_order :])
+            own = _NAMES[_IN_ORDER:]
+        self.asks = sorted(name for name in named if name not in own)
+        self.needs = [name for name in self.asks if named[name]]
+        self._own = list(own) if self.takes_all else [name for name in named if name in own]
+        if unknown := sorted(_UNKNOWN_HERE & set(self.needs)):
+            raise ValueError(f"it asks for {', '.join(unknown)}, which no reward is given here")
+        if self._is_batch:
+            # An answer is a column to TRL, whatever the set calls it.
+            self.needs = [name for name in self.needs if name != "answer"]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What whoever calls it should know."""
+        return {"asks": self.asks, "needs": self.needs, "takes_all": self.takes_all}
+
+    def parts(self, request: Mapping[str, Any]) -> dict[str, float]:
+        """The values of one completion, by name.
+
+        Args:
+            request: prompt, completion, answer, messages, whole (the completion with its thoughts), and columns if any.
+
+        Raises:
+            ValueError: it returned text, or no list of one number where it is called with lists.
+        """
+        if self._is_batch:
+            return {"reward": _number(self._of_batch(request))}
+        columns = {name: value for name, value in request.get("columns", {}).items() if name not in _NAMES}
+        named = {name: request[name] for name in self._own} | columns
+        value = self._function(*[request[name] for name in _NAMES[: self._num_in_order]], **named)
+        parts = value if isinstance(value, dict) else {"reward": value}
+        return {str(part): _number(number) for part, number in parts.items()}
+
+    def _of_batch(self, request: Mapping[str, Any]) -> Any:
+        prompt, completion = request["prompt"], request["whole"]
+        if request["is_conversation"]:
+            prompt, completion = request["messages"], [{"role": "assistant", "content": completion}]
+        columns = {name: [value] for name, value in request.get("columns", {}).items() if name not in _OF_TRL}
+        if "answer" in self.asks:
+            columns.setdefault("answer", [request["answer"]])
+        own = {"prompts": [prompt], "completions": [completion]}
+        values = self._function(**{name: own[name] for name in self._own}, **columns)
+        try:
+            (value,) = values
+        except (TypeError, ValueError):
+            raise ValueError(f"it was asked for a list of one number, and returned {values!r:.80}") from None
+        if value is None:
+            raise ValueError("it returned None for a completion, and no number")
+        return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise ValueError(f"it returned the text {value!r:.80}, and no number")
+    return float(value)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool, int]:
+    """Parameters by name, each with whether it is needed; whether others are taken; how many may be given in order."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        # Of a function in C nothing is known.
+        return {}, False, _IN_ORDER
+    in_order = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    by_name = [one for one in parameters if one.kind == one.KEYWORD_ONLY]
+    named = {one.name: one.default is one.empty for one in [*in_order, *by_name]}
+    kinds = {one.kind for one in parameters}
+    count = _IN_ORDER if inspect.Parameter.VAR_POSITIONAL in kinds else min(_IN_ORDER, len(in_order))
+    return named, inspect.Parameter.VAR_KEYWORD in kinds, count
+
+
+OURS = "heterorl"
+"""The package that this file is of."""
+
+
+def reward_files(top: str) -> dict[str, Any]:
+    """The files behind a module or package that can be imported: `digest` of names and bytes, `num_files`, `place`."""
+    found = _home(top)
+    assert found is not None, "it was imported"
+    root = found.parent
+    paths = {key: os.path.realpath(place) for key, place in sysconfig.get_paths().items()}
+    # Beside an installed package lie other people's.
+    own_only = str(root) in paths.values()
+    # An environment of Python may lie below the author's directory.
+    installed = [paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")]
+    files: dict[str, Path] = {}
+    # A node's own release is none of the author's files, wherever it lies.
+    waiting, seen = [top], {top, OURS}
+    while waiting:
+        home = _home(waiting.pop())
+        if home is None or home.parent != root:
+            continue
+        for path in _files(home):
+            files[path.relative_to(root).as_posix()] = path
+            names = set() if own_only or path.suffix != ".py" else _imported_names(path)
+            waiting += names - seen
+            seen |= names
+    for name, module in () if own_only else list(sys.modules.items()):
+        # What was imported by a name that no text shows.
+        path = Path(os.path.realpath(getattr(module, "__file__", None) or ""))
+        if name.partition(".")[0] == OURS or any(path.is_relative_to(place) for place in installed):
+            continue
+        if path.is_file() and path.is_relative_to(root) and path.suffix == ".py" and not path.samefile(__file__):
+            files[path.relative_to(root).as_posix()] = path
+    total = hashlib.blake2b(digest_size=32)
+    for name in sorted(files):
+        content = hashlib.blake2b(files[name].read_bytes(), digest_size=32).hexdigest()
+        total.update(f"{name}\0{content}\n".encode(errors="surrogateescape"))
+    return {"digest": total.hexdigest(), "num_files": len(files), "place": str(root)}
+
+
+def _home(top: str) -> Path | None:
+    """The file of a module, or the directory of a package."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    places = list(spec.submodule_search_locations or ())
+    if not places and not spec.has_location:
+        return None
+    return Path(os.path.realpath(places[0] if places else spec.origin or ""))
+
+
+def _files(home: Path) -> Iterator[Path]:
+    if home.is_file():
+        yield home
+        return
+    for directory, names, files in os.walk(home):
+        names[:] = sorted(name for name in names if name != "__pycache__" and not name.startswith("."))
+        for name in files:
+            if not name.startswith(".") and not name.endswith((".pyc", "~")):
+                yield Path(directory) / name
+
+
+def _imported_names(path: Path) -> set[str]:
+    """The first words of all absolute imports, in functions too."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return set()
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""A task over rows of Arrow files: prompts by position, some held out, answers compared as in `jsonl:`.
+
+Guarantees: memory holds one number a prompt, the rows stay mapped; no held-out prompt is trained on; equal digests mean
+equal files, columns, filters and rows left over.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import heapq
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.messages import BETWEEN, ROLES, SYSTEM_ROLES
+from heterorl.common.tasks.rewards.answer_match import MatchedTask, Matcher
+from heterorl.common.tasks.sources.cells import log_held_out, plain, short_ones, written
+from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMPT, DataConfig
+from heterorl.common.tasks.sources.dataset_files import Loaded
+from heterorl.common.tasks.task import Measure, Message, Prompt
+from heterorl.common.types.common import Digest
+from heterorl.common.wire.common import bytes_digest
+
+Rows = npt.NDArray[np.int64]
+_AT_ONCE = 4096
+_LOG = logging.getLogger(__name__)
+
+
+class ArrowTask(MatchedTask):
+    """Implements heterorl.common.tasks.task.Task."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        held_out: Loaded | None,
+        *,
+        config: DataConfig,
+        evaluation_size: int,
+        matcher: Matcher,
+        measure: Measure | None,
+        needs_answers: bool = True,
+    ) -> None:
+        """Choose the rows.
+
+        Without `held_out` some of the rows are held out, `evaluation_size` different prompts. A row without an answer
+        gets no reward where `needs_answers`.
+
+        Raises:
+            ConfigError: too few rows are left, or a column is not what it should be.
+        """
+        self._columns = columns = Columns(loaded.table, config, needs_answers)
+        self._held_columns = columns
+        rows = _chosen("task.name", columns, config, measure)
+        if held_out is None:
+            self._rows, self._held_rows = _split(columns, rows, evaluation_size)
+        else:
+            self._held_columns = Columns(held_out.table, config, needs_answers)
+            self._held_rows = _chosen("task.data.evaluation_split", self._held_columns, config, measure)
+            self._rows = _without(columns, rows, self._held_columns, self._held_rows)
+        _release()
+        super().__init__(matcher)
+        self._words = [
+            "table 2", loaded.digest, held_out.digest if held_out else "", matcher.name,
+            columns.asked_in, columns.answered_in,
+        ]  # fmt: skip
+        self._count()
+
+    def _count(self) -> None:
+        self.num_prompts = len(self._rows)
+        self.num_evaluation_prompts = len(self._held_rows)
+        chosen = (hashlib.blake2b(rows.tobytes()).hexdigest() for rows in (self._rows, self._held_rows))
+        self.digest: Digest = bytes_digest(repr([*self._words, *chosen]).encode())
+
+    def held_out_questions(self) -> Iterable[str]:
+        """The questions of all held-out prompts."""
+        found: list[str] = self._held_columns.questions().take(_arrow(self._held_rows)).to_pylist()
+        return found
+
+    def without(self, questions: Collection[str]) -> ArrowTask:
+        """The same task with fewer training prompts; there may be none left."""
+        every = self._columns.questions()
+        is_out = _is_in(every, _arrow(sorted(questions)).cast(every.type))
+        left = copy.copy(self)
+        left._rows = self._rows[~is_out[self._rows]]
+        left._count()
+        del every
+        _release()
+        return left
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        return self._columns.prompt(int(self._rows[index]), index=index)
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position."""
+        return self._held_columns.prompt(int(self._held_rows[index]), index=index)
+
+
+def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | None) -> Rows:
+    sound, kept = columns.sound(), columns.kept(config)
+    if bad := int((~sound & kept).sum()):
+        first = int((~sound & kept).argmax())
+        _LOG.warning("%s: %d rows without a prompt or an answer are left out, the first is row %d", key, bad, first)
+    rows: Rows = np.flatnonzero(sound & kept)
+    if config.max_prompt_tokens:
+
+        def prompt_at(position: int) -> Prompt:
+            return columns.prompt(int(rows[position]), index=0)
+
+        rows = rows[short_ones(rows.size, prompt_at, most=config.max_prompt_tokens, measure=measure)]
+    if not rows.size:
+        raise ConfigError(key, f"no prompt is left of {columns.num_rows} rows", action="look at [task.data]")
+    return rows
+
+
+def _split(columns: Columns, rows: Rows, size: int) -> tuple[Rows, Rows]:
+    """Hold out `size` different prompts, at most half of them, with every row that repeats one."""
+    texts = _texts_of(columns, rows)
+    different = texts.unique()
+    count = min(size, len(different) // 2)
+    log_held_out(count, wanted=size, different=len(different))
+    if not count:
+        problem = f"{len(different)} different prompts; at least 2 are needed"
+        raise ConfigError("task.name", problem, action="add prompts, or name task.data.evaluation_split")
+    pieces = (different[first : first + _AT_ONCE].to_pylist() for first in range(0, len(different), _AT_ONCE))
+    every = itertools.chain.from_iterable(pieces)
+    smallest = heapq.nsmallest(count, every, key=lambda text: hashlib.blake2b(text.encode()).digest())
+    is_held = _is_in(texts, _arrow(smallest).cast(texts.type))
+    return rows[~is_held], rows[is_held]
+
+
+def _without(columns: Columns, rows: Rows, held_columns: Columns, held_rows: Rows) -> Rows:
+    """Rows whose prompt is not held out; public data sets repeat some of their tests."""
+    shared = _is_in(_texts_of(columns, rows), _texts_of(held_columns, held_rows).unique())
+    if shared.all():
+        raise ConfigError("task.data.evaluation_split", "every prompt of task.name is held out: name another split")
+    if shared.any():
+        _LOG.warning("task.name: %d prompts are also held out, and not trained on", int(shared.sum()))
+    return rows[~shared]
+
+
+def _texts_of(columns: Columns, rows: Rows) -> Any:
+    texts = columns.texts()
+    return texts if rows.size == columns.num_rows else texts.take(_arrow(rows))
+
+
+def _release() -> None:
+    """Give back what passes over whole columns took; the allocator would keep it."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
+
+
+def _is_in(texts: Any, wanted: Any) -> npt.NDArray[np.bool_]:
+    import pyarrow.compute as pc
+
+    found = pc.is_in(texts, value_set=wanted)
+    return np.asarray(found.to_numpy(), np.bool_)
+
+
+def _arrow(values: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.array(values)
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Columns:
+    """The prompt and the answer of each row of a table."""
+
+    def __init__(self, table: Any, config: DataConfig, needs_answers: bool) -> None:
+        """Check the types.
+
+        Of a pyarrow.Table; a row without an answer gets no reward where `needs_answers`.
+        """
+        import pyarrow as pa
+
+        self._pa: Any = pa
+        self.num_rows: int = table.num_rows
+        self._table = table
+        key = "task.data.messages" if config.messages else "task.data.prompt"
+        self.asked_in = config.messages or config.prompt
+        if self.asked_in == PROMPT not in table.column_names and MESSAGES in table.column_names:
+            self.asked_in = MESSAGES
+        self._prompts = _column(table, key, self.asked_in)
+        kind = self._prompts.type
+        self._has_messages = _is_messages(pa, kind)
+        if not self._has_messages and config.messages:
+            raise ConfigError(key, f"column {config.messages} is {kind}, not a list of tables with role and content")
+        if not self._has_messages and not _is_text(pa, kind):
+            raise ConfigError(key, f"column {self.asked_in} is {kind}, neither text nor messages", action=_OTHER)
+        self.answered_in = config.answer
+        if not needs_answers and config.answer == ANSWER not in table.column_names:
+            self.answered_in = ""
+        if needs_answers and not config.answer:
+            raise ConfigError("task.data.answer", "is empty, and the reward compares with an answer")
+        self._answers = _column(table, "task.data.answer", self.answered_in) if self.answered_in else None
+        kind = None if self._answers is None else self._answers.type
+        if kind is not None and (pa.types.is_boolean(kind) or pa.types.is_binary(kind)):
+            problem = f"column {config.answer} is {kind}, no answer"
+            raise ConfigError("task.data.answer", problem, action="make it a column of text, or of numbers")
+
+    def sound(self) -> Mask:
+        """Rows with a prompt and an answer that are not blank; of messages, known roles and the user's last."""
+        mask = self._sound_messages() if self._has_messages else self._written(self._prompts)
+        return mask if self._answers is None else mask & self._written(self._answers)
+
+    def _written(self, column: Any) -> Mask:
+        """Cells that hold something: no null, no NaN and no blanks."""
+        import pyarrow.compute as pc
+
+        if _is_text(self._pa, column.type):
+            length = pc.binary_length(pc.utf8_trim_whitespace(column.cast(self._pa.large_string())))
+            return _mask(pc.fill_null(pc.greater(length, 0), False))
+        if self._pa.types.is_floating(column.type):
+            return _mask(pc.fill_null(pc.is_finite(column.cast(self._pa.float64())), False))
+        return _mask(pc.is_valid(column))
+
+    def texts(self) -> Any:
+        """What tells prompts apart: the text, or roles and contents of all messages."""
+        if not self._has_messages:
+            return self._prompts.cast(self._pa.large_string())
+        return self._joined(frozenset())
+
+    def questions(self) -> Any:
+        """What heterorl.common.tasks.messages.question_of gives of each row."""
+        import pyarrow.compute as pc
+
+        if self._has_messages:
+            return self._joined(frozenset(SYSTEM_ROLES))
+        text = self._pa.large_string()
+        return pc.binary_join_element_wise(self._pa.scalar("user", text), self.texts(), self._pa.scalar("\x1f", text))
+
+    def _joined(self, without: frozenset[str]) -> Any:
+        """Roles and contents of each row's messages, but for those of some roles."""
+        import pyarrow.compute as pc
+
+        text = self._pa.large_string()
+        joined = []
+        for chunk in self._lists():
+            roles, contents = (chunk.values.field(name).cast(text) for name in ("role", "content"))
+            lines = pc.binary_join_element_wise(roles, contents, self._pa.scalar("\x1f", text))
+            offsets = chunk.offsets
+            if without:
+                stays = ~_mask(pc.is_in(roles, value_set=self._pa.array(sorted(without), text)))
+                lines = lines.filter(self._pa.array(stays))
+                before = np.concatenate(([0], np.cumsum(stays)))
+                offsets = self._pa.array(before[offsets.to_numpy()], self._pa.int64())
+            lists = self._pa.LargeListArray.from_arrays(offsets, lines)
+            joined.append(pc.if_else(pc.is_valid(chunk), pc.binary_join(lists, self._pa.scalar(BETWEEN, text)), None))
+        return self._pa.chunked_array(joined, text)
+
+    def prompt(self, row: int, *, index: int) -> Prompt:
+        """The prompt of a row, under the position that a run knows it by."""
+        value = self._prompts[row].as_py()
+        columns = _Row(self._table, row, without=self.asked_in)
+        if not self._has_messages:
+            return Prompt(index=index, text=value, answer=self._answer(row), columns=columns)
+        messages = tuple(Message(role=entry["role"], content=entry["content"]) for entry in value)
+        text = messages[-1].content
+        return Prompt(index=index, text=text, answer=self._answer(row), messages=messages, columns=columns)
+
+    def _answer(self, row: int) -> str:
+        if self._answers is None:
+            return ""
+        value = self._answers[row].as_py()
+        if self._pa.types.is_float32(self._answers.type):
+            # Of so many digits as its own type has.
+            value = float(str(np.float32(value)))
+        return written(value)
+
+    def kept(self, config: DataConfig) -> Mask:
+        """Rows that `where`, `at_least` and `at_most` keep.
+
+        Raises:
+            ConfigError: a column is not there, or cannot be compared with such a value.
+        """
+        import pyarrow.compute as pc
+
+        mask = np.ones(self.num_rows, np.bool_)
+        for name, wanted in config.where.items():
+            column = _column(self._table, f"task.data.where.{name}", name)
+            values = list(wanted) if isinstance(wanted, tuple) else [wanted]
+            try:
+                allowed = self._pa.array(values).cast(column.type)
+            except self._pa.ArrowException as error:
+                problem = f"{values} are no values of a column of {column.type}"
+                raise ConfigError(f"task.data.where.{name}", problem) from error
+            mask &= _mask(pc.is_in(column, value_set=allowed))
+        for kind, bounds, compare in (
+            ("at_least", config.at_least, pc.greater_equal),
+            ("at_most", config.at_most, pc.less_equal),
+        ):
+            for name, bound in bounds.items():
+                key = f"task.data.{kind}.{name}"
+                column = _column(self._table, key, name)
+                if not (self._pa.types.is_integer(column.type) or self._pa.types.is_floating(column.type)):
+                    raise ConfigError(key, f"column {name} is {column.type}, not numbers")
+                mask &= _mask(pc.fill_null(compare(column.cast(self._pa.float64()), bound), False))
+        return mask
+
+    def _lists(self) -> list[Any]:
+        """The chunks of the messages as lists with 64-bit offsets that begin at 0."""
+        kind = self._prompts.type
+        wide = self._prompts.cast(self._pa.large_list(kind.value_type))
+        # Of a piece of a column the offsets count from elsewhere; a copy of its rows begins anew.
+        return [chunk.take(self._pa.array(np.arange(len(chunk)))) for chunk in wide.chunks]
+
+    def _sound_messages(self) -> Mask:
+        import pyarrow.compute as pc
+
+        masks = [np.zeros(0, np.bool_)]
+        for chunk in self._lists():
+            offsets = chunk.offsets.to_numpy().astype(np.int64)
+            values = chunk.values
+            roles = values.field("role").cast(self._pa.string())
+            known = _mask(pc.is_in(roles, value_set=self._pa.array(ROLES)))
+            known &= _mask(pc.is_valid(values.field("content")))
+            is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & self._written(values.field("content"))
+            # Counts of bad messages before each one: a difference says how many a row has.
+            bad = np.concatenate(([0], np.cumsum(~known)))
+            lengths = np.diff(offsets)
+            last = np.maximum(offsets[1:] - 1, 0)
+            ends = is_user[last] if is_user.size else np.zeros(len(chunk), np.bool_)
+            masks.append((lengths > 0) & (bad[offsets[1:]] == bad[offsets[:-1]]) & ends)
+        return np.concatenate(masks)
+
+
+class _Row(Mapping[str, Any]):
+    """The columns of a row but for the prompt, each read when it is asked for."""
+
+    def __init__(self, table: Any, row: int, *, without: str) -> None:
+        self._table, self._row, self._without = table, row, without
+
+    def __getitem__(self, name: str) -> Any:
+        if name == self._without:
+            raise KeyError(name)
+        return plain(self._table.column(name)[self._row].as_py())
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._table.column_names if name != self._without)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+_OTHER = "name the column of the prompt's text, or task.data.messages"
+
+
+def _column(table: Any, key: str, name: str) -> Any:
+    """A column by its name, or by a path such as `reward_model.ground_truth` into a column of tables."""
+    import pyarrow.compute as pc
+
+    first, *rest = [name] if name in table.column_names else name.split(".")
+    if first not in table.column_names:
+        raise ConfigError(key, f"there is no column {name}; there are {', '.join(table.column_names)}"[:500])
+    column = table.column(first)
+    for part in rest:
+        fields = [field.name for field in column.type] if str(column.type).startswith("struct") else []
+        if part not in fields:
+            raise ConfigError(key, f"there is no {part} of {name}; there are {', '.join(fields) or 'no fields'}"[:500])
+        column = pc.struct_field(column, part)
+    return column.cast(column.type.value_type) if str(column.type).startswith("dictionary") else column
+
+
+def _is_text(pa: Any, kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_messages(pa: Any, kind: Any) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return all(name in fields and _is_text(pa, fields[name]) for name in ("role", "content"))
+
+
+def _mask(values: Any) -> Mask:
+    if hasattr(values, "combine_chunks"):
+        values = values.combine_chunks()
+    mask: Mask = np.asarray(values.to_numpy(zero_copy_only=False), np.bool_)
+    return mask

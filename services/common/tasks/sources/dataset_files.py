@@ -1,0 +1,286 @@
+"""From the name of a data set to its rows: an Arrow table in a mapped file, and which files it was read from."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.process.files import replacing
+from heterorl.common.tasks.sources.dataset_config import DataConfig
+
+_SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Rows, and a digest of the files that they are read from."""
+
+    table: Any
+    """pyarrow.Table."""
+    digest: str
+
+
+def load_directory(
+    key: str, directory: Path, *, split: str, subset: str, files: Sequence[str], cache_dir: str
+) -> Loaded:
+    """A split of a directory as the hub lays one out, or as `save_to_disk` of the datasets library wrote it.
+
+    Raises:
+        ConfigError: there is no such directory, subset, split or file, or what is there cannot be read.
+        DependencyMissing: the library is not installed.
+    """
+    if not directory.is_dir():
+        raise ConfigError(key, f"{directory} is no directory")
+    if any((directory / name).exists() for name in _SAVED):
+        return _saved(key, directory, split)
+    data_files = {split.partition("[")[0]: list(files)} if files else None
+    return _built(key, str(directory), split=split, cache_dir=cache_dir, name=subset or None, data_files=data_files)
+
+
+def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
+    """The rows of Parquet files, in the order of their names."""
+    found = sorted(glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207 - wildcards may stand in any part
+    if not found:
+        raise ConfigError(key, f"there is no file {pattern}")
+    return _built(key, "parquet", split="train", cache_dir=cache_dir, data_files={"train": found})
+
+
+def library() -> Any:
+    """The datasets library, without its progress bars."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DependencyMissing("datasets", "data") from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -> Loaded:
+    datasets = library()
+    try:
+        builder = datasets.load_dataset_builder(
+            path, cache_dir=str(Path(cache_dir) / "datasets") if cache_dir else None, **options
+        )
+        # Rows in Arrow form are made once, under a lock, and mapped by every process that reads them.
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(key, f"cannot read split {split} of {path}: {_words(error)}") from error
+    wanted = {part.strip().partition("[")[0] for part in split.split("+")}
+    sources = [
+        Path(file)
+        for name, listed in sorted((builder.config.data_files or {}).items())
+        if str(name) in wanted
+        for file in listed
+    ]
+    if not sources:
+        raise ConfigError(key, f"split {split} of {path} is of no files, which could name its content")
+    return Loaded(table=rows.data.table, digest=digest_of([split, options.get("name")], sources))
+
+
+def _saved(key: str, directory: Path, split: str) -> Loaded:
+    datasets = library()
+    name = split.partition("[")[0]
+    place = directory / name if (directory / "dataset_dict.json").exists() else directory
+    if not place.is_dir():
+        raise ConfigError(key, f"{directory} has no split {name}")
+    if name != split:
+        raise ConfigError(key, f"{directory} was written by save_to_disk: take a whole split of it, not {split}")
+    try:
+        rows = datasets.load_from_disk(str(place))
+        state = json.loads((place / "state.json").read_bytes())
+        # Other Arrow files there are caches of the library, of whoever opened the set before.
+        named = [place / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(key, f"cannot read {place}: {_words(error)}") from error
+    if state.get("_indices_data_files"):
+        # The library reads no indices any more, so that every row would be there again.
+        raise ConfigError(key, f"{place} keeps its choice of rows in a file of indices", action=_SAVE_AGAIN)
+    return Loaded(table=rows.data.table, digest=digest_of([split, None], named))
+
+
+_SAVE_AGAIN = "open it with the library that wrote it, call flatten_indices(), and save it again"
+
+
+def digest_of(words: Sequence[object], files: Sequence[Path]) -> str:
+    """Digest of words and of the bytes of files in their order, wherever they lie."""
+    total = blake3.blake3(repr(list(words)).encode())
+    for path in files:
+        content = blake3.blake3(max_threads=blake3.blake3.AUTO)
+        content.update_mmap(path)
+        total.update(content.digest())
+    return total.hexdigest()
+
+
+def _words(error: BaseException) -> str:
+    # What the library raises names a cause, which says more.
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0][:300]
+
+
+def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:
+    """Rows to train on, and those of the held-out split where one is named.
+
+    `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `hub.pinned`.
+
+    Raises:
+        ConfigError: no such set, revision, subset or split.
+        DependencyMissing: the datasets library is not installed.
+    """
+    key = "task.name"
+    name = parse(key, text)
+    if name.is_local:
+        directory = Path(name.place).expanduser()
+    else:
+        commit = pinned(key, name, notes=notes, cache_dir=config.cache_dir)
+        files = (*config.files, "README.md") if config.files else ()
+        directory = download(key, name, commit, files=files, cache_dir=config.cache_dir)
+
+    def load(key: str, split: str) -> Loaded:
+        return load_directory(
+            key, directory, split=split, subset=config.subset, files=config.files, cache_dir=config.cache_dir
+        )
+
+    held_out = load("task.data.evaluation_split", config.evaluation_split) if config.evaluation_split else None
+    return load(key, name.split), held_out
+
+
+def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:
+    """Rows of one Parquet file or of all that a pattern names, and those of a held-out one."""
+    if config.evaluation_split:
+        raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
+    held_out = None
+    if evaluation_path:
+        held_out = load_parquet("task.evaluation_path", evaluation_path, cache_dir=config.cache_dir)
+    return load_parquet("task.name", path, cache_dir=config.cache_dir), held_out
+
+
+_FORM = re.compile(r"(?P<place>[^@\[\]]+)(@(?P<revision>[^@\[\]]+))?(\[(?P<split>.+)\])?")
+_LOCAL = re.compile(r"(?P<place>[/.~][^\[\]]*)(\[(?P<split>.+)\])?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A data set of the hub, or a directory of this machine.
+
+    Example: HubName(place="openai/gsm8k", revision="e53f048856ff4f594e959d75785d2c2d37b678ee", split="train")
+    """
+
+    place: str
+    revision: str
+    split: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a directory here."""
+        return self.place.startswith(("/", ".", "~"))
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never means anything else."""
+        return bool(_COMMIT.fullmatch(self.revision))
+
+    def at(self, commit: str) -> str:
+        """The name as one writes it, with a commit."""
+        return f"hf:{self.place}@{commit}[{self.split}]"
+
+
+def parse(key: str, text: str) -> HubName:
+    """Read what stands after `hf:`.
+
+    Raises:
+        ConfigError: it is not of that form; names `key`.
+    """
+    found = _LOCAL.fullmatch(text) or _FORM.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            key, f"hf:{text} is not hf:NAME@REVISION[split]", action="for example hf:acme/sums@main[train]"
+        )
+    parts = found.groupdict()
+    return HubName(place=parts["place"], revision=parts.get("revision") or "", split=parts["split"] or "train")
+
+
+NOTES = "sources.json"
+"""File of the notes, in the directory of a node's state."""
+_LOG = logging.getLogger(__name__)
+
+
+def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> str:
+    """The commit to read.
+
+    The file `notes` has what was resolved before, and errors name `key`. An empty `cache_dir` is the library's own
+    place.
+
+    Raises:
+        ConfigError: no revision is named, or it cannot be resolved.
+    """
+    if name.is_pinned:
+        return name.revision
+    if not name.revision:
+        problem = f"hf:{name.place} names no revision"
+        raise ConfigError(key, problem, action=f"write hf:{name.place}@REVISION[{name.split}], a commit or a branch")
+    known = _read(key, notes)
+    written = f"{name.place}@{name.revision}"
+    if written in known:
+        return known[written]
+    # Of a directory of the cache the name is the commit; one small file brings it.
+    commit = download(key, name, name.revision, files=("README.md",), cache_dir=cache_dir).name
+    _LOG.warning(
+        "%s: %s of %s is commit %s from now on; %s says so on every node",
+        key, name.revision, name.place, commit, name.at(commit),
+    )  # fmt: skip
+    if notes is not None:
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(notes) as file:
+            file.write(json.dumps({**known, written: commit}, indent=1).encode())
+    return commit
+
+
+def _read(key: str, notes: Path | None) -> dict[str, str]:
+    if notes is None or not notes.exists():
+        return {}
+    try:
+        known = json.loads(notes.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, f"cannot read {notes}: {error}", action="remove it to resolve branches anew") from error
+    return {str(written): str(commit) for written, commit in known.items()}
+
+
+def download(key: str, name: HubName, revision: str, *, files: Sequence[str], cache_dir: str) -> Path:
+    """The directory of a repository at a revision: as the hub says or, without it, the cache.
+
+    Only what the patterns `files` name is downloaded, and everything where there are none.
+
+    Raises:
+        ConfigError: it is not in the cache and cannot be downloaded.
+        DependencyMissing: the library of the hub is not installed.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise DependencyMissing("huggingface_hub", "data") from error
+    try:
+        place = snapshot_download(
+            name.place,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=list(files) or None,
+            cache_dir=str(Path(cache_dir) / "hub") if cache_dir else None,
+        )
+    except (OSError, ValueError) as error:
+        problem = f"cannot get {name.place} at {revision} from the hub: {str(error).splitlines()[0]}"
+        raise ConfigError(
+            key, problem, action="correct the name, or copy the cache of a machine that has it"
+        ) from error
+    return Path(place)

@@ -1,0 +1,373 @@
+"""Tasks by name: built-in ones, reasoning_gym's, data sets, mixtures of them; rewards, environments by dotted path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.process.config import Config
+from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
+from heterorl.common.tasks.messages import SystemPromptTask
+from heterorl.common.tasks.rewards.answer_match import Matcher
+from heterorl.common.tasks.rewards.reward_config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file
+from heterorl.common.tasks.sources.dataset_config import DataConfig
+from heterorl.common.tasks.task import Measure, Prompt, Task
+
+_KINDS = (
+    "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
+    "hf:NAME@REVISION[split]", "seeds", "mixture",
+)  # fmt: skip
+_OF_FILES = ("jsonl", "parquet", "hf")
+
+
+class SourceConfig(Config):
+    """Prompts of one source, and their reward."""
+
+    name: str = "arithmetic"
+    """`arithmetic`, `progression` (an answer that is too long is worth nothing), `progression:prefix` (its first terms
+    count), `reasoning_gym:NAME` (a data set of `heterorl[gym]`), `jsonl:PATH` and `parquet:PATH` (prompt, answer),
+    `hf:NAME@REVISION[split]` (a data set of the hub at a commit; a branch is the commit that it stands at when a node
+    first starts; `hf:/a/directory[split]` is one of this machine), `seeds` (a number a prompt, for an environment that
+    needs no data), or `mixture` (of `sources`)."""
+    data: DataConfig = DataConfig()
+    """Columns and rows of a data set."""
+    system_prompt: str = ""
+    """Put before every prompt that begins with none of its own; needs use_chat_template."""
+    digits: int = Field(default=3, ge=1, le=9)
+    """arithmetic and progression: digits of each number."""
+    terms: int = Field(default=34, ge=1, le=10_000)
+    """progression: numbers of each answer; 34 of 3 digits make completions of 103 tokens."""
+    size: int = Field(default=10_000, ge=1)
+    """reasoning_gym and seeds: number of training prompts."""
+    evaluation_size: int = Field(default=512, ge=1)
+    """reasoning_gym, seeds, jsonl, parquet and hf: number of held-out prompts."""
+    evaluation_path: str = ""
+    """jsonl and parquet: a file of held-out prompts; empty holds out some prompts of the file itself."""
+    seed: int = Field(default=0, ge=0)
+    """reasoning_gym: seed of the data set; arithmetic and progression: which pairs come first and which are held out.
+    With an environment: seed of its episodes."""
+    match: Literal["exact", "math_verify"] = "exact"
+    """jsonl, parquet and hf: how an answer is compared. Rows whose answer math_verify cannot read to its end give no
+    group."""
+    tool_parser: Literal["auto", "hermes", "json"] = "auto"
+    """How calls of an environment's tools are read: `hermes` (JSON between `<tool_call>` and `</tool_call>`, as Qwen3
+    has it), `json` (an answer that is one object, as Llama 3 has it), or `auto`: what reads the calls that the model's
+    template writes."""
+    reward: str = ""
+    """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts, with columns
+    of the row as further parameters; or f(prompts, completions, **columns) -> list of floats, as TRL calls one. It runs
+    in processes of its own; all files of its package, and those it imports of the same directory, must be equal on
+    every node, byte for byte. Or the url of a reward service (http, https): short for one of task.rewards."""
+    rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
+    """Named rewards, each with its weight; their weighted sum is the reward. Empty: task.reward, or else the task's own
+    score. Equal on every node."""
+    reward_path: str = ""
+    """Directory of the reward's package or module, taken from the configuration file's directory on; empty is that
+    directory itself. What is installed keeps its names."""
+    reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Processor time for the reward of one completion, seconds; of all threads of the process that computes it, from
+    when it is loaded. A process that needs more, or four times as long by the clock, is killed and replaced, and the
+    completion is a lost member of its group. math_verify: a completion that needs more is a wrong answer.
+    reasoning_gym: a completion has half of it, at most 2 s, and is then worth 0. Rewards of kind http and judge: time
+    by the clock."""
+    sandbox: bool = True
+    """reasoning_gym: whether completions are scored inside bubblewrap. Its verifiers run answers as Python: with false
+    a completion may run any code as the user of this service, read its keys and files, and change every later score.
+    For machines that allow no namespaces and hold nothing else. Of one machine: no node adopts it."""
+    reward_workers: int = Field(default=1, ge=1, le=64)
+    """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
+    4 unless this is set."""
+    environment: str = ""
+    """The environment, which answers the policy's turns and gives the reward (docs/environments.md):
+    `package.module:Class`, a file of tools `file.py`, `textarena:ID` (a game of `heterorl[games]`), `openenv:URL` (a
+    server of OpenEnv, with `heterorl[openenv]`), or an agent program, `program:file.py:function` or `program:COMMAND`.
+    It runs in processes of its own; its files must be equal on every node, byte for byte, as those of task.reward.
+    Empty: a prompt has one turn."""
+    environment_path: str = ""
+    """Directory of the environment's package, module, file or program, taken from the configuration file's directory
+    on; empty is that directory itself. What is installed keeps its names."""
+    max_turns: int = Field(default=8, ge=1, le=1024)
+    """Most turns of an episode."""
+    trajectory_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Longest time of an episode by the clock, generation included, seconds."""
+    step_timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Processor time of the environment for one turn, its start or its score, seconds. A process that needs more, or
+    four times as long by the clock, is killed and replaced, and the episode is lost. Of an agent program the clock
+    alone counts, between two of its requests, its start included."""
+    max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
+    """Longest text of the environment after one turn, characters. A longer one ends the episode; of a tool it is an
+    error that the policy reads."""
+    environment_memory_bytes: int = Field(default=1 << 30, ge=1 << 24)
+    """Address space that a process of the environment may take beyond what it has once it is loaded, bytes."""
+    environment_workers: int = Field(default=64, ge=1, le=4096)
+    """Most processes of the environment at once, each with one episode, unless its class says that they may share one.
+    Each is started when those that run are not enough."""
+
+    @field_validator("reward_path", "environment_path")
+    @classmethod
+    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
+        # Here, where the file is known: other processes are given the result.
+        if not info.data.get(str(info.field_name).removesuffix("_path")):
+            return value
+        return from_file(value, info)
+
+
+class WeightedSource(SourceConfig):
+    """One source of a mixture: the keys of [task], and its share."""
+
+    label: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name in metrics and reports."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts, over the sum of all weights."""
+
+
+class TaskConfig(SourceConfig):
+    """Prompts and reward; the same on every node of a run."""
+
+    sources: tuple[WeightedSource, ...] = ()
+    """mixture: tables `[[task.sources]]`, each with a `label`, a `weight` (1) and keys of [task]. What one does not set
+    it takes from [task] itself."""
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> TaskConfig:
+        labels = [source.label for source in self.sources]
+        if (self.name == "mixture") != bool(labels):
+            raise ValueError('sources go with name = "mixture", and it needs at least one')
+        if len(set(labels)) != len(labels):
+            raise ValueError("sources: a label twice")
+        if any(source.name == "mixture" for source in self.sources):
+            raise ValueError("sources: a mixture in a mixture; name its sources here")
+        return self
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether a prompt has one."""
+        return any(source.environment for source in self.inherited() or (self,))
+
+    @property
+    def max_turns_of_all(self) -> int:
+        """Most turns of a rollout; 1 where no prompt has an environment."""
+        return max((source.max_turns for source in self.inherited() or (self,) if source.environment), default=1)
+
+    @property
+    def trajectory_s_of_all(self) -> float:
+        """Longest time of a rollout, seconds; 0 where no prompt has an environment."""
+        return max((source.trajectory_s for source in self.inherited() or (self,) if source.environment), default=0.0)
+
+    def inherited(self) -> tuple[WeightedSource, ...]:
+        """The sources with what they take from here."""
+        return tuple(each.model_copy(update=self._left_to(each)) for each in self.sources)
+
+    def _left_to(self, source: WeightedSource) -> dict[str, object]:
+        own = source.model_fields_set | {"name"}
+        if own & {"reward", "rewards", "environment"}:
+            # What gives the reward and its place belong together.
+            own |= {"reward", "rewards", "reward_path", "environment", "environment_path"}
+        return {key: getattr(self, key) for key in SourceConfig.model_fields if key not in own}
+
+
+def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: Path | None = None) -> Task:
+    """The task that a configuration names.
+
+    `measure` counts a prompt's tokens, for data sets whose prompts are bounded. The file `notes` keeps which commits
+    branches of the hub stood at.
+
+    Raises:
+        ConfigError: the name is unknown, or its data cannot be read.
+        DependencyMissing: what reads it is not installed.
+    """
+    if isinstance(config, TaskConfig) and config.sources:
+        return _mixture(config, measure=measure, notes=notes)
+    return _finished(_build(config, measure=measure, notes=notes), config)
+
+
+def _finished(task: Task, config: SourceConfig) -> Task:
+    """With its system prompt and its rewards."""
+    if config.system_prompt:
+        task = SystemPromptTask(task, config.system_prompt)
+    if config.environment:
+        return _played(task, config)
+    return _rewarded(task, config) if config.reward or config.rewards else task
+
+
+def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None) -> Task:
+    kind, _, argument = config.name.partition(":")
+    task: Task
+    if kind == "arithmetic" and not argument:
+        task = ArithmeticTask(digits=config.digits, seed=config.seed)
+    elif kind == "progression" and argument in ("", "prefix"):
+        task = ProgressionTask(
+            digits=config.digits, terms=config.terms, seed=config.seed, prefix_counts=argument == "prefix"
+        )
+    elif kind == "reasoning_gym" and argument:
+        from heterorl.common.tasks.rewards.sandbox.gym_reward import ReasoningGymTask
+
+        task = ReasoningGymTask(
+            name=argument, size=config.size, evaluation_size=config.evaluation_size, seed=config.seed,
+            timeout_s=config.reward_timeout_s, num_workers=config.reward_workers, sandbox=config.sandbox,
+        )  # fmt: skip
+    elif kind == "seeds" and not argument:
+        from heterorl.common.tasks.environments.environment_task import SeedsTask
+
+        if not config.environment:
+            raise ConfigError("task.name", "seeds are prompts of an environment", action="set task.environment")
+        task = SeedsTask(size=config.size, evaluation_size=config.evaluation_size, seed=config.seed)
+    elif kind == "jsonl" and argument:
+        from heterorl.common.tasks.sources.jsonl import JsonlTask
+
+        task = JsonlTask(
+            path=Path(argument),
+            evaluation_path=Path(config.evaluation_path) if config.evaluation_path else None,
+            evaluation_size=config.evaluation_size,
+            matcher=_matcher(config),
+            data=config.data,
+            measure=measure,
+            needs_answers=_needs_answers(config),
+        )
+    elif kind in ("parquet", "hf") and argument:
+        from heterorl.common.tasks.sources.arrow_dataset import ArrowTask
+        from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
+
+        if kind == "hf":
+            loaded, held_out = open_repository(argument, config.data, notes=notes)
+        else:
+            loaded, held_out = open_parquet(argument, config.evaluation_path, config.data)
+        task = ArrowTask(
+            loaded,
+            held_out,
+            config=config.data,
+            evaluation_size=config.evaluation_size,
+            matcher=_matcher(config),
+            measure=measure,
+            needs_answers=_needs_answers(config),
+        )
+    else:
+        near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
+        hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
+        raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
+    return task
+
+
+def _played(task: Task, config: SourceConfig) -> Task:
+    from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits
+    from heterorl.common.tasks.environments.episodes import Episodes
+
+    if config.reward or config.rewards:
+        problem = "the environment gives the reward, and task.reward or task.rewards name others"
+        raise ConfigError("task.environment", problem, action="take one of them out")
+    episodes = Episodes(
+        config.environment, directory=Path(config.environment_path), step_timeout_s=config.step_timeout_s,
+        memory_bytes=config.environment_memory_bytes, max_observation_chars=config.max_observation_chars,
+        num_processes=config.environment_workers,
+    )  # fmt: skip
+    limits = EpisodeLimits(max_turns=config.max_turns, trajectory_s=config.trajectory_s)
+    try:
+        return EnvironmentTask(task, episodes, limits, seed=config.seed, system_prompt=config.system_prompt)
+    except ConfigError:
+        episodes.close()
+        raise
+
+
+def _rewarded(task: Task, config: SourceConfig) -> Task:
+    from heterorl.common.tasks.rewards.function_reward import FunctionRewardTask
+    from heterorl.common.tasks.rewards.weighted import own_reward, weighted_task
+
+    timeout_s, num_workers = config.reward_timeout_s, config.reward_workers
+    if config.rewards and config.reward:
+        problem = "both task.reward and task.rewards name rewards"
+        raise ConfigError("task.reward", problem, action='make it one of task.rewards, kind "function"')
+    rewards = config.rewards
+    if config.reward.startswith(("http://", "https://")):
+        rewards = (HttpRewardConfig(name="reward", url=config.reward),)
+    if rewards:
+        return weighted_task(task, rewards, timeout_s=timeout_s, num_workers=num_workers)
+    reward = own_reward(
+        config.reward, task=task, directory=config.reward_path, key="task.reward", timeout_s=timeout_s,
+        num_workers=num_workers,
+    )  # fmt: skip
+    return FunctionRewardTask(task, reward)
+
+
+def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None) -> Task:
+    from heterorl.common.tasks.sources.cells import separated
+    from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+
+    sources = {each.label: each for each in config.inherited()}
+    tasks: dict[str, Task] = {}
+    for label, each in sources.items():
+        with _of_source(label):
+            tasks[label] = _build(each, measure=measure, notes=notes)
+    found = []
+    for label, task in separated(tasks).items():
+        with _of_source(label):
+            found.append(Source(label=label, weight=sources[label].weight, task=_finished(task, sources[label])))
+    return MixtureTask(found)
+
+
+@contextmanager
+def _of_source(label: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"task.sources, {label}", str(error)) from error
+
+
+def _needs_answers(config: SourceConfig) -> bool:
+    """Whether a row without an answer can have no reward; of functions and services nobody knows, so they need none."""
+    if config.reward or config.environment:
+        return False
+    return not config.rewards or any(each.needs_answers for each in config.rewards)
+
+
+def _matcher(config: SourceConfig) -> Matcher:
+    return Matcher(config.match, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
+
+
+def score_in_workers(task: Task, config: SourceConfig) -> Task:
+    """The task with its score in processes that can be killed; where it computes its score so already, itself."""
+    from heterorl.common.tasks.rewards.function_reward import WorkerScoredTask
+    from heterorl.common.tasks.rewards.weighted import WeightedTask
+    from heterorl.common.tasks.sources.mixture import MixtureTask
+
+    if isinstance(config, TaskConfig) and config.sources:
+        assert isinstance(task, MixtureTask), "that is what was built"
+        return task.replaced([score_in_workers(*pair) for pair in zip(task.tasks, config.inherited(), strict=True)])
+    if isinstance(task, WeightedTask):
+        return task.with_own_score(
+            score_in_workers(task.inner, config.model_copy(update={"rewards": (), "reward": ""}))
+        )
+    kind = config.name.partition(":")[0]
+    if config.reward or config.environment:
+        return task
+    if kind == "reasoning_gym" or (kind in _OF_FILES and config.match == "math_verify"):
+        return task
+    job: dict[str, object]
+    if kind in _OF_FILES:
+        job = {"kind": "exact"}
+    else:
+        settings = config.model_dump(mode="json", exclude={"label", "weight"})
+        job = {"kind": "task", "config": settings, "digest": task.digest}
+    return WorkerScoredTask(task, job, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
+
+
+def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
+    """What a worker answers: the score of the task that a job of `score_in_workers` names.
+
+    Raises:
+        ValueError: it is another task in this process.
+    """
+    task = build_task(TaskConfig.model_validate(job["config"]))
+    if task.digest != job["digest"]:
+        raise ValueError("it is another one there: another release of what it is made with?")
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        prompt = Prompt(index=request["index"], text=request["prompt"], answer=request["answer"])
+        return {"parts": {part.name: part.value for part in task.score(prompt, request["completion"])}}
+
+    return answer, {}

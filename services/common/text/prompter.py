@@ -1,0 +1,309 @@
+"""Text to token ids and back, the same way on every node, and the tokens that end a completion."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from heterorl.common.errors import ConfigError, PromptRefused
+from heterorl.common.model.directory import check_model_dir, first_line
+from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.text.chat_template import (
+    CLOCK,
+    DATE,
+    TEMPLATE_ERRORS,
+    ChatTemplate,
+    GivenTokens,
+    as_variables,
+    has_clock,
+    source_of,
+    tool_name,
+)
+from heterorl.common.types.common import MAX_END_TOKENS, Digest, Int32Array
+from heterorl.common.wire.common import bytes_digest
+
+_LOG = logging.getLogger(__name__)
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+_SWITCH = "set use_chat_template = true"
+_NO_TOOLS = "take an environment without tools, or another model"
+_PROBE = "0"
+_ENDS = "eos_token_id"
+
+
+class Prompter:
+    """A tokenizer and the way prompts go through it."""
+
+    def __init__(
+        self,
+        model_dir: str,
+        *,
+        use_chat_template: bool,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Load the tokenizer.
+
+        `template_arguments` is what the template is given beside messages, such as enable_thinking.
+
+        Raises:
+            ConfigError: there is no tokenizer, no template that can be used, or it takes no such arguments.
+        """
+        check_model_dir(model_dir)
+        from transformers import AutoTokenizer
+
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+        except Exception as error:
+            # A broken file is of no type of its own to the library.
+            raise ConfigError("model_dir", f"cannot load a tokenizer from {model_dir}: {first_line(error)}") from error
+        if template_arguments and not use_chat_template:
+            raise ConfigError("chat_template_arguments", "prompts go through no template", action=_SWITCH)
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError("model_dir", f"the tokenizer of {model_dir} has no end-of-sequence token")
+        self._template = self._compiled(model_dir, template_arguments) if use_chat_template else None
+        self._opening = [] if use_chat_template else _opening_of(self.tokenizer)
+
+        self._given: GivenTokens | None = None
+        self.digests = (
+            tokenizer_digest(self.tokenizer),
+            chat_template_digest(
+                self.tokenizer, use_chat_template=use_chat_template, template_arguments=template_arguments
+            ),
+        )
+        """Of tokenizer and template: nodes with equal ones write the same ids of the same messages."""
+        self.end_token_ids = self._ends(model_dir)
+        """Ids that end a completion, ascending, as the model's files and its template say."""
+
+    def _compiled(self, model_dir: str, arguments: Mapping[str, Any]) -> ChatTemplate:
+        source = source_of(self.tokenizer)
+        if not source:
+            raise ConfigError("use_chat_template", f"the tokenizer of {model_dir} has no chat template")
+        taken = arguments.keys() & _OURS
+        if taken:
+            raise ConfigError("chat_template_arguments", f"{', '.join(sorted(taken))}: heterorl sets it itself")
+        if has_clock(source):
+            told = arguments.get(CLOCK, DATE)
+            _LOG.info("a prompt's template may write the date: it is %s (chat_template_arguments.%s)", told, CLOCK)
+        return ChatTemplate(self.tokenizer, arguments=arguments)
+
+    def _ends(self, model_dir: str) -> tuple[int, ...]:
+        named = end_token_ids(model_dir, self.tokenizer)
+        if self._template is None:
+            return named
+        try:
+            behind = self._template.answer_end()
+        except TEMPLATE_ERRORS:
+            return named
+        ids = self.tokenizer.encode(behind.lstrip(), add_special_tokens=False)[:1]
+        if ids and ids[0] in self.tokenizer.added_tokens_decoder:
+            self._given = GivenTokens(self._template, self.tokenizer, end_token_id=ids[0])
+            return tuple(sorted({*named, *ids}))
+        _LOG.warning(
+            "the template ends an answer by %r, which is no special token: a completion ends by the tokens %s, or by"
+            " sampling.max_new_tokens (set sampling.end_token_ids)", behind, ", ".join(map(str, named)),
+        )  # fmt: skip
+        return named
+
+    @property
+    def eos_token_id(self) -> int:
+        """Id that ends a text which is written, not drawn."""
+        return int(self.tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> Int32Array:
+        """Token ids of a prompt, int32."""
+        return self.encode_prompt(Prompt(index=0, text=text, answer=""))
+
+    def encode_prompt(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> Int32Array:
+        """Token ids of a task's prompt, int32, with all its messages.
+
+        The template writes the JSON schemas `tools` of what the policy may call; `check_tools` says if it can.
+
+        Raises:
+            PromptRefused: its task refuses it, or it is messages, and no template is used or this one refuses them.
+        """
+        ids = self.tokenizer.encode(self._written(prompt, tools=tools), add_special_tokens=False)
+        return np.array(self._opened(ids), np.int32)
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools that a prompt would not show.
+
+        Raises:
+            ConfigError: no template is used, or it writes no tools.
+        """
+        if self._template is None:
+            raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
+        asked = [as_variables(Message(role="user", content=_PROBE))]
+        try:
+            with_tools = self._template.write(asked, begins_answer=True, tools=tools)
+            without = self._template.write(asked, begins_answer=True)
+        except TEMPLATE_ERRORS as error:
+            problem = f"the model's template refuses the tools: {first_line(error)}"
+            raise ConfigError("task.environment", problem, action=_NO_TOOLS) from error
+        left_out = [name for name in map(tool_name, tools) if name not in with_tools]
+        if left_out or with_tools == without:
+            words = ", ".join(left_out or map(tool_name, tools))
+            problem = f"the model's template leaves out the tools {words}"
+            raise ConfigError("task.environment", problem, action=_NO_TOOLS)
+
+    def written_call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a turn that calls a tool in the template's own form; empty where the template has none."""
+        if self._template is None:
+            raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
+        try:
+            return self._template.call(name, arguments, tools=tools)
+        except TEMPLATE_ERRORS:
+            return ""
+
+    def given(self, messages: Sequence[Message], *, is_cut: bool) -> Int32Array:
+        """Token ids between two turns of the policy, int32: the template's, behind the first turn's end token.
+
+        Nothing of the history is read, and they depend on the arguments alone.
+
+        Args:
+            messages: what is said to the turn: of the user, of tools, of the system; at least one.
+            is_cut: the turn has no end token, because it ended at its token limit; then that is given first.
+
+        Raises:
+            ConfigError: prompts go through no template, or it ends an answer by no special token.
+            PromptRefused: the template cannot write these messages behind an answer.
+        """
+        return np.array(self._between().ids(messages, is_cut=is_cut), np.int32)
+
+    def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Why messages of a role cannot be given between turns, with tools and without; empty where they can."""
+        return self._between().problem(role, tools=tools)
+
+    def _between(self) -> GivenTokens:
+        if self._given is not None:
+            return self._given
+        if self._template is None:
+            raise ConfigError("use_chat_template", "turns of an environment need a template", action=_SWITCH)
+        problem = "the model's template ends an answer by no special token, so turns cannot be told apart"
+        raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
+
+    def num_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
+        """How many tokens each prompt has, None where it is refused; all at once, which is many times as fast."""
+        texts: dict[int, str] = {}
+        for number, prompt in enumerate(prompts):
+            with suppress(PromptRefused):
+                texts[number] = self._written(prompt)
+        if not texts:
+            return [None] * len(prompts)
+        found = self.tokenizer(list(texts.values()), add_special_tokens=False, return_attention_mask=False)
+        sizes = {number: len(self._opened(ids)) for number, ids in zip(texts, found["input_ids"], strict=True)}
+        return [sizes.get(number) for number in range(len(prompts))]
+
+    def _opened(self, ids: list[int]) -> list[int]:
+        """Ids with the tokens that open a text, once; a template writes its own."""
+        return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
+
+    def _written(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        if prompt.refusal:
+            raise PromptRefused("task", prompt.refusal, action="correct the data, or what refuses it")
+        if self._template is None:
+            if tools:
+                raise PromptRefused("use_chat_template", "tools are shown by a template", action=_SWITCH)
+            if prompt.messages:
+                problem = "prompts are messages (task.data.messages, task.system_prompt), and no template writes them"
+                raise PromptRefused("use_chat_template", problem, action=_SWITCH)
+            return prompt.text
+        messages = prompt.messages or (Message(role="user", content=prompt.text),)
+        try:
+            return self._template.write(list(map(as_variables, messages)), begins_answer=True, tools=tools)
+        except TEMPLATE_ERRORS as error:
+            roles = ", ".join(message.role for message in messages)
+            problem = f"the model's template refuses messages of {roles}: {first_line(error)}"
+            raise PromptRefused(
+                "use_chat_template", problem, action="correct the data, or task.system_prompt"
+            ) from error
+
+    def tokens(self, completion: str) -> Int32Array:
+        """Token ids of a completion, int32, without its end."""
+        return np.array(self.tokenizer.encode(completion, add_special_tokens=False), np.int32)
+
+    def decode(self, token_ids: Int32Array, *, keeps_special: bool = False) -> str:
+        """Text of a completion as it was written, special tokens left out unless they are wanted."""
+        # A tokenizer's file may ask for another text, without the space before a full stop.
+        text: str = self.tokenizer.decode(
+            token_ids.tolist(), skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _opening_of(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts before a text; those that it puts behind one would end a prompt."""
+    plain = tokenizer.encode(_PROBE, add_special_tokens=False)
+    marked = tokenizer.encode(_PROBE)
+    starts = [start for start in range(len(marked)) if marked[start : start + len(plain)] == plain]
+    return list(marked[: starts[0]]) if starts else []
+
+
+def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a completion, ascending: those of generation_config.json, or of config.json where it names none, and
+    the tokenizer's own, which written texts end with.
+
+    Raises:
+        ConfigError: what a file names is no list of token ids.
+    """
+    named = _named(model_dir)
+    listed = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(_is_id(number) for number in listed) or len(listed) >= MAX_END_TOKENS:
+        raise ConfigError("model_dir", f"{_ENDS} in the files of {model_dir} is no list of token ids: {named!r}"[:300])
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return tuple(sorted({*listed, *own}))
+
+
+def _is_id(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _named(model_dir: str) -> Any:
+    named = _read(model_dir, "generation_config.json").get(_ENDS)
+    if named is not None:
+        return named
+    config = _read(model_dir, "config.json")
+    # A model that has one of text inside says it there.
+    inner = config.get("text_config")
+    return config.get(_ENDS, inner.get(_ENDS) if isinstance(inner, dict) else None)
+
+
+def _read(model_dir: str, name: str) -> dict[str, Any]:
+    """A file of a directory or of the hub; empty where there is none."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        path = cached_file(model_dir, name)
+        if path is None:
+            return {}
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise ConfigError("model_dir", f"{name} of {model_dir} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def tokenizer_digest(tokenizer: Any) -> Digest:
+    """Digest of everything that turns text into ids: the whole fast tokenizer, or vocabulary and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return bytes_digest(f"{text}\n{sorted(tokenizer.special_tokens_map.items())}".encode())
+
+
+def chat_template_digest(
+    tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Digest:
+    """Digest of the template that prompts go through, its arguments and its date; of nothing when none is used."""
+    if not use_chat_template:
+        return bytes_digest(b"")
+    source, arguments = source_of(tokenizer), dict(template_arguments)
+    if has_clock(source):
+        arguments.setdefault(CLOCK, DATE)
+    written = f"\n{json.dumps(arguments, sort_keys=True)}" if arguments else ""
+    return bytes_digest(f"{source}{written}".encode())

@@ -1,0 +1,109 @@
+"""Tokens as text for people: of a completion or of turns, and where each token ends in it.
+
+A token is text of its own, but for two things: a character of several bytes may lie in several tokens, and some
+tokenizers leave a space out that stands before a word. What does not come out even has no ends: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from heterorl.common.types.common import Int32Array
+from heterorl.common.types.rollout import Span
+from heterorl.common.types.trajectory import parts_of
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for bytes that are no character, as of half of one."""
+MAX_JOINED = 16
+"""Tokens in a row that may be one piece of text."""
+Decode = Callable[[Int32Array], str]
+
+
+class TokenTexts:
+    """Makes text of tokens; remembers the text of each token."""
+
+    def __init__(self, *, decode: Decode, decode_given: Decode) -> None:
+        """Nothing is decoded yet.
+
+        Args:
+            decode: the text of tokens that a policy drew, special tokens left out.
+            decode_given: that of given tokens, special tokens included: the template's marks say who speaks.
+        """
+        self._decode = {True: decode, False: decode_given}
+        self._pieces: dict[tuple[int, bool], str] = {}
+
+    def read(self, token_ids: Int32Array, spans: Sequence[Span]) -> tuple[str, Int32Array]:
+        """The text of a rollout, and the character behind each token; none where a part of it does not come out even.
+
+        Each turn, and what is given between two, is text of its own: no character lies in both. Where spans are not of
+        these tokens, all are one completion.
+        """
+        parts = parts_of(spans)
+        if not parts or (parts[0].start, parts[-1].end) != (0, token_ids.size):
+            text = self._decode[True](token_ids)
+            return text, self.ends(token_ids, text)
+        text, ends, is_even = "", [_no_ends()], True
+        for part in parts:
+            own_ids = token_ids[part.start : part.end]
+            own = self._decode[part.is_drawn](own_ids)
+            own_ends = self.ends(own_ids, own, is_drawn=part.is_drawn)
+            is_even = is_even and own_ends.size == own_ids.size
+            ends.append(own_ends + len(text))
+            text += own
+        return text, np.concatenate(ends) if is_even else _no_ends()
+
+    def ends(self, token_ids: Int32Array, text: str, *, is_drawn: bool = True) -> Int32Array:
+        """The character of `text` behind each token; empty where tokens and text do not come out even."""
+        ends: list[int] = []
+        position = 0
+        joined: list[int] = []
+        for token_id in token_ids.tolist():
+            joined.append(token_id)
+            piece = self._piece(joined, is_drawn=is_drawn)
+            length = _length_at(text, position, piece)
+            if length is None:
+                if len(joined) > MAX_JOINED:
+                    return _no_ends()
+                continue
+            # Tokens that are one character together end where it ends; those before its last, where it begins.
+            ends += [position] * (len(joined) - 1)
+            position += length
+            ends.append(position)
+            joined.clear()
+        if joined and position < len(text):
+            # The end of a text may be half a character.
+            rest = text[position:]
+            if rest.strip(UNKNOWN):
+                return _no_ends()
+            ends += [position] * (len(joined) - 1) + [len(text)]
+            joined.clear()
+            position = len(text)
+        if joined or position != len(text):
+            return _no_ends()
+        return np.array(ends, np.int32)
+
+    def _piece(self, token_ids: list[int], *, is_drawn: bool) -> str:
+        decode = self._decode[is_drawn]
+        if len(token_ids) > 1:
+            return decode(np.array(token_ids, np.int32))
+        key = (token_ids[0], is_drawn)
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = self._pieces[key] = decode(np.array(token_ids, np.int32))
+        return piece
+
+
+def _length_at(text: str, position: int, piece: str) -> int | None:
+    """Characters of `text` that a piece is at a position; None where it is not there, or not whole."""
+    if UNKNOWN in piece:
+        return None
+    for candidate in (piece, f" {piece}"):
+        if text.startswith(candidate, position):
+            return len(candidate)
+    return None
+
+
+def _no_ends() -> Int32Array:
+    return np.zeros(0, np.int32)

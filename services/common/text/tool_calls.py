@@ -1,0 +1,194 @@
+"""What a turn of the policy says: its text, and the calls of tools in it.
+
+Text is hostile. Counts, bytes and depth are bounded before anything is parsed. A call that cannot be read is a problem
+in words for the policy, never an exception; the words are the same on every node and release of Python.
+
+Calls are read from the decoded text of drawn ids and are never written back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.text.prompter import Prompter
+
+MAX_CALLS = 32
+"""Calls in one turn."""
+MAX_CALL_BYTES = 65_536
+"""Of the JSON of one call, or of several in one pair of tags, UTF-8."""
+MAX_DEPTH = 32
+"""Of lists and objects in each other, in one call."""
+MAX_DIGITS = 64
+"""Of a whole number."""
+
+Parser = Literal["hermes", "json"]
+"""`hermes`: JSON between <tool_call> and </tool_call>, as Qwen3 has it; `json`: the whole answer, as Llama 3 has it."""
+PARSERS: tuple[Parser, ...] = ("hermes", "json")
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _THOUGHT = "<think>", "</think>"
+_FORMS = {
+    "hermes": f'{_OPEN}{{"name": "TOOL", "arguments": {{...}}}}{_CLOSE}',
+    "json": '{"name": "TOOL", "parameters": {...}}',
+}
+_SPACE = " \t\r\n"
+_PROBE = ("probe0tool", {"probe": 12})
+
+
+class ParsedTurn(NamedTuple):
+    """One turn, read."""
+
+    text: str
+    """What was written, thoughts included, without the calls."""
+    calls: tuple[tuple[str, dict[str, Any]], ...]
+    """Name and arguments of each call, in order; none where there is a problem: a turn's calls are made all or not."""
+    problem: str
+    """Why its calls cannot be made, in words for the policy; empty where they can, or where there are none."""
+
+
+class _UnreadableError(Exception):
+    """A call that cannot be read; its argument says why."""
+
+
+def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
+    """Read the text of a turn.
+
+    Calls count behind the turn's last thoughts only: what the policy thinks of calling is no call.
+    """
+    start = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
+    end = text.find(_THINK, start)
+    end = len(text) if end < 0 else end
+    answer = text[start:end]
+    rest, written, problem = _from_tags(answer) if parser == "hermes" else _from_whole(answer)
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for each in written:
+        if problem:
+            break
+        try:
+            calls += _read(each)
+        except _UnreadableError as error:
+            problem = f"call {len(calls) + 1} {error}"
+    if not problem and len(calls) > MAX_CALLS:
+        problem = f"a turn has at most {MAX_CALLS} calls"
+    if problem:
+        calls = []
+        problem = f"No tool was called: {problem}. Write {_FORMS[parser]}"
+    return ParsedTurn(text[:start] + rest + text[end:], tuple(calls), problem)
+
+
+def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], setting: Parser | Literal["auto"]) -> Parser:
+    """How calls are read in a run.
+
+    `auto` takes what reads the template's form, or `hermes` where it has none.
+
+    Raises:
+        ConfigError: no parser reads the template's form, or the tokenizer leaves the tags out of decoded text.
+    """
+    chosen = setting
+    if chosen == "auto":
+        written = prompter.written_call(*_PROBE, tools=tools)
+        chosen = "json" if _PROBE[0] in written and _OPEN not in written else "hermes"
+        # Turns are read as they are decoded, without special tokens.
+        read = prompter.decode(prompter.tokens(written))
+        if _PROBE[0] in written and parse_action(read, parser=chosen).calls != (_PROBE,):
+            problem = f"no parser reads the form in which the model's template writes calls: {read.strip()[:80]!r}"
+            raise ConfigError("task.tool_parser", problem, action=f"set it to one of {', '.join(PARSERS)}")
+    decoded = prompter.decode(prompter.tokens(_FORMS[chosen]))
+    if decoded != _FORMS[chosen]:
+        problem = f"of the form of {chosen} the tokenizer gives back {decoded[:80]!r}"
+        raise ConfigError("task.tool_parser", problem, action="set another one, or take another model")
+    return chosen
+
+
+def _from_tags(answer: str) -> tuple[str, list[str], str]:
+    """Text outside the tags, what stands between each pair, and a problem."""
+    kept: list[str] = []
+    written: list[str] = []
+    at = 0
+    while (start := answer.find(_OPEN, at)) >= 0:
+        kept.append(answer[at:start])
+        end = answer.find(_CLOSE, start)
+        if end < 0:
+            return "".join(kept), [], f"call {len(written) + 1} has no {_CLOSE}"
+        if len(written) == MAX_CALLS:
+            return "".join(kept), [], f"a turn has at most {MAX_CALLS} calls"
+        written.append(answer[start + len(_OPEN) : end])
+        at = end + len(_CLOSE)
+    kept.append(answer[at:])
+    return "".join(kept), written, ""
+
+
+def _from_whole(answer: str) -> tuple[str, list[str], str]:
+    """The answer itself where it is a call; other JSON, such as an answer in JSON, is text."""
+    is_call = answer.lstrip(_SPACE).startswith("{") and '"name"' in answer
+    return ("", [answer], "") if is_call else (answer, [], "")
+
+
+def _read(written: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of one piece of JSON: an object, or a list of them."""
+    _check_bounds(written)
+    try:
+        value = json.loads(written, parse_constant=_refuse, parse_int=_whole, parse_float=_fraction)
+        # Half a pair of surrogates is JSON and no text.
+        json.dumps(value, ensure_ascii=False).encode()
+    except ValueError:
+        raise _UnreadableError("is no JSON") from None
+    found = value if isinstance(value, list) else [value]
+    if len(found) > MAX_CALLS:
+        raise _UnreadableError(f"has more than {MAX_CALLS} calls in it")
+    return [_call_of(each) for each in found]
+
+
+def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(value, dict):
+        raise _UnreadableError("is no object")
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        raise _UnreadableError("has no name")
+    if not isinstance(arguments, dict):
+        raise _UnreadableError("has arguments that are no object")
+    return name, arguments
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError("too many digits")
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
+
+
+def _check_bounds(written: str) -> None:
+    """Of JSON that is not parsed yet: its bytes and its depth; brackets inside texts do not count."""
+    try:
+        size = len(written.encode())
+    except UnicodeEncodeError:
+        raise _UnreadableError("is no Unicode text") from None
+    if size > MAX_CALL_BYTES:
+        raise _UnreadableError(f"has {size} bytes of at most {MAX_CALL_BYTES}")
+    depth, is_text, is_escaped = 0, False, False
+    for character in written:
+        if is_text:
+            is_text = is_escaped or character != '"'
+            is_escaped = character == "\\" and not is_escaped
+        elif character == '"':
+            is_text = True
+        elif character in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise _UnreadableError(f"is deeper than {MAX_DEPTH} lists and objects")
+        elif character in "]}":
+            depth -= 1

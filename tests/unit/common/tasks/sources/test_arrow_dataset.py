@@ -1,0 +1,320 @@
+"""Data sets: which rows are prompts, what is held out, what the digest pins, and which errors name which key."""
+
+import builtins
+import itertools
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.tasks.sources.dataset_files import NOTES
+from heterorl.common.tasks.task import Message
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+class Place:
+    """A directory with sets in it, and the cache that Arrow files go to."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def write(self, name, rows):
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return path
+
+    def build(self, name, *, measure=None, notes=None, **changes):
+        data = {"cache_dir": str(self.path / "cache"), **changes.pop("data", {})}
+        return build_task(TaskConfig(name=name, data=data, **changes), measure=measure, notes=notes)
+
+
+def sums(numbers):
+    return [{"prompt": f"{number}+1=", "answer": number + 1, "level": number % 3} for number in numbers]
+
+
+def texts(task):
+    return (
+        [task.prompt(index).text for index in range(task.num_prompts)],
+        [task.evaluation_prompt(index).text for index in range(task.num_evaluation_prompts)],
+    )
+
+
+def test_directory_parquet_and_saved_set_hold_the_same_prompts(place):
+    place.write("set/data/train-00000-of-00001.parquet", sums(range(10)))
+    Dataset.from_list(sums(range(10))).save_to_disk(str(place.path / "saved"))
+
+    found = [
+        texts(place.build(name, evaluation_size=3))
+        for name in (
+            f"hf:{place.path}/set[train]", f"parquet:{place.path}/set/data/*.parquet", f"hf:{place.path}/saved",
+        )
+    ]  # fmt: skip
+
+    assert found[0] == found[1] == found[2]
+    assert (len(found[0][0]), len(found[0][1])) == (7, 3)
+    assert {*found[0][0], *found[0][1]} == {f"{number}+1=" for number in range(10)}
+
+
+def test_a_saved_set_is_read_without_a_trace_and_without_traces_of_others(place):
+    saved = place.path / "saved"
+    Dataset.from_list(sums(range(10))).select([7, 3, 5, 1]).save_to_disk(str(saved))
+    files = sorted(saved.iterdir())
+
+    first = place.build(f"hf:{saved}", evaluation_size=1)
+
+    assert sorted(saved.iterdir()) == files
+    # What another program's map() leaves beside the data.
+    (saved / "cache-0123456789abcdef.arrow").write_bytes(b"anything")
+    assert place.build(f"hf:{saved}", evaluation_size=1).digest == first.digest
+    assert sorted(itertools.chain(*texts(first))) == ["1+1=", "3+1=", "5+1=", "7+1="]
+
+
+def test_a_saved_set_with_a_file_of_indices_is_refused(place):
+    saved = place.path / "saved"
+    Dataset.from_list(sums(range(10))).save_to_disk(str(saved))
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]}))
+
+    with pytest.raises(ConfigError, match="keeps its choice of rows in a file of indices"):
+        place.build(f"hf:{saved}")
+
+
+def test_answers_are_compared_as_text(place):
+    place.write("rows.parquet", sums(range(10)))
+    task = place.build(f"parquet:{place.path}/rows.parquet", evaluation_size=1)
+    prompt = task.prompt(0)
+
+    assert task.score(prompt, f" {prompt.answer} ")[0].value == 1.0
+    assert task.score(prompt, prompt.answer + "0")[0].value == 0.0
+
+
+def test_a_held_out_split_is_not_trained_on_though_the_set_repeats_it(place, caplog):
+    place.write("set/data/train-00000-of-00001.parquet", sums(range(10)))
+    place.write("set/data/test-00000-of-00001.parquet", sums([3, 20]))
+
+    with caplog.at_level(logging.WARNING):
+        training, held_out = texts(place.build(f"hf:{place.path}/set[train]", data={"evaluation_split": "test"}))
+
+    assert held_out == ["3+1=", "20+1="]
+    assert training == [f"{number}+1=" for number in range(10) if number != 3]
+    assert "1 prompts are also held out" in caplog.text
+
+
+def test_a_piece_of_a_split_is_a_split(place):
+    place.write("set/train.parquet", sums(range(10)))
+
+    task = place.build(f"hf:{place.path}/set[train[:40%]]", evaluation_size=1)
+
+    assert task.num_prompts + task.num_evaluation_prompts == 4
+
+
+def test_filters_keep_rows_by_value_and_by_bounds(place):
+    place.write("rows.parquet", sums(range(12)))
+    name = f"parquet:{place.path}/rows.parquet"
+
+    def kept(**data):
+        return sorted(itertools.chain(*texts(place.build(name, evaluation_size=1, data=data))))
+
+    # levels are 0 1 2 0 1 2 ...
+    assert kept(where={"level": 2}) == sorted(f"{number}+1=" for number in (2, 5, 8, 11))
+    assert kept(where={"level": [0, 2]}) == sorted(f"{number}+1=" for number in range(12) if number % 3 != 1)
+    assert kept(at_least={"answer": 9}, at_most={"answer": 11}) == sorted(["8+1=", "9+1=", "10+1="])
+
+
+def test_rows_without_a_prompt_or_an_answer_are_left_out_and_counted(place, caplog):
+    place.write("rows.parquet", [
+        *sums(range(4)), {"prompt": "", "answer": 1, "level": 0}, {"prompt": None, "answer": 1, "level": 0},
+        {"prompt": "9+1=", "answer": None, "level": 0},
+    ])  # fmt: skip
+
+    with caplog.at_level(logging.WARNING):
+        task = place.build(f"parquet:{place.path}/rows.parquet", evaluation_size=1)
+
+    assert task.num_prompts + task.num_evaluation_prompts == 4
+    assert "3 rows without a prompt or an answer are left out, the first is row 4" in caplog.text
+
+
+CONVERSATIONS = [
+    {"messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{number}+1="}], "answer": number}
+    for number in range(6)
+]
+BAD = [
+    {"messages": [], "answer": 1},
+    {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], "answer": 1},
+    {"messages": [{"role": "judge", "content": "1"}, {"role": "user", "content": "2"}], "answer": 1},
+    {"messages": [{"role": "user", "content": None}, {"role": "user", "content": "2"}], "answer": 1},
+]
+
+
+def test_message_lists_are_prompts_and_bad_ones_are_left_out(place, caplog):
+    # Bad ones in the middle: each row is judged by its own messages.
+    place.write("rows.parquet", [*CONVERSATIONS[:3], *BAD, *CONVERSATIONS[3:]])
+
+    with caplog.at_level(logging.WARNING):
+        task = place.build(f"parquet:{place.path}/rows.parquet", evaluation_size=1, data={"messages": "messages"})
+
+    prompts = [task.prompt(index) for index in range(task.num_prompts)] + [task.evaluation_prompt(0)]
+    assert sorted(prompt.text for prompt in prompts) == [f"{number}+1=" for number in range(6)]
+    assert all(prompt.messages[0] == Message(role="system", content="Add.") for prompt in prompts)
+    assert all(prompt.messages[-1].content == prompt.text for prompt in prompts)
+    assert "4 rows" in caplog.text
+
+
+def test_jsonl_takes_message_lists_and_names_the_line_of_a_bad_one(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, CONVERSATIONS)))
+    config = TaskConfig(name=f"jsonl:{path}", evaluation_size=1, data={"messages": "messages"})
+    task = build_task(config)
+
+    assert task.prompt(0).messages[0] == Message(role="system", content="Add.")
+    for bad in BAD:
+        path.write_text("\n".join(map(json.dumps, [*CONVERSATIONS, bad])))
+        with pytest.raises(ConfigError, match=r"task.name: .*line 7: "):
+            build_task(config)
+
+
+def test_columns_by_name_in_jsonl(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"q{number}", "solution": number}) for number in range(4)))
+
+    task = build_task(
+        TaskConfig(name=f"jsonl:{path}", evaluation_size=1, data={"prompt": "question", "answer": "solution"})
+    )
+
+    assert task.prompt(0).text == f"q{task.prompt(0).answer}"
+
+
+def test_prompts_longer_than_the_bound_are_left_out(place):
+    place.write("rows.parquet", [{"prompt": "x" * number, "answer": 1} for number in range(1, 9)])
+    name = f"parquet:{place.path}/rows.parquet"
+
+    def measure(prompts):
+        return [len(prompt.text) for prompt in prompts]
+
+    task = place.build(name, measure=measure, evaluation_size=1, data={"max_prompt_tokens": 5})
+
+    assert sorted(map(len, itertools.chain(*texts(task)))) == [1, 2, 3, 4, 5]
+    with pytest.raises(ConfigError, match="task.data.max_prompt_tokens"):
+        place.build(name, data={"max_prompt_tokens": 5})
+
+
+def test_digest_is_of_content_and_not_of_places(place):
+    place.write("a/train.parquet", sums(range(10)))
+    place.write("b/c/train.parquet", sums(range(10)))
+    place.write("other/train.parquet", sums([*range(9), 99]))
+
+    def digest(name, **changes):
+        return place.build(f"hf:{place.path}/{name}", evaluation_size=2, **changes).digest
+
+    first = digest("a")
+    assert first == digest("b/c")
+    assert len({first, digest("other"), digest("a", data={"where": {"level": [0, 1]}}), digest("a", match="math_verify"),
+                digest("a", data={"answer": "level"})}) == 5  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "data", "key"), [
+    ("hf:acme/sums", {}, "task.name: hf:acme/sums names no revision"),
+    ("hf:acme/sums@main@x", {}, "task.name"),
+    ("hf:/nowhere/at/all", {}, "task.name: /nowhere/at/all is no directory"),
+    ("hf:{set}[nope]", {}, "task.name: cannot read split nope"),
+    ("hf:{set}", {"evaluation_split": "nope"}, "task.data.evaluation_split"),
+    ("hf:{set}", {"subset": "nope"}, "task.name"),
+    ("hf:{set}", {"prompt": "question"}, "task.data.prompt: there is no column question; there are prompt, answer"),
+    ("hf:{set}", {"prompt": "level"}, "task.data.prompt: column level is int64, neither text nor messages"),
+    ("hf:{set}", {"messages": "prompt"}, "task.data.messages: column prompt is string"),
+    ("hf:{set}", {"where": {"kind": 1}}, "task.data.where.kind"),
+    ("hf:{set}", {"where": {"level": "easy"}}, "task.data.where.level"),
+    ("hf:{set}", {"at_least": {"prompt": 1}}, "task.data.at_least.prompt"),
+    ("hf:{set}", {"where": {"level": 7}}, "task.name: no prompt is left of 10 rows"),
+    ("parquet:{set}/no.parquet", {}, "task.name: there is no file"),
+    ("parquet:{set}/text.parquet", {}, "task.name"),
+    ("parquet:{set}/train.parquet", {"evaluation_split": "test"}, "task.data.evaluation_split: files have no splits"),
+])  # fmt: skip
+def test_errors_name_the_key(place, name, data, key):
+    place.write("set/train.parquet", sums(range(10)))
+    (place.path / "set" / "text.parquet").write_text("no parquet")
+    if not name.startswith("parquet:"):
+        (place.path / "set" / "text.parquet").unlink()
+
+    with pytest.raises(ConfigError) as caught:
+        place.build(name.replace("{set}", str(place.path / "set")), data=data)
+
+    assert str(caught.value).startswith(key)
+
+
+def test_without_the_library_its_extra_is_named(place, monkeypatch):
+    place.write("rows.parquet", sums(range(4)))
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DependencyMissing, match=r"datasets is not installed \(pip install 'heterorl\[data\]'\)"):
+        place.build(f"parquet:{place.path}/rows.parquet")
+
+
+HUB = """
+import json, logging, sys
+from pathlib import Path
+logging.basicConfig()
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+task = build_task(
+    TaskConfig(name=sys.argv[1], evaluation_size=2, data={"cache_dir": sys.argv[2]}), notes=Path(sys.argv[3])
+)
+print(json.dumps([task.num_prompts, task.digest]))
+"""
+
+
+def read_offline(place, name, notes):
+    """Build a task in a process that may not use the network, as a site does whose cache was filled elsewhere."""
+    words = [sys.executable, "-P", "-c", HUB, name, str(place.path / "cache"), str(notes)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=50, check=False)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_branch_is_the_commit_that_it_stood_at_when_the_node_first_started(place):
+    cache = place.path / "cache" / "hub" / "datasets--acme--sums"
+    place.write(f"cache/hub/datasets--acme--sums/snapshots/{COMMIT}/data/train-0.parquet", sums(range(10)))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(COMMIT)
+    notes = place.path / "state" / NOTES
+
+    first = read_offline(place, "hf:acme/sums@main[train]", notes)
+
+    assert first.returncode == 0, first.stderr
+    assert f"main of acme/sums is commit {COMMIT} from now on; hf:acme/sums@{COMMIT}[train]" in first.stderr
+    assert json.loads(notes.read_text()) == {"acme/sums@main": COMMIT}
+    # The branch moves; the node does not, and a node that names the commit reads the same.
+    shutil.copytree(cache / "snapshots" / COMMIT, cache / "snapshots" / ("f" * 40))
+    pq.write_table(pa.Table.from_pylist(sums(range(20))), cache / "snapshots" / ("f" * 40) / "data" / "train-0.parquet")
+    (cache / "refs" / "main").write_text("f" * 40)
+    again = read_offline(place, "hf:acme/sums@main[train]", notes)
+    named = read_offline(place, f"hf:acme/sums@{COMMIT}", place.path / "no" / NOTES)
+    other = read_offline(place, "hf:acme/sums@main", place.path / "other" / NOTES)
+    assert first.stdout == again.stdout == named.stdout
+    assert json.loads(first.stdout)[0] == 8
+    assert json.loads(other.stdout)[0] == 18
+    # What is not in the cache is said, with the key.
+    absent = read_offline(place, f"hf:acme/none@{COMMIT}", notes)
+    assert "task.name: cannot get acme/none" in absent.stderr

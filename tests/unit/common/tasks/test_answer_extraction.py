@@ -1,0 +1,64 @@
+"""What of a completion is its answer, and that every reward of heterorl's own goes by it."""
+
+import pytest
+
+from heterorl.common.tasks.answer_extraction import answer_of
+from heterorl.common.tasks.rewards.answer_match import Matcher
+from heterorl.common.tasks.task import Prompt, close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("7", "7"),
+        ("<think>5</think>7", "7"),
+        ("5, so </think>7", "7"),
+        ("<think>5", ""),
+        ("7<think>5", "7"),
+        ("a <think>5</think>b <think>6</think>c", "a b c"),
+        ("<think>5 <think>6</think>7", "7"),
+        ("<think>5<think>6</think>5</think>7", "7"),
+        ("6</think>5</think>7", "7"),
+        ("", ""),
+        ("a < b </ think >", "a < b </ think >"),
+    ],
+)
+def test_thoughts_are_not_the_answer(completion, answer):
+    assert answer_of(completion) == answer
+    assert answer_of(answer) == answer
+
+
+def test_an_exact_match_leaves_thoughts_out():
+    matcher = Matcher("exact", timeout_s=5.0, num_workers=1)
+    prompt = Prompt(index=0, text="3+4=", answer="7")
+
+    assert matcher.score(prompt, "<think>It is 6.</think>\n7")[0].value == 1.0
+    assert matcher.score(prompt, "<think>7")[0].value == 0.0
+    assert matcher.score(prompt, "<think>7</think>6")[0].value == 0.0
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_mathematics_leave_thoughts_out():
+    matcher = Matcher("math_verify", timeout_s=20.0, num_workers=1)
+    prompt = Prompt(index=0, text="3+4=", answer="7")
+    try:
+        assert matcher.score(prompt, "it is 6</think>The answer is $7$.")[0].value == 1.0
+        assert matcher.score(prompt, "<think>\\boxed{7}</think>")[0].value == 0.0
+        assert matcher.score(prompt, "<think>\\boxed{7}")[0].value == 0.0
+    finally:
+        matcher.close()
+
+
+@pytest.mark.process
+def test_an_exact_match_in_a_process_of_its_own_leaves_thoughts_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "3+4=", "answer": 7}\n{"prompt": "1+6=", "answer": 7}\n')
+    config = TaskConfig(name=f"jsonl:{path}")
+    task = score_in_workers(build_task(config), config)
+    try:
+        assert task.score(task.prompt(0), "<think>It is 6.</think>\n7")[0].value == 1.0
+        assert task.score(task.prompt(0), "<think>7")[0].value == 0.0
+    finally:
+        close_task(task)

@@ -1,0 +1,132 @@
+"""Answers of data sets and completions of models as mathematics: what is read, what is right, and what is refused."""
+
+import pytest
+
+from heterorl.common.tasks.rewards.math_expressions import Text, answer_of_row, is_right
+
+# An answer column, what a box may hold that is right, and what is wrong.
+PAIRS = [
+    (r"\frac{9}{7}", ["9/7", r"\dfrac97"], ["9", "7"]),
+    (r"-\frac{2}{3}", ["-2/3"], ["2/3"]),
+    (r"\frac12", ["0.5", ".5", "\u00bd"], ["1", "2"]),
+    (r"\frac{\sqrt{3}}{2}", [], ["3", "2"]),
+    (r"\sqrt{17}", ["\u221a17"], ["17"]),
+    (r"\pi", ["\u03c0"], ["3"]),
+    (r"1 - \sqrt{2}", [r"1-\sqrt{2}"], ["1", r"\sqrt{2}"]),
+    (r"3 + 2\sqrt{5}", [], ["2", "3", "5"]),
+    (r"2\sqrt{13}", [], ["2", "13"]),
+    ("2\u221a3", [r"2\sqrt{3}"], ["2", "3"]),
+    ("5\u03c0", [r"5\pi"], ["5"]),
+    ("x \u2265 3", [r"x \ge 3"], ["3"]),
+    ("\u22127", ["-7"], ["7"]),
+    ("(3, -4)", ["(3,-4)"], ["-4", "(-4,3)"]),
+    ("[2, 7)", ["[2,7)"], ["7", "[2,7]"]),
+    (r"(-\infty, 4]", [], ["4"]),
+    ("x^2 + 3x - 4", ["(x+4)(x-1)"], ["4", "-4"]),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", [], ["4", r"\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}"]),
+    (r"\{1, 2, 3\}", [r"\{3,1,2\}"], ["3", r"\{1, 2\}"]),
+    ("2^{10}", ["1024", "2^10"], ["2", "10"]),
+    ("6 - 5i", [], ["5", "6"]),
+    ("4s+3t", [], ["4s+3", "4s"]),
+    ("1, -5", ["-5, 1"], ["-5", "1"]),
+    ("x = 3, y = 4", ["x=3,y=4"], ["4", "x=4, y=3"]),
+    ("3 and 8", ["3, 8", r"3 \text{ and } 8"], ["8", "3"]),
+    (r"7 \text{ or } 8", ["7, 8"], ["8"]),
+    ("$3$ and $8$", ["3, 8"], ["8"]),
+    ("x=5", ["5"], ["6"]),
+    ("y = 2x + 3", ["2x+3"], ["3"]),
+    (r"-1 < x < 3", [], ["3", "[-1,3]"]),
+    (r"10{,}080", ["10080", "10,080", r"10\,080"], ["10", "80"]),
+    (r"10\,080", ["10080", "10 080"], ["10", "80"]),
+    ("10\u202f080", ["10080"], ["10"]),
+    ("1,234", ["1234"], ["1", "234"]),
+    ("100,200,300", ["100200300"], ["300"]),
+    ("1,000, 2,000", ["1000, 2000"], ["1000"]),
+    ("1.2e5", ["120000", r"1.2 \times 10^5"], ["1.2", "5"]),
+    (r"2.5 \times 10^{6}", ["2500000", "2.5e6"], ["2.5"]),
+    (r"18\%", ["0.18", "18%", r"\frac{18}{100}"], ["0.17", "1.8"]),
+    ("10 percent", ["0.1", r"10\%"], ["1"]),
+    (r"33\frac{1}{3}\%", ["1/3"], ["33"]),
+    ("3 1/2", ["3.5", r"\frac{7}{2}", r"3\frac12"], ["1.5", "3"]),
+    (r"$0.\overline{3}$", ["1/3"], ["0.3"]),
+    (r"$\emptyset$", [r"\varnothing", "\u2205"], ["0"]),
+    ("$101_2$", ["101_{2}", "101\u2082"], ["101", "5"]),
+    (r"$\frac{1}{2^{99}}$", ["2^{-99}"], [r"\frac{1}{2^{98}}"]),
+    ("0.00000012", ["1.2e-7"], ["0.0000003"]),
+    (r"\frac{1}{3}", ["0.333333"], ["0.3"]),
+    (r"\text{(B)}", ["B", "(B)", r"\textbf{B}"], ["C", r"\text{(C)}"]),
+    ("(A)", ["A", "A.", "a"], ["B", "b"]),
+    ("Tuesday", [r"\text{Tuesday}", "tuesday"], ["Monday", "5"]),
+    ("no", ["No"], ["on", "yes"]),
+    ("xy", ["yx", r"x \cdot y"], ["x"]),
+    (r"\$18.90", ["$18.90", "18.9"], ["18"]),
+    ("$18.90", ["18.90", r"\$18.90"], ["18"]),
+    ("\u20ac5", ["5"], ["6"]),
+    ("n = 12", ["12"], ["13"]),
+    ("5 cm", ["5", r"5\text{ cm}"], ["6"]),
+    (r"20\text{ cm}^2", ["20"], ["400"]),
+    ("15 miles per hour", ["15"], ["16"]),
+    (r"5 \text{ million}", ["5000000"], ["5"]),
+    (r"60^\circ", ["60", "60\u00b0"], ["61"]),
+    (r"8$\sqrt{3}$", [r"8\sqrt{3}"], [r"\sqrt{3}"]),
+    (r"$2\sqrt{13}$ meters", [r"2\sqrt{13}"], ["2"]),
+    (r"As $x=2$, the answer is $\boxed{5}$.", ["5"], ["2"]),
+    ("... the answer is 7 points each, so 3*7=21.\n#### 21", ["21"], ["7"]),
+    ("He pays $12 .. $4 ..\n#### 1,600", ["1600"], ["4", "1"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), PAIRS)
+def test_an_answer_is_read_as_its_author_wrote_it(answer, right, wrong):
+    read = answer_of_row(answer)
+
+    assert read is not None
+    for content in [answer.rpartition("####")[2] if "boxed" not in answer else "5", *right]:
+        assert is_right(read, f"so it is $\\boxed{{{content}}}$."), content
+    for content in wrong:
+        assert not is_right(read, f"so it is $\\boxed{{{content}}}$."), content
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "", "#### ", "$", r"\frac{1}{", "2 +", "3 +* 4", "((3)", "[1, 2", r"\foo{3}", "x is 5", "5 6", "3.000.000",
+        "5 apples and 3 pears", "He has 5 apples since he bought 3", "Tom: 5 Ann: 6", "101_2 + 11_2", "about 5",
+        r"\text{increase by } 5", "The capital of France is Paris since the twelfth century",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_to_its_end_is_no_answer(answer):
+    assert answer_of_row(answer) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "right"),
+    [
+        ("-7", "The answer is \u22127", True),
+        ("7", "The answer is \u22127.", False),
+        (r"2\sqrt{3}", "The answer is 2\u221a3.", True),
+        ("2", "The answer is 2\u221a3.", False),
+        ("18", "So she makes $18 every day.", True),
+        ("18", "**Answer: 18**", True),
+        ("18", "The answer is \\(18\\).", True),
+        ("18", "She has 18 left.\n#### 18", True),
+        ("18", "Therefore 18 - 3 = 15", False),
+        ("18", "<answer>18</answer>", True),
+        ("18", "18, no: <answer>17</answer>", False),
+        ("16", "16", True),
+        ("3, 8", "\\boxed{3} and \\boxed{8}", True),
+        ("3, 8", "The answers are 3 and 8.", True),
+        ("Tuesday", "The answer is Tuesday.", True),
+        ("Tuesday", "Tuesday", True),
+        ("Tuesday", "The answer is Monday, not Tuesday.", False),
+        ("B", "The answer is (B).", True),
+        ("B", "It is \\boxed{\\text{A}}, not B", False),
+    ],
+)
+def test_a_completion_says_its_answer_in_a_box_or_in_words(answer, completion, right):
+    assert is_right(answer_of_row(answer), completion) is right
+
+
+def test_an_answer_of_words_is_no_product_of_letters():
+    assert answer_of_row("Yes") == Text("yes") == answer_of_row(r"\text{Yes}")
+    assert answer_of_row("ab") != Text("ab")

@@ -119,6 +119,13 @@ RUN_BOARD = Dashboard(
               queries=_gauge("heterorl_learner_iw_variance", "{{run}}"), minimum=0),
         Panel(title="Clipped terms", unit="percentunit", queries=_gauge("heterorl_learner_clip_ratio", "{{run}}"),
               minimum=0),
+        Panel(title="Bad rollouts that train", unit="percentunit",
+              queries=_gauge("heterorl_learner_mask_share_bad_ratio", "{{run}}"), minimum=0, maximum=1,
+              note="Share of the rollouts with A < 0 that masks, clip and weight leave. Near 0 the loss only repeats "
+                   "good rollouts."),
+        Panel(title="KL a token without staleness", unit="none",
+              queries=_gauge("heterorl_learner_kl_token_fresh_nats", "{{run}}"), minimum=0,
+              note="Nats; of groups that the step's own version made: the mismatch of sampler and learner engines."),
         Panel(title="Staleness of trained groups", unit="none",
               queries=_quantiles("heterorl_learner_staleness_versions", "", RUN),
               note="Versions between the policy of a group and the head at its step.", minimum=0),

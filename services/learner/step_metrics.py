@@ -16,8 +16,9 @@ _LOG = logging.getLogger(__name__)
 _NONE: Mapping[str, float] = {}
 _NUMBERS = (
     metrics.LOSS, metrics.REWARD, metrics.KL, metrics.ESS, metrics.IW_VARIANCE, metrics.CLIP_FRACTION,
-    metrics.ENTROPY, metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO,
-    metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
+    metrics.MASK_SHARE_BAD, metrics.KL_TOKEN_FRESH, metrics.ENTROPY, metrics.GRAD_NORM, metrics.LEARNING_RATE,
+    metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO, metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO,
+    metrics.CHANGED_RATIO,
 )  # fmt: skip
 
 
@@ -64,6 +65,10 @@ def observe_step(
     metrics.ESS.set(report.ess_fraction)
     metrics.IW_VARIANCE.set(report.iw_variance)
     metrics.CLIP_FRACTION.set(report.clip_fraction)
+    for gauge, value in (
+        (metrics.MASK_SHARE_BAD, report.mask_share_bad), (metrics.KL_TOKEN_FRESH, report.kl_token_fresh)
+    ):  # fmt: skip
+        gauge.set(math.nan if value is None else value)
     metrics.ENTROPY.set(report.entropy)
     metrics.GRAD_NORM.set(report.grad_norm)
     metrics.LEARNING_RATE.set(report.lr)

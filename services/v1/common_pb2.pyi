@@ -287,6 +287,8 @@ class StepReport(google.protobuf.message.Message):
     NUM_REPLACED_FIELD_NUMBER: builtins.int
     LR_FIELD_NUMBER: builtins.int
     PUBLISHED_TIME_FIELD_NUMBER: builtins.int
+    MASK_SHARE_BAD_FIELD_NUMBER: builtins.int
+    KL_TOKEN_FRESH_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Optimizer step, from 1."""
     version: builtins.int
@@ -329,6 +331,10 @@ class StepReport(google.protobuf.message.Message):
     """Step size of the optimizer, with the schedule's and the loss's factors; 0 of a learner that does not state it."""
     published_time: builtins.float
     """When its version was published, by the coordinator's clock, seconds since the epoch; 0 where that is not known."""
+    mask_share_bad: builtins.float
+    """Share of the rollouts with a negative advantage that train; unset where the step has none."""
+    kl_token_fresh: builtins.float
+    """KL a token, nats, of groups that the step's own version made; unset where the step has none."""
     @property
     def completions(self) -> Global___CompletionNumbers:
         """The completions of the groups; unset by a learner that does not state them."""
@@ -368,13 +374,19 @@ class StepReport(google.protobuf.message.Message):
         num_replaced: builtins.int = ...,
         lr: builtins.float = ...,
         published_time: builtins.float = ...,
+        mask_share_bad: builtins.float | None = ...,
+        kl_token_fresh: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "completions", b"completions", "evaluation_accuracy", b"evaluation_accuracy", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "lr", b"lr", "num_groups", b"num_groups", "num_replaced", b"num_replaced", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "published_time", b"published_time", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_kl_token_fresh", b"_kl_token_fresh", "_mask_share_bad", b"_mask_share_bad", "_times", b"_times", "completions", b"completions", "evaluation_accuracy", b"evaluation_accuracy", "kl_token_fresh", b"kl_token_fresh", "mask_share_bad", b"mask_share_bad", "times", b"times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_kl_token_fresh", b"_kl_token_fresh", "_mask_share_bad", b"_mask_share_bad", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "kl_token_fresh", b"kl_token_fresh", "loss", b"loss", "lr", b"lr", "mask_share_bad", b"mask_share_bad", "num_groups", b"num_groups", "num_replaced", b"num_replaced", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "published_time", b"published_time", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_completions", b"_completions"]) -> typing.Literal["completions"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy"]) -> typing.Literal["evaluation_accuracy"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_kl_token_fresh", b"_kl_token_fresh"]) -> typing.Literal["kl_token_fresh"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mask_share_bad", b"_mask_share_bad"]) -> typing.Literal["mask_share_bad"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_times", b"_times"]) -> typing.Literal["times"] | None: ...
 

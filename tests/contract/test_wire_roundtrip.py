@@ -232,6 +232,8 @@ reports = st.builds(
     step_s=real,
     is_applied=st.booleans(),
     evaluation_accuracy=st.none() | real,
+    mask_share_bad=st.none() | real,
+    kl_token_fresh=st.none() | real,
     completions=st.none() | completions,
     times=st.none() | times,
 )

@@ -158,7 +158,7 @@ def _together(
         losses_B = losses_B + spec.kl_coefficient * (coefficients_BT * kl_BT).sum(1)
     totals = losses_B.view(len(numbers), -1).sum(1)
     found: list[float] = totals.tolist()
-    sequences = measure(inputs, learner_BT, terms)
+    sequences = measure(spec, inputs, learner_BT, terms)
     kl_B = kl_BT.detach().sum(1).cpu()
     weights, is_clipped, is_counted = terms.weights.cpu(), terms.is_clipped.cpu(), terms.is_counted.cpu()
     mask_BT = inputs.mask_BT.cpu()

@@ -81,6 +81,10 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
             )
         if numbers.reward_parts:
             rows.append(("reward parts", _listed([f"{part.name} {part.mean:.3f}" for part in numbers.reward_parts])))
+    if report.mask_share_bad is not None:
+        rows.append(("bad rollouts", f"{report.mask_share_bad:.0%} of those with A < 0 train"))
+    if report.kl_token_fresh is not None:
+        rows.append(("engine gap", f"{report.kl_token_fresh:.2g} nats a token, at a staleness of 0"))
     if report.lr:
         rows.append(("learning rate", f"{report.lr:.3g}"))
     if times is not None:

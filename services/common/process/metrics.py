@@ -197,6 +197,12 @@ KL = _gauge("learner_kl_nats", "KL of sampler from learner policy, per sequence.
 ESS = _gauge("learner_ess_ratio", "Effective sample size over batch size.")
 IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.")
 CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
+MASK_SHARE_BAD = _gauge(
+    "learner_mask_share_bad_ratio", "Share of the newest step's rollouts with a negative advantage that train."
+)
+KL_TOKEN_FRESH = _gauge(
+    "learner_kl_token_fresh_nats", "KL a token of groups that the step's own version made: the engines' mismatch."
+)
 ENTROPY = _gauge("learner_entropy_nats", "Mean entropy per token.")
 GRAD_NORM = _gauge("learner_grad_norm", "Gradient norm before clipping.")
 LEARNING_RATE = _gauge("learner_learning_rate", "Step size of the newest step, with the schedule's factor.")

@@ -150,6 +150,10 @@ class StepReport:
     """Groups of equal rewards that others were trained on instead of."""
     lr: float = 0.0
     """Step size, with the schedule's and the loss's factors; 0 of a learner that does not state it."""
+    mask_share_bad: float | None = None
+    """Share of the rollouts with A < 0 that train; None of a step without such a rollout."""
+    kl_token_fresh: float | None = None
+    """KL a token of groups that the step's own version made, nats: the engines' mismatch. None without such a group."""
     published_time: float = 0.0
     """When its version was published, by the coordinator's clock, seconds since the epoch; 0 where it is not known."""
 

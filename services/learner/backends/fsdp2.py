@@ -311,7 +311,7 @@ class Fsdp2Sharding(Sharding):
             ConfigError: the model cannot be loaded or trained in the chosen layout, there are no layers for the
                 adapters, the loss depends on how a step is cut into passes, or its reference is no such model.
         """
-        loss_spec = check_divisible(loss, ranks, has_reference=True)
+        loss_spec = check_divisible(loss, ranks, has_reference=True, max_new_tokens=sampling.max_new_tokens)
         opened = open_together(model_dir, config, ranks)
         if lora.is_on:
             self.lora = lora.settings(digest_of_opened(opened))

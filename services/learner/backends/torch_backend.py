@@ -81,7 +81,7 @@ class TorchBackend:
         self._config = config
         self._loss = loss
         self._loss_spec = loss_spec_of(loss)
-        for note in caveats(self._loss_spec):
+        for note in caveats(self._loss_spec, max_new_tokens=sampling.max_new_tokens):
             _LOG.warning("%s", note)
         self._sampling = sampling
         self._clock = clock or SystemClock()

@@ -37,7 +37,7 @@ class LossOptions(Config):
     """Rollouts worse than their group whose mean of log q - log p exceeds this, nats, are left out; 0 turns it off."""
     drift_limit: float = Field(default=0.0, ge=0.0)
     """Rollouts worse than their group whose sum of log q - log p over the completion exceeds this, nats, are left out;
-    it means the same at every length; 0 turns it off."""
+    0 turns it off. The KL grows with length, so a limit for short completions drops nearly all long ones."""
     m2_budget: float = Field(default=0.0, ge=0.0)
     """Harmful tokens with the largest log ratios are left out until their mean square is at most this; 0 is off."""
     max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)

@@ -4,6 +4,7 @@ value of LossSpec. Nothing else in the learner asks for `kind`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,6 +87,11 @@ class LossSpec:
         return self.clip in ("truncate", "drop")
 
     @property
+    def removes_clipped(self) -> bool:
+        """Whether a term that the clip acts on has no gradient."""
+        return self.clip not in ("preserve", "truncate")
+
+    @property
     def has_group_denominator(self) -> bool:
         """Whether all rollouts of a group share one denominator."""
         return self.denominator != "own"
@@ -150,6 +156,12 @@ LEVELS: dict[str, dict[str, Any]] = {
     "geometric": {"level": "sequence", "normalisation": "length"},
 }
 
+KL_TOKEN = 0.001
+"""KL a token between two engines with the same weights, nats, where the run has not measured it: that of the paper's
+published log."""
+LEAST_SHARE = 0.5
+"""Share of the bad rollouts below which a start warns, and an alert fires."""
+
 _PARTS = {field.name for field in fields(LossSpec)}
 
 
@@ -179,9 +191,39 @@ def loss_spec_of(config: LossConfig) -> LossSpec:
     return LossSpec(**parts)
 
 
-def caveats(spec: LossSpec) -> tuple[str, ...]:
-    """What an operator should be told once about a choice that is allowed but rarely wanted."""
+def open_share(spec: LossSpec, *, max_new_tokens: int, kl_token: float = KL_TOKEN) -> float:
+    """Share of the gradient of bad rollouts that a loss over whole completions leaves; 1 of any other loss.
+
+    Token log ratios are taken as independent, with mean -d and variance 2 d for d = `kl_token`: their sum over T tokens
+    is normal with mean -T d and variance 2 T d.
+    """
+    total = max_new_tokens * kl_token
+    deviation = math.sqrt(2.0 * total)
+    share = 1.0
+    if spec.drift_limit > 0.0:
+        share = _normal_below((spec.drift_limit - total) / deviation)
+    if spec.negative_weight == "product" or (spec.level == "sequence" and spec.normalisation == "raw"):
+        # The mean of min(1, e^z).
+        share = min(share, 2.0 * _normal_below(-deviation / 2.0))
+    if spec.step_size == "ess_uncapped":
+        share = min(share, math.exp(-total))
+    return share
+
+
+def _normal_below(value: float) -> float:
+    return 0.5 * math.erfc(-value / math.sqrt(2.0))
+
+
+def caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[str, ...]:
+    """Warnings about a choice that is allowed but rarely wanted."""
     notes = []
+    share = open_share(spec, max_new_tokens=max_new_tokens)
+    if share < LEAST_SHARE:
+        notes.append(
+            f"this loss weighs whole completions: of {max_new_tokens} tokens at a KL of {KL_TOKEN} nats a token, as"
+            f" between engines of one version, {share:.0%} of the rollouts with A < 0 train; take a loss that divides"
+            " by length, such as gepo_1s, or watch mask_share_bad (docs/losses.md#long-completions)"
+        )
     if spec.has_group_denominator and spec.normalisation == "raw":
         notes.append("loss.normalisation = raw: the denominator is that of the shortest rollout of each group")
     if spec.scope == "microbatch":

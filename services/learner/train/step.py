@@ -225,7 +225,7 @@ def micro_batch_loss(
         is_clipped_M=terms.is_clipped[clippable].cpu(),
         kl_B=kl_BT.detach().sum(1).cpu(),
         entropies_N=entropies_N.detach().double().cpu(),
-        sequences=measure(inputs, learner_BT, terms),
+        sequences=measure(spec, inputs, learner_BT, terms),
         log_ratios_N=(learner_BT.detach() - sampler_BT)[mask_BT].float().cpu(),
         places_B=micro_batch.places_B,
         metrics={name: summed(one, mask_BT) for name, one in terms.metrics.items()},

@@ -32,7 +32,8 @@ class SequenceSample:
     """What one micro-batch measured of each rollout; float64 [B] without gradient.
 
     `weights_B` are those in the loss, averaged over tokens where a token has its own; the clip counts are of rollouts
-    or tokens, as the loss counts, good and bad being A > 0 and A < 0.
+    or tokens, as the loss counts, good and bad being A > 0 and A < 0. `trained_B` is the share of a rollout's gradient
+    that masks, clip and weight leave, at most 1.
     """
 
     log_gepo_B: torch.Tensor
@@ -44,6 +45,7 @@ class SequenceSample:
     clipped_B: torch.Tensor
     clippable_B: torch.Tensor
     dropped_B: torch.Tensor
+    trained_B: torch.Tensor
     squares_B: torch.Tensor
     lengths_B: torch.Tensor
 
@@ -69,7 +71,7 @@ class MicroBatchSample:
 
 
 @torch.no_grad()
-def measure(inputs: LossInputs, learner_BT: torch.Tensor, terms: LossTerms) -> SequenceSample:
+def measure(spec: LossSpec, inputs: LossInputs, learner_BT: torch.Tensor, terms: LossTerms) -> SequenceSample:
     """Take the numbers of one micro-batch; moved to the CPU in one piece."""
     mask_BT = inputs.mask_BT
     ratios_BT = torch.where(mask_BT, learner_BT - inputs.sampler_BT, 0.0)
@@ -89,11 +91,22 @@ def measure(inputs: LossInputs, learner_BT: torch.Tensor, terms: LossTerms) -> S
             clipped.sum(1) if clipped.dim() == 2 else clipped,
             lengths_B if clipped.dim() == 2 else torch.ones_like(lengths_B),
             (mask_BT & ~terms.is_kept_BT).sum(1).double(),
+            _trained(spec, terms, mask_BT),
             ratios_BT.square().sum(1),
             lengths_B,
         ]
     ).cpu()
     return SequenceSample(**dict(zip((field.name for field in fields(SequenceSample)), rows, strict=True)))
+
+
+def _trained(spec: LossSpec, terms: LossTerms, mask_BT: torch.Tensor) -> torch.Tensor:
+    def wide(values: torch.Tensor) -> torch.Tensor:
+        return values if values.dim() == 2 else values[:, None]
+
+    shares_BT = terms.is_kept_BT.double() * wide(terms.weights).clamp(max=1.0)
+    if spec.removes_clipped:
+        shares_BT = shares_BT.masked_fill(wide(terms.is_clipped), 0.0)
+    return masked_mean(shares_BT, mask_BT)
 
 
 def join(samples: Sequence[SequenceSample]) -> SequenceSample:
@@ -229,9 +242,27 @@ class StepEnd:
             step_s=step_s,
             is_applied=self.is_applied,
             lr=self.extras["lr"],
+            mask_share_bad=self._share_of_bad(),
+            kl_token_fresh=self._fresh_kl(staleness),
             sources=by_source(groups),
             completions=completion_numbers([queued.group for queued in groups]),
         )
+
+    def _share_of_bad(self) -> float | None:
+        sequences = join([sample.sequences for sample in self.samples])
+        bad = sequences.trained_B[sequences.advantages_B < 0]
+        return mean(bad) if bad.numel() else None
+
+    def _fresh_kl(self, staleness: Sequence[int]) -> float | None:
+        """Over all tokens of groups of staleness 0."""
+        fresh = torch.tensor([age == 0 for age in staleness], dtype=torch.bool)
+        total = num_tokens = 0.0
+        for sample in self.samples:
+            if len(sample.places_B):
+                is_fresh_B = fresh[sample.places_B[:, 0]]
+                total += float(sample.kl_B[is_fresh_B].sum())
+                num_tokens += float(sample.sequences.lengths_B[is_fresh_B].sum())
+        return total / num_tokens if num_tokens else None
 
 
 def _capped_products(sample: SequenceSample) -> torch.Tensor:

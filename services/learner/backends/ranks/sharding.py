@@ -128,7 +128,7 @@ class Sharding(ABC):
         """Masters were written: let what passes see follow."""
 
 
-def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool) -> LossSpec:
+def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool, max_new_tokens: int) -> LossSpec:
     """The rule of a loss that does not depend on how a step is divided.
 
     `has_reference` says whether this engine can divide a reference model too.
@@ -145,7 +145,7 @@ def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool
         problem = "needs log-probs of a reference model, which this backend does not divide"
         raise ConfigError("loss", problem, action='set backend.kind to "fsdp2" or "torch", or take another loss')
     if ranks.rank == 0:
-        for note in caveats(loss_spec):
+        for note in caveats(loss_spec, max_new_tokens=max_new_tokens):
             _LOG.warning("%s", note)
     return loss_spec
 

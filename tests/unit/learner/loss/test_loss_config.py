@@ -4,7 +4,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from heterorl.learner.loss.loss_config import GepoConfig, LossConfig
-from heterorl.learner.loss.loss_spec import ALGORITHMS, caveats, loss_spec_of
+from heterorl.learner.loss.loss_spec import ALGORITHMS, caveats, loss_spec_of, open_share
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.losses import CATALOGUE
 
@@ -72,9 +72,39 @@ def test_combinations_are_expressible(table, parts):
 
 
 def test_reproduction_choices_are_pointed_out():
-    assert caveats(loss_spec_of(GepoConfig())) == ()
-    assert "shortest" in caveats(loss_spec_of(GepoConfig(normalisation="raw")))[0]
-    assert "micro_batch_tokens" in caveats(loss_spec_of(GepoConfig(scope="microbatch")))[0]
+    assert caveats(loss_spec_of(GepoConfig()), max_new_tokens=30_000) == ()
+    assert "shortest" in caveats(loss_spec_of(GepoConfig(normalisation="raw")), max_new_tokens=5)[0]
+    assert "micro_batch_tokens" in caveats(loss_spec_of(GepoConfig(scope="microbatch")), max_new_tokens=5)[0]
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens", "kl_token", "share"),
+    [
+        # Phi((1.1 - T d) / sqrt(2 T d)) and 2 Phi(-sqrt(2 T d) / 2), by hand.
+        ({"kind": "gepo_whole"}, 5, 0.05, 0.8853),
+        ({"kind": "gepo_whole"}, 1_000, 0.0011, 0.5),
+        ({"kind": "gepo_whole"}, 4_000, 0.0011, 0.1329),
+        ({"kind": "topr"}, 1_000, 0.0011, 0.4583),
+        ({"kind": "gepo_product"}, 1_000, 0.0011, 0.4583),
+        ({"kind": "tis", "level": "sequence"}, 1_000, 0.0011, 0.4583),
+        ({"kind": "tis", "level": "token"}, 30_000, 0.0011, 1.0),
+        ({"kind": "gspo"}, 30_000, 0.0011, 1.0),
+        ({"kind": "gepo_1s"}, 30_000, 0.0011, 1.0),
+    ],
+)
+def test_gates_on_whole_completions_close_with_length(table, tokens, kl_token, share):
+    rule = loss_spec_of(ADAPTER.validate_python(table))
+
+    assert open_share(rule, max_new_tokens=tokens, kl_token=kl_token) == pytest.approx(share, abs=1e-4)
+
+
+def test_start_warns_where_a_gate_on_whole_completions_meets_long_ones():
+    rule = loss_spec_of(ADAPTER.validate_python({"kind": "gepo_whole"}))
+
+    assert caveats(rule, max_new_tokens=300) == ()
+    (said,) = caveats(rule, max_new_tokens=4_000)
+    assert "4000 tokens" in said
+    assert "15% of the rollouts" in said
 
 
 def test_unknown_key_is_refused_with_its_path():

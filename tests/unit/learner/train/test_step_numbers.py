@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from heterorl.learner.loss.loss_config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.loss.loss_config import (
+    GepoConfig,
+    GepoWholeConfig,
+    GrpoConfig,
+    GspoConfig,
+    ReinforceConfig,
+    ToprConfig,
+)
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.train.batch import build_batch
@@ -29,7 +36,7 @@ def _golden(config, parts=((0, 1, 2, 3),)):
         rows = torch.cat([torch.tensor(GOLDEN_LEARNER[i], dtype=F64) for i in part])
         learner = inputs.padded(rows)
         coefficients = step_coefficients(spec, inputs.mask_BT, batch, max_new_tokens=8)
-        samples.append(measure(inputs, learner, policy_loss(spec, inputs, learner, coefficients_BT=coefficients)))
+        samples.append(measure(spec, inputs, learner, policy_loss(spec, inputs, learner, coefficients_BT=coefficients)))
     return join(samples)
 
 
@@ -132,3 +139,23 @@ def test_sequence_ratios_are_capped_at_eight_and_never_underflow(logs, share):
     spec = loss_spec_of(GrpoConfig(step_size="ess"))
 
     assert step_size_factor(spec, _products(logs)) == pytest.approx(math.sqrt(share), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("config", "shares"),
+    [
+        (ReinforceConfig(), [1.0, 1.0]),
+        (ToprConfig(advantage="mean"), [PRODUCTS[1], PRODUCTS[3]]),
+        # The clip takes the gradient of a weight below 0.8.
+        (GepoConfig(), [GEPO[1], 0.0]),
+        (GepoWholeConfig(drift_limit=0.3), [0.0, 0.0]),
+        (GspoConfig(advantage="mean", eps_low=0.2, eps_high=0.2), [GSPO[1], 0.0]),
+    ],
+)
+@pytest.mark.parametrize("parts", [((0, 1, 2, 3),), ((3, 0), (2, 1))])
+def test_share_of_bad_rollouts_that_train(config, shares, parts):
+    sample = _golden(config, parts)
+
+    bad = sample.trained_B[sample.advantages_B < 0].tolist()
+
+    assert sorted(bad, reverse=True) == pytest.approx(shares, abs=1e-10)

@@ -1,5 +1,6 @@
 """Numbers of a step, on values small enough to do by hand."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -85,3 +86,18 @@ def test_report_of_nothing_is_finite():
 
     numbers = [report.loss, report.kl, report.ess_fraction, report.iw_variance, report.entropy, report.staleness_mean]
     assert np.isfinite(numbers).all()
+
+
+def test_kl_without_staleness_is_of_the_tokens_of_the_newest_version_alone():
+    groups = [queued(group([rollout([1], [-1.0], 0.0)], version=version)) for version in (10, 9)]
+    sequences = join([])
+    lengths = torch.tensor([4.0, 3.0, 2.0], dtype=F64)
+    sample = dataclasses.replace(
+        _sample(kl=(0.2, 0.4, 9.0)),
+        places_B=torch.tensor([[0, 0], [0, 1], [1, 0]]),
+        sequences=dataclasses.replace(sequences, lengths_B=lengths),
+    )
+
+    assert _report([sample], groups).kl_token_fresh == pytest.approx(0.6 / 7)
+    assert _report([sample], groups, head_version=11).kl_token_fresh is None
+    assert _report([_sample()], []).mask_share_bad is None

@@ -433,6 +433,10 @@ class CompletionNumbers(google.protobuf.message.Message):
     UNIFORM_FRACTION_FIELD_NUMBER: builtins.int
     REWARD_PARTS_FIELD_NUMBER: builtins.int
     SITES_FIELD_NUMBER: builtins.int
+    TURNS_MEAN_FIELD_NUMBER: builtins.int
+    TURNS_MAX_FIELD_NUMBER: builtins.int
+    GIVEN_MEAN_FIELD_NUMBER: builtins.int
+    ENDINGS_FIELD_NUMBER: builtins.int
     length_mean: builtins.float
     """Mean length."""
     length_p95: builtins.float
@@ -447,6 +451,12 @@ class CompletionNumbers(google.protobuf.message.Message):
     """Share of completions that were cut at the longest length."""
     uniform_fraction: builtins.float
     """Share of groups in which all rewards are equal."""
+    turns_mean: builtins.float
+    """Mean number of turns of the policy."""
+    turns_max: builtins.int
+    """Largest number of turns of the policy."""
+    given_mean: builtins.float
+    """Mean number of tokens that an environment gave."""
     @property
     def reward_parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartMean]:
         """Mean of each named part of the reward, at most 32."""
@@ -454,6 +464,10 @@ class CompletionNumbers(google.protobuf.message.Message):
     @property
     def sites(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SiteTokens]:
         """What each site made of the groups, at most 32."""
+
+    @property
+    def endings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartMean]:
+        """Share of the completions by finish reason."""
 
     def __init__(
         self,
@@ -467,9 +481,13 @@ class CompletionNumbers(google.protobuf.message.Message):
         uniform_fraction: builtins.float = ...,
         reward_parts: collections.abc.Iterable[Global___PartMean] | None = ...,
         sites: collections.abc.Iterable[Global___SiteTokens] | None = ...,
+        turns_mean: builtins.float = ...,
+        turns_max: builtins.int = ...,
+        given_mean: builtins.float = ...,
+        endings: collections.abc.Iterable[Global___PartMean] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_length_high_reward", b"_length_high_reward", "_length_low_reward", b"_length_low_reward", "length_high_reward", b"length_high_reward", "length_low_reward", b"length_low_reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_length_high_reward", b"_length_high_reward", "_length_low_reward", b"_length_low_reward", "length_high_reward", b"length_high_reward", "length_low_reward", b"length_low_reward", "length_max", b"length_max", "length_mean", b"length_mean", "length_p95", b"length_p95", "reward_parts", b"reward_parts", "sites", b"sites", "truncated_fraction", b"truncated_fraction", "uniform_fraction", b"uniform_fraction"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_length_high_reward", b"_length_high_reward", "_length_low_reward", b"_length_low_reward", "endings", b"endings", "given_mean", b"given_mean", "length_high_reward", b"length_high_reward", "length_low_reward", b"length_low_reward", "length_max", b"length_max", "length_mean", b"length_mean", "length_p95", b"length_p95", "reward_parts", b"reward_parts", "sites", b"sites", "truncated_fraction", b"truncated_fraction", "turns_max", b"turns_max", "turns_mean", b"turns_mean", "uniform_fraction", b"uniform_fraction"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_length_high_reward", b"_length_high_reward"]) -> typing.Literal["length_high_reward"] | None: ...
     @typing.overload

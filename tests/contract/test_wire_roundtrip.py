@@ -192,6 +192,10 @@ completions = st.builds(
     sites=st.lists(st.builds(SiteTokens, site=text, num_groups=st.integers(0, 999), num_tokens=uint), max_size=2).map(
         tuple
     ),
+    turns_mean=real,
+    turns_max=st.integers(0, 2**32 - 1),
+    given_mean=real,
+    endings=st.lists(st.builds(PartMean, name=text, mean=real), max_size=2).map(tuple),
 )
 times = st.builds(
     StepTimes,

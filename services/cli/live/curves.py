@@ -79,6 +79,15 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
                     f" {1 - uniform:.0%} of the {report.num_groups} in the step",
                 )
             )
+        if numbers.turns_max > 1:
+            ended = _listed([f"{ending.name} {ending.mean:.0%}" for ending in numbers.endings])
+            rows.append(
+                (
+                    "trajectories",
+                    f"{numbers.turns_mean:.1f} turns mean, {numbers.turns_max} max; {numbers.given_mean:.0f} given"
+                    f" tokens mean; ended by {ended}",
+                )
+            )
         if numbers.reward_parts:
             rows.append(("reward parts", _listed([f"{part.name} {part.mean:.3f}" for part in numbers.reward_parts])))
     if report.mask_share_bad is not None:

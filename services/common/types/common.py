@@ -213,6 +213,12 @@ class CompletionNumbers:
     """Share of groups in which all rewards are equal, so that no completion is better than another."""
     reward_parts: tuple[PartMean, ...] = ()
     sites: tuple[SiteTokens, ...] = ()
+    turns_mean: float = 1.0
+    turns_max: int = 1
+    given_mean: float = 0.0
+    """Tokens of a completion that its environment gave."""
+    endings: tuple[PartMean, ...] = ()
+    """Share of the completions by finish reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +266,7 @@ def completions_from_row(row: Mapping[str, Any]) -> CompletionNumbers:
     nested = {
         "reward_parts": tuple(PartMean(**part) for part in row["reward_parts"]),
         "sites": tuple(SiteTokens(**site) for site in row["sites"]),
+        "endings": tuple(PartMean(**part) for part in row.get("endings", ())),
     }
     return CompletionNumbers(**{**row, **nested})
 

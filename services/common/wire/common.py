@@ -150,6 +150,7 @@ def report_to_pb(value: StepReport) -> common_pb2.StepReport:
             completions,
             reward_parts=[to_message(common_pb2.PartMean, part) for part in completions.reward_parts],
             sites=[to_message(common_pb2.SiteTokens, site) for site in completions.sites],
+            endings=[to_message(common_pb2.PartMean, part) for part in completions.endings],
         ),
         times=None if value.times is None else to_message(common_pb2.StepTimes, value.times),
         sources=[to_message(common_pb2.SourceReport, source) for source in value.sources],
@@ -172,6 +173,7 @@ def _completions_from_pb(message: common_pb2.CompletionNumbers) -> CompletionNum
         message,
         reward_parts=tuple(to_value(PartMean, part) for part in message.reward_parts),
         sites=tuple(to_value(SiteTokens, site) for site in message.sites),
+        endings=tuple(to_value(PartMean, part) for part in message.endings),
     )
 
 

@@ -21,6 +21,7 @@ from heterorl.common.types.common import (
     SourceReport,
 )
 from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout
+from heterorl.common.types.trajectory import turns_of
 
 
 def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
@@ -34,6 +35,8 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
         return None
     lengths_B = np.array([rollout.num_drawn for rollout in rollouts], np.float64)
     is_high_B = _above_mean([rollout.reward for rollout in rollouts])
+    turns = [len(turns_of(rollout)) for rollout in rollouts]
+    endings = Counter(rollout.finish_reason.value for rollout in rollouts)
     is_cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     return CompletionNumbers(
         length_mean=float(lengths_B.mean()),
@@ -45,6 +48,10 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
         uniform_fraction=sum(not has_signal(group) for group in groups) / len(groups),
         reward_parts=_reward_parts(rollouts),
         sites=_sites(groups),
+        turns_mean=statistics.fmean(turns),
+        turns_max=max(turns),
+        given_mean=statistics.fmean(rollout.token_ids.size - rollout.num_drawn for rollout in rollouts),
+        endings=tuple(PartMean(name=name, mean=count / len(rollouts)) for name, count in endings.most_common()),
     )
 
 

@@ -44,6 +44,24 @@ def test_rows_of_a_report():
     assert rows["trained from"] == "us-2 20 tokens/s, eu-1 5 tokens/s"
 
 
+def test_trajectories_of_many_turns_have_a_row():
+    endings = (PartMean(name="eos", mean=0.75), PartMean(name="turns", mean=0.25))
+    numbers = dataclasses.replace(NUMBERS, turns_mean=2.25, turns_max=6, given_mean=80.4, endings=endings)
+
+    assert dict(report_rows(dataclasses.replace(STATED, completions=numbers)))["trajectories"] == (
+        "2.2 turns mean, 6 max; 80 given tokens mean; ended by eos 75%, turns 25%"
+    )
+    assert "trajectories" not in dict(report_rows(STATED))
+
+
+def test_bad_rollouts_and_the_engines_gap_have_rows_where_they_are_known():
+    rows = dict(report_rows(dataclasses.replace(REPORT, mask_share_bad=0.125, kl_token_fresh=0.0011)))
+
+    assert rows == {
+        "bad rollouts": "12% of those with A < 0 train", "engine gap": "0.0011 nats a token, at a staleness of 0",
+    }  # fmt: skip
+
+
 def test_replaced_groups_are_said_with_the_useful_share_before_and_after():
     # 32 groups of which a quarter is uniform, and 48 that were replaced: 24 of 80 were useful.
     report = dataclasses.replace(STATED, num_groups=32, num_replaced=48)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from heterorl.common.types.common import MAX_REPORTED_PARTS, MAX_REPORTED_SITES, SiteId
-from heterorl.common.types.rollout import FinishReason, RewardPart
+from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart, Span
 from heterorl.learner.train.completion_stats import completion_numbers, has_signal
 from tests.support.learner_world import make_group
 
@@ -93,6 +93,31 @@ def test_lost_members_are_in_no_number_of_a_step():
     group = dataclasses.replace(whole, rollouts=(*whole.rollouts[:2], lost, whole.rollouts[3]))
 
     assert completion_numbers([group]) == completion_numbers([group_of([(2, 1.0, False), (4, 0.0, True)])])
+
+
+def test_turns_given_tokens_and_endings_of_trajectories():
+    base = make_group(1)
+    drawn = lambda start, end: Span(version=0, start=start, end=end)  # noqa: E731
+    spans = (
+        drawn(0, 2),
+        Span(version=GIVEN, start=2, end=7),
+        drawn(7, 8),
+        Span(version=GIVEN, start=8, end=9),
+        drawn(9, 10),
+    )
+    long = dataclasses.replace(
+        base.rollouts[0], token_ids=np.zeros(10, np.int32), sampler_logprobs=np.zeros(4, np.float32), spans=spans,
+        finish_reason=FinishReason.TURNS,
+    )  # fmt: skip
+    short = dataclasses.replace(
+        base.rollouts[0], token_ids=np.zeros(3, np.int32), sampler_logprobs=np.zeros(3, np.float32),
+        spans=(drawn(0, 3),), finish_reason=FinishReason.EOS,
+    )  # fmt: skip
+
+    numbers = completion_numbers([dataclasses.replace(base, rollouts=(long, short, short, short))])
+
+    assert (numbers.turns_mean, numbers.turns_max, numbers.given_mean) == (1.5, 3, 1.5)
+    assert [(ending.name, ending.mean) for ending in numbers.endings] == [("eos", 0.75), ("turns", 0.25)]
 
 
 def test_equal_rewards_are_none_above_their_mean():

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from heterorl.common.types.sample import Sample
-from heterorl.view.index import Reading, SampleIndex
 from heterorl.view.pages import Pages
-from heterorl.view.server import Answer, ViewServer, cookie_name
+from heterorl.view.sample_index import Progress, SampleIndex
+from heterorl.view.view_server import Answer, ViewServer, cookie_name
 from tests.support.samples import make_sample
 
 BATCH = 256
@@ -42,7 +42,7 @@ class MadeUp:
     """A source that has nothing more."""
 
     name = "made up"
-    progress = Reading(is_done=True)
+    progress = Progress(is_done=True)
 
     def start(self) -> None:
         """Nothing to begin."""

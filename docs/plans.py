@@ -8,8 +8,8 @@ from typing import Any
 from heterorl.cli.plan import size_words, time_words
 from heterorl.plan.assumptions import Assumptions, facts
 from heterorl.plan.costs import delta_bytes, rank_memory
-from heterorl.plan.plan import Question, plan
-from heterorl.plan.shape import SHAPES, ModelShape
+from heterorl.plan.estimate import Question, plan
+from heterorl.plan.model_shape import SHAPES, ModelShape
 
 Rows = tuple[Sequence[str], list[Sequence[str]]]
 MODELS = ("Qwen3-1.7B", "Qwen3-8B", "Qwen3-32B")

@@ -1,4 +1,4 @@
-"""Everything that a person types: one file a command, and `live` for the views of a run.
+"""The command line: one file for each command or group of commands.
 
-Open `main` first. What a command needs is imported when it runs, so that `--help` is instant.
+Open `main` first. A command imports what it needs when it runs, so `--help` stays fast.
 """

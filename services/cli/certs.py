@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.cli.link import console_of
+from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.address import check_address
 

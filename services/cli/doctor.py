@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from heterorl.cli.config import load_service, num_unknown, owner
-from heterorl.cli.link import console_of
+from heterorl.cli.check_config import load_service, num_unknown, owner
+from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.address import addresses
@@ -39,14 +39,14 @@ def doctor(
     2: the configuration is wrong.
     """
     from heterorl.common.identity.identity import Role
-    from heterorl.doctor.app import examine
     from heterorl.doctor.check import checks_json, checks_table, exit_code
+    from heterorl.doctor.examine import examine
 
     overrides = list(set_ or ())
     if credentials is not None:
         overrides += [f"tls.{key}={json.dumps(path)}" for key, path in files_in(credentials).items()]
     chosen = role or guess_role(config, overrides)
-    checks = asyncio.run(examine(patient_of(chosen, load_service(chosen, config, overrides), num_calls=calls)))
+    checks = asyncio.run(examine(target_of(chosen, load_service(chosen, config, overrides), num_calls=calls)))
     if json_:
         typer.echo(json.dumps(checks_json(checks), indent=2))
     else:
@@ -68,14 +68,14 @@ def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> R
     return role
 
 
-def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
+def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     """What the doctor needs to know of a configuration."""
     from heterorl.common.identity.identity import Role
-    from heterorl.doctor.app import MESSAGE_BYTES, Patient
+    from heterorl.doctor.examine import MESSAGE_BYTES, DoctorTarget
 
     if role in ("coordinator", "relay"):
         state_key = "data_dir" if role == "coordinator" else "cache_dir"
-        return Patient(
+        return DoctorTarget(
             role=Role(role),
             address=_dialled(config) if role == "coordinator" else config.coordinator,
             tls=config.tls,
@@ -86,7 +86,7 @@ def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         )
     engine = config.engine if role == "sampler" else config.backend
     device = getattr(engine, "device", "cuda" if getattr(engine, "kind", "") == "vllm" and _has_gpu() else "cpu")
-    return Patient(
+    return DoctorTarget(
         role=Role(role),
         address=addresses(config.coordinator)[0],
         tls=config.tls,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.cli.config import load_service
-from heterorl.cli.link import console_of
+from heterorl.cli.check_config import load_service
+from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from heterorl.cli.episode import Played, Screen
+    from heterorl.cli.env_episode import Played, Screen
     from heterorl.common.tasks.environments.environment_task import EnvironmentSpec
     from heterorl.common.tasks.task import Prompt, Task
     from heterorl.common.text.prompter import Prompter
@@ -54,7 +54,7 @@ def env_try(
     if not loaded.task.has_environment:
         raise ConfigError("task.environment", "is not set", action="docs/environments.md says how to write one")
     is_typed = by_hand or (not model and sys.stdin.isatty())
-    from heterorl.cli.episode import Screen, as_json
+    from heterorl.cli.env_episode import Screen, as_json
     from heterorl.common.tasks.task import close_task
     from heterorl.common.tasks.task_config import build_task
 
@@ -103,7 +103,7 @@ def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, Enviro
 
 
 def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
-    from heterorl.cli.episode import Person, Screen, play
+    from heterorl.cli.env_episode import PersonPlayer, Screen, play
 
     def ask() -> str | None:
         try:
@@ -113,13 +113,13 @@ def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
 
     screen = Screen(console)
     screen.begin(asked, spec, num_tokens=None)
-    played = play(spec, Person(ask, has_tools=bool(spec.tools)), on_turn=screen.turn, on_said=screen.said)
+    played = play(spec, PersonPlayer(ask, has_tools=bool(spec.tools)), on_turn=screen.turn, on_said=screen.said)
     screen.end(played)
     return played
 
 
 def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Screen) -> tuple[Int32Array, Played]:
-    from heterorl.cli.episode import Model, play
+    from heterorl.cli.env_episode import ModelPlayer, play
     from heterorl.common.generation.hf_engine import HfEngine
     from heterorl.common.model.building import room_at
     from heterorl.common.text.conversation import Conversations
@@ -135,7 +135,7 @@ def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Sc
         sampling=config.sampling.semantics(), batch_rows=1, end_token_ids=ends,
     )  # fmt: skip
     screen.begin(asked, conversation.spec, num_tokens=ids.size)
-    voice = Model(engine, conversation, ids, room=room, config=config)
-    played = play(conversation.spec, voice, on_turn=screen.turn, on_said=screen.said)
+    player = ModelPlayer(engine, conversation, ids, room=room, config=config)
+    played = play(conversation.spec, player, on_turn=screen.turn, on_said=screen.said)
     screen.end(played)
     return ids, played

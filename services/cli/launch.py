@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from heterorl.cli.config import Service, schema_of
-from heterorl.cli.link import console_of
+from heterorl.cli.check_config import Service, schema_of
+from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import DIRECTORY, load, problems_of
 
@@ -41,7 +41,7 @@ def launch(
             raise DependencyMissing(package, "launch")
     from heterorl.launch.nodes import check_nodes, nodes_of
     from heterorl.launch.render import render, write_tree
-    from heterorl.launch.run import RunFile
+    from heterorl.launch.run_file import RunFile
 
     loaded = load(RunFile, run)
     if part and not (loaded.tls.insecure or Path(loaded.tls.directory).is_absolute()):

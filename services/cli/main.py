@@ -19,19 +19,19 @@ from rich.text import Text
 import heterorl
 from heterorl.cli.certs import app as certs
 from heterorl.cli.certs import join
-from heterorl.cli.config import Service, check_config, check_link, load_service
+from heterorl.cli.check_config import Service, check_config, check_link, load_service
+from heterorl.cli.connection import console_of
 from heterorl.cli.doctor import doctor
 from heterorl.cli.env import env
 from heterorl.cli.launch import launch
-from heterorl.cli.link import console_of
 from heterorl.cli.live.track import track
-from heterorl.cli.live.watch import health, status, top
+from heterorl.cli.live.watch_commands import health, status, top
 from heterorl.cli.models import evaluate, export
-from heterorl.cli.orders import accept_rewind, audit, backup, restore, rollback, sites
+from heterorl.cli.operations import accept_rewind, audit, backup, restore, rollback, sites
 from heterorl.cli.plan import plan
 from heterorl.cli.report import report
-from heterorl.cli.samples.command import samples
-from heterorl.cli.samples.view import view
+from heterorl.cli.samples.samples_commands import samples
+from heterorl.cli.samples.view_command import view
 from heterorl.common.errors import ConfigError, HeterorlError, OperatorError
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.process.config import explain, read_tables
@@ -202,7 +202,7 @@ def demo(
 
     options = DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed, cache=cache, device=device)
     check_options(options)
-    from heterorl.demo.run import run_demo
+    from heterorl.demo.demo_run import run_demo
 
     raise typer.Exit(run_demo(options))
 
@@ -248,7 +248,7 @@ def verify_lineage(
     replay: Annotated[bool, typer.Option("--replay", help="Also rebuild every state from its payloads.")] = False,
 ) -> None:
     """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
-    from heterorl.cli.offline import verify_directory
+    from heterorl.cli.verify_data_dir import verify_directory
 
     raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=console_of()))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from heterorl.cli.link import bytes_bar, console_of
+from heterorl.cli.connection import bytes_bar, console_of
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
@@ -57,8 +57,8 @@ def evaluate(
     Draws and scores exactly what the run's own evaluations draw and score. Without [[evaluation]] in the configuration
     the set is the held-out prompts of its task, with the temperature, top_p and max_new_tokens that [sampling] states.
     """
-    from heterorl.cli.config import load_service
-    from heterorl.cli.link import silence_grpc
+    from heterorl.cli.check_config import load_service
+    from heterorl.cli.connection import silence_grpc
     from heterorl.common.errors import ConfigError
     from heterorl.common.process import logs
 

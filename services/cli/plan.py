@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from heterorl.cli.link import console_of
+from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
 from heterorl.plan.assumptions import facts
-from heterorl.plan.plan import Plan
+from heterorl.plan.estimate import Plan
 
 
 def plan(
@@ -51,9 +51,9 @@ def plan(
     Nothing is loaded or asked. Exit code 0: answered, also where memory does not suffice. 2: an option is wrong.
     """
     from heterorl.cli.plan import show
-    from heterorl.plan import plan as planning
+    from heterorl.plan import estimate as planning
     from heterorl.plan.assumptions import parse
-    from heterorl.plan.shape import shape_of_directory
+    from heterorl.plan.model_shape import shape_of_directory
 
     shape = shape_of_directory(model_dir) if model_dir is not None else None
     if not params and shape is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.cli.link import Link, linked
+from heterorl.cli.connection import Link, linked
 
 if TYPE_CHECKING:
     from heterorl.report.past_run import PastRun
@@ -40,7 +40,7 @@ def report(
 
     found = _read(run, link)
     try:
-        from heterorl.report.page import render
+        from heterorl.report.report_page import render
     except ModuleNotFoundError as error:
         from heterorl.common.errors import DependencyMissing
 

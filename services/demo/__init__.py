@@ -1,4 +1,4 @@
-"""The demonstration: a whole run on one machine, as the operating system processes of a real one.
+"""`heterorl demo`: a whole run on one machine, as the processes of a real one.
 
-Open `run` first, then `processes`: how each service is started, watched and ended.
+Open `demo_run` first, then `processes`: it starts, watches and stops each service.
 """

@@ -1,4 +1,4 @@
-"""`heterorl doctor`: measures what a node needs of its link and its machine, and says what to do about each lack.
+"""`heterorl doctor`: measures the link and the machine of a node, and says how to repair each fault.
 
-Open `check` first: what a check is. `app` decides which ones a node needs; `link` and `machine` measure and judge.
+Open `check` first: the result of one check. `examine` orders the checks; `link_checks` and `machine_checks` hold them.
 """

@@ -41,7 +41,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class Failure:
     """Why something could not be measured: a kind that decisions know, and the system's own words."""
 
     kind: str

@@ -1,4 +1,5 @@
-"""One file of a whole run, and what Compose, systemd, Slurm or Kubernetes start its nodes by. Pure: run in, texts out.
+"""Files that Compose, systemd, Slurm or Kubernetes need to start a run, made from one run.toml.
 
-Open `nodes` first; `run` is the file, `render` fills the launchers' `templates`.
+Open `nodes` first: it turns a run into nodes. `run_file` is the schema of run.toml; `render` fills `templates`. All
+functions are pure but `write_tree`.
 """

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.common.process.address import is_loopback
-from heterorl.launch.run import RelayTable, RunFile, SamplerTable
+from heterorl.launch.run_file import RelayTable, RunFile, SamplerTable
 
 Kind = Literal["coordinator", "learner", "sampler", "relay"]
 STATE_KEY: dict[Kind, str] = {

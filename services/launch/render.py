@@ -28,7 +28,7 @@ from heterorl.launch.nodes import (
     nodes_of,
     renumbered,
 )
-from heterorl.launch.run import RunFile
+from heterorl.launch.run_file import RunFile
 
 Launcher = Literal["compose", "systemd", "slurm", "k8s"]
 Tree = dict[str, str]

@@ -1,5 +1,5 @@
-"""A run on paper: seconds, memory and bytes of a learner before anybody rents it. Pure: numbers in, numbers out.
+"""`heterorl plan`: estimates seconds, memory and bytes of a run from a few numbers. All functions are pure.
 
-Open `plan` first; `shape` counts parameters, `costs` has bytes and seconds, `assumptions` says what is taken for
-granted, and where each number is from.
+Open `estimate` first. `model_shape` counts parameters, `costs` has the formulas, `assumptions` the numbers they use and
+their sources.
 """

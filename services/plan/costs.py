@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 from heterorl.common.errors import ConfigError
 from heterorl.plan.assumptions import Assumptions
-from heterorl.plan.shape import ModelShape
+from heterorl.plan.model_shape import ModelShape
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes a parameter; all of it fp32."""

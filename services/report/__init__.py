@@ -1,4 +1,4 @@
-"""The report of a run, past or going on: read from its store or its coordinator, shown as one page.
+"""`heterorl report`: one HTML page about a run, read from its files or asked of its coordinator.
 
-Open `past_run` first: what a report knows and where it is from. `page` draws it with `figures`.
+Open `past_run` first: it reads the run. `report_page` fills the page, `figures` draws its pictures.
 """

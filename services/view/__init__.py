@@ -1,4 +1,5 @@
-"""A page in the browser to read what the model says: samples of a running coordinator, or of an export.
+"""A browser page that shows samples: of a running coordinator, or of an export file.
 
-Open `app` first: it joins a source (`live`, `export`), the index of its texts (`index`), and `pages` behind `server`.
+Open `app` first. It joins a source (`live_source`, `export_source`), the index of its texts (`sample_index`), the HTML
+(`pages`) and the HTTP server (`view_server`).
 """

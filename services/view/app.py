@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from heterorl.view.index import SampleIndex, Source
 from heterorl.view.pages import Pages
-from heterorl.view.server import ViewServer
+from heterorl.view.sample_index import SampleIndex, Source
+from heterorl.view.view_server import ViewServer
 
 LIMIT_BYTES = 3 << 29
 """Of texts and numbers; with their index they take about 2.7 times as much of the disk. The oldest go first."""

@@ -16,10 +16,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import heterorl
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.sample import CONSUMED, Sample, SampleKind, SampleSummary
-from heterorl.view.index import Found, IndexFailed, SampleIndex, Source
-from heterorl.view.query import FATES, MAX_TEXT, BadQuery, Query, excerpt_of, fate_words, parse_query
-from heterorl.view.server import Answer
-from heterorl.view.tokens import probability_legend, ratio_legend, tokens_of
+from heterorl.view.sample_index import Found, IndexFailed, SampleIndex, Source
+from heterorl.view.sample_query import FATES, MAX_TEXT, BadQuery, Query, excerpt_of, fate_words, parse_query
+from heterorl.view.token_colours import probability_legend, ratio_legend, tokens_of
+from heterorl.view.view_server import Answer
 
 PAGE = 50
 """Samples of one page of the list."""

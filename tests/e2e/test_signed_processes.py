@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.cli.offline import verify_directory
+from heterorl.cli.verify_data_dir import verify_directory
 from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.cli.offline import SOUND, verify_directory, verify_log
+from heterorl.cli.verify_data_dir import SOUND, verify_directory, verify_log
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
 from heterorl.common.rpc.roles import BackupClient
 from heterorl.coordinator.config import CoordinatorConfig

@@ -29,10 +29,10 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.run import RunServicer
-from heterorl.doctor import link, machine
-from heterorl.doctor.app import Limits, Patient, examine
-from heterorl.doctor.check import Level, Trouble
-from heterorl.doctor.link import Connected, connect, in_forgotten_thread
+from heterorl.doctor import link_checks, machine_checks
+from heterorl.doctor.check import Failure, Level
+from heterorl.doctor.examine import DoctorTarget, Limits, examine
+from heterorl.doctor.link_checks import Connected, connect, in_daemon_thread
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.assembly import assemble
 from heterorl.sampler.config import SamplerConfig
@@ -62,16 +62,16 @@ def model_dir(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "m", seed=0, hidden_size=32, num_layers=1)
 
 
-def patient(address, tls, directory, **changes):
+def target(address, tls, directory, **changes):
     values = {
         "role": Role.SAMPLER, "address": address, "tls": tls, "state_dir": directory / "state",
         "state_key": "state_dir", "site": "eu-1", "max_message_bytes": 2 << 20, "num_calls": 3,
     }  # fmt: skip
-    return Patient(**{**values, **changes})
+    return DoctorTarget(**{**values, **changes})
 
 
 async def diagnose(*arguments, wall_time=time.time, **changes):
-    checks = await examine(patient(*arguments, **changes), wall_time=wall_time)
+    checks = await examine(target(*arguments, **changes), wall_time=wall_time)
     return {check.name: check for check in checks}
 
 
@@ -255,7 +255,7 @@ async def test_directory_that_takes_nothing(tmp_path, monkeypatch, code, words):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(
-        machine.os if code == errno.ENOSPC else machine.tempfile,
+        machine_checks.os if code == errno.ENOSPC else machine_checks.tempfile,
         {True: "fsync", False: "mkstemp"}[code == errno.ENOSPC],
         refuse,
     )
@@ -305,13 +305,13 @@ async def test_coordinator_of_an_older_release_is_named(tmp_path):
 
 @pytest.mark.parametrize(("load", "words"), [(40.2, "; this machine is busy, load 40 on 2 cores"), (1.9, "")])
 async def test_hanging_measurement_is_left_behind_and_says_a_load_that_explains_it(monkeypatch, load, words):
-    monkeypatch.setattr(link.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(link, "num_threads", lambda _: 2)
+    monkeypatch.setattr(link_checks.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(link_checks, "num_threads", lambda _: 2)
     forever = threading.Event()
-    fact = await in_forgotten_thread(forever.wait, timeout_s=0.05)
+    fact = await in_daemon_thread(forever.wait, timeout_s=0.05)
     forever.set()
 
-    assert fact == Trouble(kind="timeout", detail=f"no answer in 0.05 s{words}")
+    assert fact == Failure(kind="timeout", detail=f"no answer in 0.05 s{words}")
 
 
 async def test_wrong_model_is_named(secure, tmp_path, model_dir):
@@ -348,10 +348,10 @@ def test_contract_without_weights_is_the_one_that_a_sampler_states(model_dir, tm
     stated = assemble(config).contract
     base = NO_LORA if not lora else dataclasses.replace(stated.lora, base_digest=Digest(""))
 
-    measured = machine.measure_contract(config, published_dtype="bf16")
+    measured = machine_checks.measure_contract(config, published_dtype="bf16")
 
     assert measured == dataclasses.replace(stated, lora=base)
-    assert machine.same_base(stated, measured) == stated
+    assert machine_checks.same_base(stated, measured) == stated
 
 
 def test_contract_of_a_node_with_an_environment_is_that_of_its_sampler_or_says_what_is_missing(tmp_path):
@@ -367,26 +367,26 @@ def test_contract_of_a_node_with_an_environment_is_that_of_its_sampler_or_says_w
     parts = assemble(config)
     parts.close()
 
-    assert machine.measure_contract(config, published_dtype="bf16") == parts.contract
+    assert machine_checks.measure_contract(config, published_dtype="bf16") == parts.contract
     assert parts.contract.max_turns == 5
 
     (chat / "chat_template.jinja").unlink()
-    assert "has no chat template" in machine.measure_contract(config, published_dtype="bf16").detail
+    assert "has no chat template" in machine_checks.measure_contract(config, published_dtype="bf16").detail
 
 
 def test_memory_is_the_least_of_machine_and_control_group(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4000 kB\n")
-    assert machine.measure_memory(tmp_path) == 4000 * 1024
+    assert machine_checks.measure_memory(tmp_path) == 4000 * 1024
 
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("1000000\n")
     (group / "memory.current").write_text("400000\n")
-    assert machine.measure_memory(tmp_path) == 600_000
+    assert machine_checks.measure_memory(tmp_path) == 600_000
     (group / "memory.max").write_text("max\n")
-    assert machine.measure_memory(tmp_path) == 4000 * 1024
-    assert isinstance(machine.measure_memory(tmp_path / "none"), Trouble)
+    assert machine_checks.measure_memory(tmp_path) == 4000 * 1024
+    assert isinstance(machine_checks.measure_memory(tmp_path / "none"), Failure)
 
 
 def test_command_shows_json_guesses_the_role_and_ends_with_1(tmp_path):

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.cli.offline import SOUND, verify_directory, verify_log
+from heterorl.cli.verify_data_dir import SOUND, verify_directory, verify_log
 from heterorl.common.errors import ConfigError, OperatorError, StaleEpoch
 from heterorl.common.identity.signing import new_key
 from heterorl.common.types.rollout import PushStatus

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from heterorl.cli.offline import verify_directory
+from heterorl.cli.verify_data_dir import verify_directory
 from heterorl.common.errors import ContractMismatch
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.quantise import dequantise, quantise, variant_layout

@@ -22,7 +22,7 @@ CHECK_AND_SCORE = """
 import json, sys
 from pathlib import Path
 
-from heterorl.cli.config import load_service
+from heterorl.cli.check_config import load_service
 from heterorl.entry import main
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from heterorl.common.process.config import Config
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.launch.run import RunFile
+from heterorl.launch.run_file import RunFile
 from heterorl.learner.config import LearnerConfig
 from heterorl.relay.config import RelayConfig
 from heterorl.sampler.config import SamplerConfig

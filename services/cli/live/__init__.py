@@ -1,4 +1,4 @@
-"""A run as it is now, for people and programs: `status`, `top` and `track`.
+"""Commands that follow a running run: `status`, `health`, `top` and `track`.
 
-Open `watch` first; `tables` and `curves` are what it shows.
+Open `watch_commands` first; `run_tables` and `step_curves` make its tables and curves.
 """

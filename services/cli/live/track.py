@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.cli.link import Link, console_of, linked, silence_grpc
+from heterorl.cli.connection import Link, console_of, linked, silence_grpc
 
 if TYPE_CHECKING:
     from heterorl.common.types.run import RunStatus

@@ -1,5 +1,5 @@
-"""`heterorl samples` and `heterorl view`: completions of a run to be read, by people and programs, and from files.
+"""The commands `heterorl samples` and `heterorl view`: completions of a run, to read.
 
-Open `command` first; `reading` walks the pages, makes text of tokens where the learner sent none and writes files;
-`table` shows samples, `view` serves the page.
+Open `samples_commands` first. `sample_reader` reads pages, decodes tokens and writes export files; `sample_table` shows
+samples on a terminal; `view_command` serves the page.
 """

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
-from heterorl.cli.config import counted
+from heterorl.cli.check_config import counted
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import PATTERNS, InvalidConfig, all_keys, load

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import heterorl
 from heterorl.cli import main as cli
-from heterorl.cli.link import Link
-from heterorl.cli.live.tables import site_tables, status_json, status_tables
+from heterorl.cli.connection import Link
+from heterorl.cli.live.run_tables import site_tables, status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config import load, parse_override
@@ -254,11 +254,11 @@ def test_every_screen_takes_text_literally():
     }
 
     # These bars show no text but their own.
-    assert {name for name, _ in calls} >= {"cli/link.py", "demo/run.py", "common/generation/tiny_model.py"}
+    assert {name for name, _ in calls} >= {"cli/connection.py", "demo/demo_run.py", "common/generation/tiny_model.py"}
     assert [
         call
         for name, call in calls
-        if "markup=False" not in call and name not in ("common/generation/tiny_model.py", "cli/offline.py")
+        if "markup=False" not in call and name not in ("common/generation/tiny_model.py", "cli/verify_data_dir.py")
     ] == []
 
 
@@ -408,13 +408,13 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
 
 
 def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
-    monkeypatch.setattr("heterorl.cli.link.BUDGET_S", 0.0)
+    monkeypatch.setattr("heterorl.cli.connection.BUDGET_S", 0.0)
 
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
 
     assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
     assert "goes on trying" not in problem
-    monkeypatch.setattr("heterorl.cli.link.explain_link", _nothing)
+    monkeypatch.setattr("heterorl.cli.connection.explain_link", _nothing)
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
     assert "check host and port" in problem
     assert "use --credentials" in problem

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from heterorl.demo import run as demo_run
+from heterorl.demo import demo_run
 from heterorl.demo.config import TINY, DemoOptions
-from heterorl.demo.outcome import verdict
+from heterorl.demo.demo_results import verdict
 from heterorl.demo.processes import Child, ChildFailed, Interruption, stop, stop_together
 
 OBEDIENT = (

@@ -6,7 +6,7 @@ import io
 from rich.console import Console
 
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
-from heterorl.demo.run import line, render
+from heterorl.demo.demo_run import line, render
 from tests.support.run import REPORT
 
 STATUS = RunStatus(

@@ -7,10 +7,10 @@ import pytest
 from heterorl.common.identity.identity import Identity, Role
 from heterorl.common.rpc.roles import Diagnosis
 from heterorl.common.types.common import LoraSettings
-from heterorl.doctor import link, machine
-from heterorl.doctor.check import Check, Level, Trouble, checks_json, checks_table, exit_code, fail, ok, skip, warn
-from heterorl.doctor.link import Connected, Handshake, Reached, Trial
-from heterorl.doctor.machine import Device, Disk, Versions
+from heterorl.doctor import link_checks, machine_checks
+from heterorl.doctor.check import Check, Failure, Level, checks_json, checks_table, exit_code, fail, ok, skip, warn
+from heterorl.doctor.link_checks import Connected, Handshake, MessageTrial, Reached
+from heterorl.doctor.machine_checks import Device, Disk, Versions
 from tests.support.run import CONTRACT
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)
@@ -20,7 +20,7 @@ FACTS = Diagnosis(
     max_message_bytes=16 << 20, head_version=3, bytes_full=1 << 30, contract=CONTRACT,
 )  # fmt: skip
 GIB = 1 << 30
-SLOW = Trouble(kind="timeout", detail="no answer in 5 s")
+SLOW = Failure(kind="timeout", detail="no answer in 5 s")
 
 
 def reached(*trips, ahead=0.0):
@@ -28,11 +28,11 @@ def reached(*trips, ahead=0.0):
 
 
 def trial(way, size, error="", *, late=False):
-    return Trial(direction=way, num_bytes=size, seconds=0.5, error=error, is_timeout=late)
+    return MessageTrial(direction=way, num_bytes=size, seconds=0.5, error=error, is_timeout=late)
 
 
 def messages(*trials, own=16 << 20):
-    return link.judge_messages(trials, own_limit=own, server_limit=16 << 20)
+    return link_checks.judge_messages(trials, own_limit=own, server_limit=16 << 20)
 
 
 FINE = (trial("up", 1 << 20), trial("down", 1 << 20))
@@ -40,23 +40,25 @@ VERSIONS = Versions(heterorl="0.1.0", python="3.12.1", grpc="1.85", torch="2.9")
 
 
 def certificate(**changes):
-    return link.judge_certificate(dataclasses.replace(ME, **changes), role=Role.SAMPLER, site="eu-1", server=SERVER)
+    return link_checks.judge_certificate(
+        dataclasses.replace(ME, **changes), role=Role.SAMPLER, site="eu-1", server=SERVER
+    )
 
 
 def disk(fact):
-    return machine.judge_disk(fact, key="state_dir", state_bytes=GIB)
+    return machine_checks.judge_disk(fact, key="state_dir", state_bytes=GIB)
 
 
 def memory(fact, role=Role.SAMPLER):
-    return machine.judge_memory(fact, role=role, is_on_gpu=False, state_bytes=GIB)
+    return machine_checks.judge_memory(fact, role=role, is_on_gpu=False, state_bytes=GIB)
 
 
 def device(fact):
-    return machine.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB)
+    return machine_checks.judge_device(fact, device="cuda:0", role=Role.SAMPLER, state_bytes=GIB)
 
 
 def contract(**changes):
-    return machine.judge_contract(dataclasses.replace(CONTRACT, **changes), diagnosis=FACTS)
+    return machine_checks.judge_contract(dataclasses.replace(CONTRACT, **changes), diagnosis=FACTS)
 
 
 def gpu(free):
@@ -64,55 +66,55 @@ def gpu(free):
 
 
 CASES = [
-    (link.judge_dns("coord", ("10.0.0.1",)), Level.OK, "coord is 10.0.0.1"),
-    (link.judge_dns("::1", ("::1",)), Level.OK, "::1 is an address"),
-    (link.judge_dns("coord", Trouble(kind="unknown", detail="no such name")), Level.FAIL, "add it to DNS"),
-    (link.judge_dns("coord", SLOW), Level.FAIL, "resolver"),
-    (link.judge_port("c:1", Connected(address="10.0.0.1", seconds=0.01)), Level.OK, "10 ms"),
-    (link.judge_port("c:1", SLOW), Level.FAIL, "firewalls"),
-    (link.judge_port("c:1", Trouble(kind="refused")), Level.FAIL, "its `listen`"),
-    (link.judge_port("c:1", Trouble(kind="refused"), is_own=True), Level.WARN, "start the coordinator"),
-    (link.judge_port("c:1", Trouble(kind="unreachable", detail="no route")), Level.FAIL, "routes"),
-    (link.judge_handshake("c", Handshake(protocol="TLSv1.3", server=SERVER)), Level.OK, SERVER.uri),
-    (link.judge_handshake("c", Handshake(protocol="TLSv1.3", server=ME)), Level.FAIL, "no coordinator"),
-    (link.judge_handshake("c", Handshake(protocol="TLSv1.3", server=None)), Level.FAIL, "nobody of a run"),
+    (link_checks.judge_dns("coord", ("10.0.0.1",)), Level.OK, "coord is 10.0.0.1"),
+    (link_checks.judge_dns("::1", ("::1",)), Level.OK, "::1 is an address"),
+    (link_checks.judge_dns("coord", Failure(kind="unknown", detail="no such name")), Level.FAIL, "add it to DNS"),
+    (link_checks.judge_dns("coord", SLOW), Level.FAIL, "resolver"),
+    (link_checks.judge_port("c:1", Connected(address="10.0.0.1", seconds=0.01)), Level.OK, "10 ms"),
+    (link_checks.judge_port("c:1", SLOW), Level.FAIL, "firewalls"),
+    (link_checks.judge_port("c:1", Failure(kind="refused")), Level.FAIL, "its `listen`"),
+    (link_checks.judge_port("c:1", Failure(kind="refused"), is_own=True), Level.WARN, "start the coordinator"),
+    (link_checks.judge_port("c:1", Failure(kind="unreachable", detail="no route")), Level.FAIL, "routes"),
+    (link_checks.judge_handshake("c", Handshake(protocol="TLSv1.3", server=SERVER)), Level.OK, SERVER.uri),
+    (link_checks.judge_handshake("c", Handshake(protocol="TLSv1.3", server=ME)), Level.FAIL, "no coordinator"),
+    (link_checks.judge_handshake("c", Handshake(protocol="TLSv1.3", server=None)), Level.FAIL, "nobody of a run"),
     (certificate(), Level.OK, ME.uri),
     (certificate(role=Role.LEARNER), Level.FAIL, "for role sampler"),
     (certificate(site="eu-2"), Level.FAIL, "set `site` to eu-2"),
     (certificate(run="other"), Level.FAIL, "join run run"),
-    (link.judge_certificate(SLOW, role=Role.SAMPLER, site="", server=None), Level.FAIL, "heterorl join"),
-    (link.judge_expiry(ME, now=0.0), Level.OK, "100 days"),
-    (link.judge_expiry(ME, now=90 * 86400.0), Level.WARN, "certs renew"),
-    (link.judge_expiry(ME, now=101 * 86400.0), Level.FAIL, "expired 24.0 hours ago"),
-    (link.judge_expiry(ME, now=-3600.0), Level.FAIL, "clock"),
-    (link.judge_expiry(SLOW, now=0.0), Level.SKIP, "no certificate"),
+    (link_checks.judge_certificate(SLOW, role=Role.SAMPLER, site="", server=None), Level.FAIL, "heterorl join"),
+    (link_checks.judge_expiry(ME, now=0.0), Level.OK, "100 days"),
+    (link_checks.judge_expiry(ME, now=90 * 86400.0), Level.WARN, "certs renew"),
+    (link_checks.judge_expiry(ME, now=101 * 86400.0), Level.FAIL, "expired 24.0 hours ago"),
+    (link_checks.judge_expiry(ME, now=-3600.0), Level.FAIL, "clock"),
+    (link_checks.judge_expiry(SLOW, now=0.0), Level.SKIP, "no certificate"),
     # The middle of 10, 20 and 90 ms.
-    (link.judge_answer(reached(0.01, 0.09, 0.02)), Level.OK, "round trip 20 ms (median of 3, worst 90 ms)"),
-    (link.judge_answer(reached(2.0)), Level.WARN, "slow"),
-    (link.judge_answer(Trouble(kind="Unauthenticated", detail="revoked")), Level.FAIL, "revoked or expired"),
-    (link.judge_answer(Trouble(kind="PermissionDenied")), Level.FAIL, "coordinator's run"),
-    (link.judge_answer(Trouble(kind="old")), Level.FAIL, "same release"),
-    (link.judge_answer(SLOW), Level.FAIL, "does not answer"),
-    (link.judge_answer(Trouble(kind="Unreachable", detail="x")), Level.FAIL, "proxies"),
+    (link_checks.judge_answer(reached(0.01, 0.09, 0.02)), Level.OK, "round trip 20 ms (median of 3, worst 90 ms)"),
+    (link_checks.judge_answer(reached(2.0)), Level.WARN, "slow"),
+    (link_checks.judge_answer(Failure(kind="Unauthenticated", detail="revoked")), Level.FAIL, "revoked or expired"),
+    (link_checks.judge_answer(Failure(kind="PermissionDenied")), Level.FAIL, "coordinator's run"),
+    (link_checks.judge_answer(Failure(kind="old")), Level.FAIL, "same release"),
+    (link_checks.judge_answer(SLOW), Level.FAIL, "does not answer"),
+    (link_checks.judge_answer(Failure(kind="Unreachable", detail="x")), Level.FAIL, "proxies"),
     # 5 ms of what is seen may be the line's.
-    (link.judge_clock(reached(ahead=5.004)), Level.OK, "5 s behind"),
-    (link.judge_clock(reached(ahead=-5.1)), Level.WARN, "5.1 s ahead of"),
-    (link.judge_clock(reached(ahead=301.0)), Level.FAIL, "set-ntp"),
+    (link_checks.judge_clock(reached(ahead=5.004)), Level.OK, "5 s behind"),
+    (link_checks.judge_clock(reached(ahead=-5.1)), Level.WARN, "5.1 s ahead of"),
+    (link_checks.judge_clock(reached(ahead=301.0)), Level.FAIL, "set-ntp"),
     (messages(*FINE), Level.OK, "up 1 MiB at 2.1 MB/s"),
     (messages(*FINE, own=1 << 20), Level.WARN, "set max_message_bytes to the coordinator's 16777216"),
     (messages(*FINE, trial("down", 16 << 20, "UNAVAILABLE: reset")), Level.FAIL, "proxy"),
     (messages(*FINE, trial("down", 16 << 20, "late", late=True)), Level.WARN, "the line is slow"),
     (messages(trial("up", 1 << 16, "late", late=True)), Level.FAIL, "MTU"),
-    (link.judge_mtu(1500), Level.OK, "1500"),
-    (link.judge_mtu(576), Level.WARN, "tunnels"),
-    (link.judge_mtu(SLOW), Level.SKIP, "not known"),
+    (link_checks.judge_mtu(1500), Level.OK, "1500"),
+    (link_checks.judge_mtu(576), Level.WARN, "tunnels"),
+    (link_checks.judge_mtu(SLOW), Level.SKIP, "not known"),
     (disk(Disk(path="/x", free_bytes=4 * GIB, sync_s=0.001)), Level.OK, "a durable write takes 1 ms"),
     (disk(Disk(path="/x", free_bytes=3 * GIB // 2, sync_s=0.001)), Level.WARN, "2 GiB are better"),
     (disk(Disk(path="/x", free_bytes=GIB // 2, sync_s=0.001)), Level.FAIL, "at least 2 GiB"),
     (disk(Disk(path="/x", free_bytes=4 * GIB, sync_s=0.2)), Level.WARN, "put state_dir on a faster"),
-    (disk(Trouble(kind="full", detail="x")), Level.FAIL, "free space there"),
-    (disk(Trouble(kind="readonly", detail="x")), Level.FAIL, "mount it writable"),
-    (disk(Trouble(kind="denied", detail="x")), Level.FAIL, "let this user write"),
+    (disk(Failure(kind="full", detail="x")), Level.FAIL, "free space there"),
+    (disk(Failure(kind="readonly", detail="x")), Level.FAIL, "mount it writable"),
+    (disk(Failure(kind="denied", detail="x")), Level.FAIL, "let this user write"),
     (disk(SLOW), Level.FAIL, "does not end"),
     # A sampler on the CPU: four times the published state; a learner ten times.
     (memory(4 * GIB), Level.OK, "needs about 4 GiB"),
@@ -125,35 +127,45 @@ CASES = [
     (device(gpu(2 * GIB)), Level.OK, "2 GiB of 80 GiB free"),
     (device(gpu(GIB)), Level.WARN, "about 2 GiB"),
     (device(gpu(GIB - 1)), Level.FAIL, "larger one"),
-    (device(Trouble(kind="no_torch")), Level.FAIL, "heterorl[sampler]"),
-    (device(Trouble(kind="no_cuda")), Level.FAIL, "driver"),
-    (device(Trouble(kind="no_device")), Level.FAIL, "number"),
+    (device(Failure(kind="no_torch")), Level.FAIL, "heterorl[sampler]"),
+    (device(Failure(kind="no_cuda")), Level.FAIL, "driver"),
+    (device(Failure(kind="no_device")), Level.FAIL, "number"),
     (device(SLOW), Level.FAIL, "nvidia-smi"),
-    (machine.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=FACTS), Level.OK, "coordinator: heterorl 0.1.0"),
-    (machine.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=None), Level.OK, "torch 2.9"),
     (
-        machine.judge_versions(dataclasses.replace(VERSIONS, heterorl="0.2.0"), role=Role.SAMPLER, diagnosis=FACTS),
+        machine_checks.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=FACTS),
+        Level.OK,
+        "coordinator: heterorl 0.1.0",
+    ),
+    (machine_checks.judge_versions(VERSIONS, role=Role.SAMPLER, diagnosis=None), Level.OK, "torch 2.9"),
+    (
+        machine_checks.judge_versions(
+            dataclasses.replace(VERSIONS, heterorl="0.2.0"), role=Role.SAMPLER, diagnosis=FACTS
+        ),
         Level.WARN,
         "install heterorl 0.1.0",
     ),
     (
-        machine.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.LEARNER, diagnosis=FACTS),
+        machine_checks.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.LEARNER, diagnosis=FACTS),
         Level.FAIL,
         "heterorl[learner]",
     ),
     (
-        machine.judge_versions(dataclasses.replace(VERSIONS, torch=None), role=Role.COORDINATOR, diagnosis=FACTS),
+        machine_checks.judge_versions(
+            dataclasses.replace(VERSIONS, torch=None), role=Role.COORDINATOR, diagnosis=FACTS
+        ),
         Level.OK,
         "torch none",
     ),
     (
-        machine.judge_versions(dataclasses.replace(VERSIONS, engine="vllm 0.32.0"), role=Role.SAMPLER, diagnosis=FACTS),
+        machine_checks.judge_versions(
+            dataclasses.replace(VERSIONS, engine="vllm 0.32.0"), role=Role.SAMPLER, diagnosis=FACTS
+        ),
         Level.OK,
         "vllm 0.32.0; coordinator",
     ),
     (
-        machine.judge_versions(
-            dataclasses.replace(VERSIONS, engine=Trouble(kind="vllm", detail="vllm 0.31.0 is installed")),
+        machine_checks.judge_versions(
+            dataclasses.replace(VERSIONS, engine=Failure(kind="vllm", detail="vllm 0.31.0 is installed")),
             role=Role.SAMPLER,
             diagnosis=FACTS,
         ),
@@ -170,12 +182,16 @@ CASES = [
     (contract(group_size=3), Level.FAIL, "group_size"),
     (contract(sampling=dataclasses.replace(CONTRACT.sampling, top_k=3)), Level.FAIL, "make [sampling]"),
     (contract(lora=LoraSettings(rank=4, alpha=8.0, target_modules=("q",))), Level.FAIL, "make [lora]"),
-    (machine.judge_contract(None, diagnosis=FACTS), Level.SKIP, "model_dir is not set"),
-    (machine.judge_contract(CONTRACT, diagnosis=None), Level.SKIP, "can be loaded"),
-    (machine.judge_contract(SLOW, diagnosis=None), Level.FAIL, "local directory"),
-    (machine.judge_contract(Trouble(kind="model", detail="no tokenizer"), diagnosis=None), Level.FAIL, "model_dir and"),
+    (machine_checks.judge_contract(None, diagnosis=FACTS), Level.SKIP, "model_dir is not set"),
+    (machine_checks.judge_contract(CONTRACT, diagnosis=None), Level.SKIP, "can be loaded"),
+    (machine_checks.judge_contract(SLOW, diagnosis=None), Level.FAIL, "local directory"),
     (
-        machine.judge_contract(CONTRACT, diagnosis=dataclasses.replace(FACTS, contract=None)),
+        machine_checks.judge_contract(Failure(kind="model", detail="no tokenizer"), diagnosis=None),
+        Level.FAIL,
+        "model_dir and",
+    ),
+    (
+        machine_checks.judge_contract(CONTRACT, diagnosis=dataclasses.replace(FACTS, contract=None)),
         Level.WARN,
         "start the learner",
     ),
@@ -203,7 +219,7 @@ def test_fact_leads_to_its_own_words(check, level, words):
     ],
 )
 def test_every_broken_handshake_has_a_remedy(kind):
-    check = link.judge_handshake("coord", Trouble(kind=kind, detail="x"))
+    check = link_checks.judge_handshake("coord", Failure(kind=kind, detail="x"))
 
     assert check.level is Level.FAIL
     assert ("--host coord" in check.remedy) == (kind == "hostname")
@@ -225,8 +241,8 @@ def test_base_weights_of_adapters_are_the_runs_own_matter():
     )
     mine = dataclasses.replace(CONTRACT, lora=LoraSettings(rank=4, alpha=8.0, target_modules=("q",)))
 
-    assert machine.judge_contract(mine, diagnosis=stated).level is Level.OK
-    assert machine.judge_contract(CONTRACT, diagnosis=stated).level is Level.FAIL
+    assert machine_checks.judge_contract(mine, diagnosis=stated).level is Level.OK
+    assert machine_checks.judge_contract(CONTRACT, diagnosis=stated).level is Level.FAIL
 
 
 def test_only_a_failure_makes_the_exit_code_1_and_foreign_text_stays_text():

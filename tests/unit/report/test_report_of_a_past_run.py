@@ -22,9 +22,9 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.run_file import write_run_file
 from heterorl.report import figures
-from heterorl.report import page as page_of
-from heterorl.report.page import columns_of, render
+from heterorl.report import report_page as page_of
 from heterorl.report.past_run import InUse, ask_run, read_run
+from heterorl.report.report_page import columns_of, render
 from tests.support.run import REPORT, Run
 from tests.support.secure_run import SecureRun
 

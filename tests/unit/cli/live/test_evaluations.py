@@ -1,7 +1,7 @@
 """A run's evaluations as people see them: asked for in pages, and only what may have changed."""
 
-from heterorl.cli.live import tables as live
-from heterorl.cli.live.tables import evaluation_tables, read_evaluations
+from heterorl.cli.live import run_tables as live
+from heterorl.cli.live.run_tables import evaluation_tables, read_evaluations
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import evaluation_rows
 from heterorl.common.types.evaluation import (

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli.live.watch import View, frame, poll
+from heterorl.cli.live.watch_commands import View, frame, poll
 from heterorl.cli.main import app
 from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli.live.tables import Restorable, read_versions, shown, versions_table
+from heterorl.cli.live.run_tables import Restorable, read_versions, shown, versions_table
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.evaluation import Estimate
@@ -67,7 +67,7 @@ def test_the_newest_are_listed_and_the_best_of_each_set():
 
 def test_the_command_lists_twenty_unless_it_is_told_otherwise(monkeypatch):
     found = tuple(Restorable(version=version) for version in range(123, 100, -1))
-    monkeypatch.setattr("heterorl.cli.link.Link.ask", lambda *_: found)
+    monkeypatch.setattr("heterorl.cli.connection.Link.ask", lambda *_: found)
 
     def listed(*options):
         text = CliRunner().invoke(app, ["rollback", "127.0.0.1:1", "--insecure", "--list", *options]).stdout

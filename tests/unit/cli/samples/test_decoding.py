@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from heterorl.cli.samples.reading import decoder
+from heterorl.cli.samples.sample_reader import decoder
 from heterorl.common.types.rollout import GIVEN, Span
 from tests.support.samples import make_rollout, make_sample
 from tests.support.tokenizers import words

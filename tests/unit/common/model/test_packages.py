@@ -10,8 +10,8 @@ from packaging.specifiers import SpecifierSet
 from heterorl.common.errors import DependencyMissing, DependencyUnsupported
 from heterorl.common.model import packages
 from heterorl.common.model.packages import ENGINES, LIBRARIES, check_engine
-from heterorl.doctor.check import Trouble
-from heterorl.doctor.machine import measure_versions
+from heterorl.doctor.check import Failure
+from heterorl.doctor.machine_checks import measure_versions
 
 ROOT = Path(__file__).parents[4]
 
@@ -76,7 +76,7 @@ def test_another_version_is_refused_with_both(tmp_path, monkeypatch, version):
     with pytest.raises(DependencyUnsupported, match=rf"vllm {version} is installed; .* works with vllm >=0.32,<0.33"):
         check_engine("vllm")
     found = measure_versions("vllm").engine
-    assert isinstance(found, Trouble)
+    assert isinstance(found, Failure)
     assert f"vllm {version} is installed" in found.detail
 
 

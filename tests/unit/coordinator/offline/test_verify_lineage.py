@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.cli.offline import verify_directory
+from heterorl.cli.verify_data_dir import verify_directory
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.identity.signing import new_key
 from heterorl.common.process.clock import SystemClock
@@ -421,7 +421,7 @@ def test_command_ends_with_0_or_2(recorded, monkeypatch):
 
 
 def test_faults_beyond_the_table_are_counted(recorded, monkeypatch):
-    monkeypatch.setattr("heterorl.cli.offline.MAX_SHOWN", 3)
+    monkeypatch.setattr("heterorl.cli.verify_data_dir.MAX_SHOWN", 3)
     recorded.change("DELETE FROM signatures")
 
     text = recorded.verify(replay=False)[1]

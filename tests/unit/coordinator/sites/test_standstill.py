@@ -7,8 +7,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from heterorl.cli.live.tables import status_json, status_tables
-from heterorl.cli.live.watch import View, frame
+from heterorl.cli.live.run_tables import status_json, status_tables
+from heterorl.cli.live.watch_commands import View, frame
 from heterorl.common.errors import Quarantined
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.common import SiteId

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from heterorl.cli.live.tables import status_tables
+from heterorl.cli.live.run_tables import status_tables
 from heterorl.common.errors import CorruptStore, DiskFull, StoreFull
 from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator import observe

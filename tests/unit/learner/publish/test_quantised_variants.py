@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from heterorl.cli.offline import verify_directory
+from heterorl.cli.verify_data_dir import verify_directory
 from heterorl.common.errors import (
     ContractMismatch,
     InvalidRequest,

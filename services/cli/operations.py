@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.cli.config import load_service
-from heterorl.cli.link import Link, bytes_bar, console_of, linked
+from heterorl.cli.check_config import load_service
+from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def rollback(
     if (to is None) == (not list_):
         raise ConfigError("--to", "name one of --to and --list", action="--list shows which versions --to can name")
     if to is None:
-        from heterorl.cli.live.tables import read_versions, shown, versions_table
+        from heterorl.cli.live.run_tables import read_versions, shown, versions_table
 
         found = link.ask(read_versions)
         lines = shown(found, num=None if all_ else last)
@@ -126,7 +126,7 @@ def audit_verify(
     expect: Annotated[str, typer.Option(help="A digest noted earlier, which must be in the log.")] = "",
 ) -> None:
     """Check every link of the log; prints the newest digest, to be noted elsewhere. Exit code 2 on any fault."""
-    from heterorl.cli.offline import verify_log
+    from heterorl.cli.verify_data_dir import verify_log
 
     raise typer.Exit(verify_log(directory, expected=expect, say=typer.echo))
 
@@ -137,7 +137,7 @@ def audit_show(
     subject: Annotated[str, typer.Option(help="Only rows of this site, serial number or holder.")] = "",
 ) -> None:
     """Print the log, one row a line."""
-    from heterorl.cli.offline import show_log
+    from heterorl.cli.verify_data_dir import show_log
 
     show_log(directory, subject=subject, say=typer.echo)
 

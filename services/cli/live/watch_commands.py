@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from heterorl.cli.link import Link, console_of, explain_link, linked, silence_grpc
+from heterorl.cli.connection import Link, console_of, explain_link, linked, silence_grpc
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -39,7 +39,7 @@ def status(
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from heterorl.cli.live.tables import evaluation_tables, plain, status_json, status_tables
+    from heterorl.cli.live.run_tables import evaluation_tables, plain, status_json, status_tables
 
     answer, reports, evaluations = link.ask(_look)
     if json_:
@@ -53,7 +53,7 @@ def status(
 
 async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
     """The state of the run, its newest steps, one of which knows the accuracy, and its evaluations."""
-    from heterorl.cli.live.tables import read_evaluations
+    from heterorl.cli.live.run_tables import read_evaluations
 
     status = await run.get_status()
     known: dict[tuple[int, str], Evaluation] = {}
@@ -117,7 +117,7 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
         PermissionDenied: the certificate is no operator's.
         ConfigError: the certificates cannot be used.
     """
-    from heterorl.cli.live.tables import read_evaluations
+    from heterorl.cli.live.run_tables import read_evaluations
     from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
 
     try:
@@ -164,8 +164,8 @@ def frame(view: View, *, wall: float, width: int, height: int = 0, is_unicode: b
     from rich.table import Table
     from rich.text import Text
 
-    from heterorl.cli.live.curves import series
-    from heterorl.cli.live.tables import evaluation_tables, lines_of, status_tables
+    from heterorl.cli.live.run_tables import evaluation_tables, lines_of, status_tables
+    from heterorl.cli.live.step_curves import series
     from heterorl.report.figures import newest_accuracy, sparkline
 
     head = Text(f"{view.address}  {_time(wall)}  ")

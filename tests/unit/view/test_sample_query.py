@@ -4,7 +4,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from heterorl.view.query import MAX_TEXT, BadQuery, Query, parse_query
+from heterorl.view.sample_query import MAX_TEXT, BadQuery, Query, parse_query
 
 WHOLE = Query(
     text="x < 3 & y%", site="eu-1", fate="reward_mismatch", version_from=0, version_to=9, reward_from=-0.5, reward_to=1.0,

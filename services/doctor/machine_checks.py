@@ -28,7 +28,7 @@ from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.roles import Diagnosis
 from heterorl.common.types.common import NO_LORA, Contract, Digest
 from heterorl.coordinator.versions.lineage import contract_difference
-from heterorl.doctor.check import Check, Trouble, fail, ok, skip, warn
+from heterorl.doctor.check import Check, Failure, fail, ok, skip, warn
 
 NUM_SYNCS = 16
 _BLOCK = bytes(4096)
@@ -51,7 +51,7 @@ class Versions:
     python: str
     grpc: str
     torch: str | None
-    engine: str | Trouble | None = None
+    engine: str | Failure | None = None
     """Engine's package and version, or why it does not fit; None where the configuration needs none."""
 
 
@@ -64,7 +64,7 @@ class Device:
     total_bytes: int
 
 
-def measure_disk(directory: Path) -> Disk | Trouble:
+def measure_disk(directory: Path) -> Disk | Failure:
     """Write and sync a few blocks where a directory is or would be made."""
     place = directory
     while not place.exists() and place != place.parent:
@@ -90,13 +90,13 @@ def measure_disk(directory: Path) -> Disk | Trouble:
     return Disk(path=str(place), free_bytes=free, sync_s=statistics.median(times))
 
 
-def measure_memory(root: Path = Path("/")) -> int | Trouble:
+def measure_memory(root: Path = Path("/")) -> int | Failure:
     """Bytes of memory that a new process can get: of the machine, and of its control group."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError) as error:
-        return Trouble(kind="unknown", detail=f"/proc/meminfo: {error}")
+        return Failure(kind="unknown", detail=f"/proc/meminfo: {error}")
     # An unlimited group says "max", and a machine without one has no file.
     with contextlib.suppress(OSError, ValueError):
         group = root / "sys/fs/cgroup"
@@ -111,32 +111,32 @@ def measure_versions(engine: str = "") -> Versions:
         torch: str | None = version("torch")
     except PackageNotFoundError:
         torch = None
-    fit: str | Trouble | None = None
+    fit: str | Failure | None = None
     if engine:
         from heterorl.common.model.packages import check_engine
 
         try:
             fit = f"{engine} {check_engine(engine)}"
         except HeterorlError as error:
-            fit = Trouble(kind=engine, detail=str(error.args[0]))
+            fit = Failure(kind=engine, detail=str(error.args[0]))
     return Versions(
         heterorl=__version__, python=platform.python_version(), grpc=grpc.__version__, torch=torch, engine=fit
     )
 
 
-def measure_device(device: str) -> Device | Trouble:
+def measure_device(device: str) -> Device | Failure:
     """Look at a GPU through torch."""
     try:
         import torch
     except ImportError as error:
-        return Trouble(kind="no_torch", detail=str(error))
+        return Failure(kind="no_torch", detail=str(error))
     try:
         if not torch.cuda.is_available():
-            return Trouble(kind="no_cuda", detail=f"torch {torch.__version__} sees no GPU")
+            return Failure(kind="no_cuda", detail=f"torch {torch.__version__} sees no GPU")
         free, total = torch.cuda.mem_get_info(torch.device(device))
         return Device(name=torch.cuda.get_device_name(torch.device(device)), free_bytes=free, total_bytes=total)
     except (RuntimeError, ValueError) as error:
-        return Trouble(kind="no_device", detail=str(error).splitlines()[0])
+        return Failure(kind="no_device", detail=str(error).splitlines()[0])
 
 
 def model_bytes(model_dir: str) -> int:
@@ -144,7 +144,7 @@ def model_bytes(model_dir: str) -> int:
     return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
 
 
-def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble:
+def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure:
     """What a learner or sampler would state, from configuration, tokenizer and task alone; no weights are read.
 
     With adapters the digest of the base weights stays empty: it needs all of them.
@@ -187,7 +187,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
             routed_token_bytes=routed_token_bytes,
         )
     except (HeterorlError, OSError, ValueError, ImportError) as error:
-        return Trouble(kind="model", detail=str(error).splitlines()[0])
+        return Failure(kind="model", detail=str(error).splitlines()[0])
 
 
 def same_base(stated: Contract, own: Contract) -> Contract:
@@ -221,9 +221,9 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
     return layout.layout_id, room_of(settings).vocab_size, routed_token_bytes
 
 
-def _disk_trouble(place: Path, error: OSError) -> Trouble:
+def _disk_trouble(place: Path, error: OSError) -> Failure:
     kinds = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EROFS: "readonly"}
-    return Trouble(kind=kinds.get(error.errno or 0, "denied"), detail=f"{place}: {error.strerror}")
+    return Failure(kind=kinds.get(error.errno or 0, "denied"), detail=f"{place}: {error.strerror}")
 
 
 SYNC_WARN_S = 0.05
@@ -248,9 +248,9 @@ _CONTRACT = {
 }
 
 
-def judge_disk(fact: Disk | Trouble, *, key: str, state_bytes: int) -> Check:
+def judge_disk(fact: Disk | Failure, *, key: str, state_bytes: int) -> Check:
     """Whether the state has room and a disk that keeps what it is given; `key` names the directory's setting."""
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         remedies = {
             "full": "free space there: nothing can be written",
             "readonly": f"mount it writable, or name another directory in {key}",
@@ -269,9 +269,9 @@ def judge_disk(fact: Disk | Trouble, *, key: str, state_bytes: int) -> Check:
     return ok("disk", found)
 
 
-def judge_memory(fact: int | Trouble, *, role: Role, is_on_gpu: bool, state_bytes: int) -> Check:
+def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_bytes: int) -> Check:
     """Whether the model fits; `state_bytes` is the size of the published state, 0 when nobody knows it."""
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         return skip("memory", fact.detail)
     found = f"{_gib(fact)} available"
     if role not in {Role.LEARNER, Role.SAMPLER} or not state_bytes:
@@ -285,11 +285,11 @@ def judge_memory(fact: int | Trouble, *, role: Role, is_on_gpu: bool, state_byte
     )
 
 
-def judge_device(fact: Device | Trouble | None, *, device: str, role: Role, state_bytes: int) -> Check:
+def judge_device(fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int) -> Check:
     """Whether the configured device is there; None where nobody asks for a GPU."""
     if fact is None:
         return ok("gpu", f"none is asked for: {device}")
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         remedies = {
             "no_torch": f"install torch: pip install 'heterorl[{role}]'",
             "no_cuda": "install the driver and a torch for CUDA, or set the device to cpu",
@@ -310,7 +310,7 @@ def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -
     own = f"heterorl {fact.heterorl}, Python {fact.python}, grpc {fact.grpc}, torch {fact.torch or 'none'}"
     if role in {Role.LEARNER, Role.SAMPLER} and fact.torch is None:
         return fail("versions", own, f"install torch: pip install 'heterorl[{role}]'")
-    if isinstance(fact.engine, Trouble):
+    if isinstance(fact.engine, Failure):
         return fail("versions", f"{own}; {fact.engine.detail}", f"pip install 'heterorl[{fact.engine.kind}]'")
     if fact.engine is not None:
         own += f", {fact.engine}"
@@ -323,11 +323,11 @@ def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -
     return ok("versions", found)
 
 
-def judge_contract(fact: Contract | Trouble | None, *, diagnosis: Diagnosis | None) -> Check:
+def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | None) -> Check:
     """Whether this node would be admitted to the run; None where no model is configured."""
     if fact is None:
         return skip("contract", "model_dir is not set")
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         if fact.kind == "timeout":
             remedy = (
                 "ask again when this machine is less busy; on an idle one, copy the model to a faster local directory"

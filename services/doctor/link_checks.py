@@ -26,7 +26,7 @@ from heterorl.common.identity.identity import Identity, Role, read_identity
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.threads import num_threads
 from heterorl.common.rpc.roles import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
-from heterorl.doctor.check import TIMEOUT, Check, Trouble, fail, ok, skip, warn
+from heterorl.doctor.check import TIMEOUT, Check, Failure, fail, ok, skip, warn
 
 ResultT = TypeVar("ResultT")
 _IP_MTU, _IPV6_MTU = 14, 24
@@ -63,7 +63,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class MessageTrial:
     """One message of a size in a direction (`up`, `down`); `error` is empty when it arrived."""
 
     direction: str
@@ -73,7 +73,7 @@ class Trial:
     is_timeout: bool = False
 
 
-async def in_forgotten_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Trouble:
+async def in_daemon_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Failure:
     """Run a blocking function in a thread that nobody waits for when it hangs, not even the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
@@ -99,7 +99,7 @@ async def in_forgotten_thread(function: Callable[[], ResultT], *, timeout_s: flo
     try:
         return await asyncio.wait_for(future, timeout_s)
     except TimeoutError:
-        return Trouble(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s{_busy()}")
+        return Failure(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s{_busy()}")
 
 
 def _busy() -> str:
@@ -108,36 +108,36 @@ def _busy() -> str:
     return f"; this machine is busy, load {load:.0f} on {cores} cores" if load > cores else ""
 
 
-async def resolve(host: str, port: int, *, timeout_s: float) -> tuple[str, ...] | Trouble:
+async def resolve(host: str, port: int, *, timeout_s: float) -> tuple[str, ...] | Failure:
     """Addresses of a host, in the order in which they are tried."""
 
-    def ask() -> tuple[str, ...] | Trouble:
+    def ask() -> tuple[str, ...] | Failure:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            return Trouble(kind="unknown", detail=str(error))
+            return Failure(kind="unknown", detail=str(error))
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
-    return await in_forgotten_thread(ask, timeout_s=timeout_s)
+    return await in_daemon_thread(ask, timeout_s=timeout_s)
 
 
-async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> Connected | Trouble:
+async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> Connected | Failure:
     """Connect to the first address that accepts, each in its time; the last one's trouble where none does.
 
     Addresses, not names: a resolver that hangs would hold the loop's own threads, which the process waits for.
     """
-    trouble = Trouble(kind="unreachable", detail="no address")
+    trouble = Failure(kind="unreachable", detail="no address")
     for address in addresses:
         started = time.perf_counter()
         try:
             async with asyncio.timeout(timeout_s):
                 _, writer = await asyncio.open_connection(address, port)
         except TimeoutError:
-            trouble = Trouble(kind=TIMEOUT, detail=f"{address}: no answer in {timeout_s:g} s")
+            trouble = Failure(kind=TIMEOUT, detail=f"{address}: no answer in {timeout_s:g} s")
         except ConnectionRefusedError:
-            trouble = Trouble(kind="refused", detail=address)
+            trouble = Failure(kind="refused", detail=address)
         except OSError as error:
-            trouble = Trouble(kind="unreachable", detail=str(error))
+            trouble = Failure(kind="unreachable", detail=str(error))
         else:
             seconds = time.perf_counter() - started
             writer.close()
@@ -145,13 +145,13 @@ async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> C
     return trouble
 
 
-async def shake_hands(address: str, port: int, *, host: str, tls: TlsConfig, timeout_s: float) -> Handshake | Trouble:
+async def tls_handshake(address: str, port: int, *, host: str, tls: TlsConfig, timeout_s: float) -> Handshake | Failure:
     """A TLS 1.3 handshake with this node's certificate, as gRPC would do it; the server's is to name `host`."""
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=tls.ca)
         context.load_cert_chain(tls.cert, tls.key)
     except (OSError, ssl.SSLError) as error:
-        return Trouble(kind="files", detail=str(error))
+        return Failure(kind="files", detail=str(error))
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols(["h2"])
     try:
@@ -163,23 +163,23 @@ async def shake_hands(address: str, port: int, *, host: str, tls: TlsConfig, tim
             first = await reader.read(1)
             writer.close()
     except TimeoutError:
-        return Trouble(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s")
+        return Failure(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s")
     except ssl.SSLCertVerificationError as error:
-        return Trouble(kind=_VERIFY.get(error.verify_code, "authority"), detail=error.verify_message)
+        return Failure(kind=_VERIFY.get(error.verify_code, "authority"), detail=error.verify_message)
     except ssl.SSLError as error:
         reason = str(error.reason or error)
-        return Trouble(kind="refused_us" if "ALERT" in reason else "not_tls", detail=reason)
+        return Failure(kind="refused_us" if "ALERT" in reason else "not_tls", detail=reason)
     except OSError as error:
-        return Trouble(kind="closed", detail=str(error))
+        return Failure(kind="closed", detail=str(error))
     if not first:
-        return Trouble(kind="refused_us", detail="the server closed the connection after the handshake")
+        return Failure(kind="refused_us", detail="the server closed the connection after the handshake")
     identity = read_identity(x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM))
     return Handshake(protocol=protocol, server=identity if isinstance(identity, Identity) else None)
 
 
 async def ask(
     client: DiagnosisClient, *, count: int, timeout_s: float, wall_time: Callable[[], float] = time.time
-) -> Reached | Trouble:
+) -> Reached | Failure:
     """Ask the coordinator `count` times; the clocks are compared in the quickest round trip."""
     trips: list[float] = []
     best: tuple[float, float] | None = None
@@ -196,16 +196,16 @@ async def ask(
                 if best is None or took < best[0]:
                     best = took, diagnosis.server_time - (sent + took / 2)
     except TimeoutError:
-        return Trouble(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s")
+        return Failure(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s")
     except HeterorlError as error:
         kind = "old" if "UNIMPLEMENTED" in str(error) else type(error).__name__
-        return Trouble(kind=kind, detail=str(error))
+        return Failure(kind=kind, detail=str(error))
     assert diagnosis is not None
     assert best is not None
     return Reached(round_trips=tuple(trips), diagnosis=diagnosis, ahead_s=best[1], uncertainty_s=best[0] / 2)
 
 
-async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: float) -> tuple[Trial, ...]:
+async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: float) -> tuple[MessageTrial, ...]:
     """Messages of growing size in both directions, up to the largest allowed; a direction ends with its first loss."""
     trials = []
     for direction in ("up", "down"):
@@ -227,26 +227,26 @@ async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: 
                 is_timeout = isinstance(problem, Unreachable) and "DEADLINE_EXCEEDED" in error
             seconds = time.perf_counter() - started
             trials.append(
-                Trial(direction=direction, num_bytes=size, seconds=seconds, error=error, is_timeout=is_timeout)
+                MessageTrial(direction=direction, num_bytes=size, seconds=seconds, error=error, is_timeout=is_timeout)
             )
             if error:
                 break
     return tuple(trials)
 
 
-async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Trouble:
+async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Failure:
     """Largest packet on the way, bytes, as the kernel knows it by now."""
 
-    def measure() -> int | Trouble:
+    def measure() -> int | Failure:
         try:
             with socket.create_connection((address, port), timeout=timeout_s) as link:
                 if link.family == socket.AF_INET6:
                     return link.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
                 return link.getsockopt(socket.IPPROTO_IP, _IP_MTU)
         except OSError as error:
-            return Trouble(kind="unknown", detail=str(error))
+            return Failure(kind="unknown", detail=str(error))
 
-    return await in_forgotten_thread(measure, timeout_s=timeout_s)
+    return await in_daemon_thread(measure, timeout_s=timeout_s)
 
 
 EXPIRY_WARN_S = 14 * 86400.0
@@ -259,9 +259,9 @@ RTT_WARN_S = 1.0
 _RENEW = "get a new one: `heterorl join` with a new token, or `heterorl certs renew` where the authority is"
 
 
-def judge_dns(host: str, fact: tuple[str, ...] | Trouble) -> Check:
+def judge_dns(host: str, fact: tuple[str, ...] | Failure) -> Check:
     """Whether the name has an address."""
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         if fact.kind == TIMEOUT:
             return fail("dns", f"{host}: {fact.detail}", "correct the resolver of this machine (/etc/resolv.conf)")
         return fail(
@@ -274,9 +274,9 @@ def judge_dns(host: str, fact: tuple[str, ...] | Trouble) -> Check:
     return ok("dns", f"{host} is an address")
 
 
-def judge_port(address: str, fact: Connected | Trouble, *, is_own: bool = False) -> Check:
+def judge_port(address: str, fact: Connected | Failure, *, is_own: bool = False) -> Check:
     """Whether something listens; `is_own`: it would be this node itself."""
-    if not isinstance(fact, Trouble):
+    if not isinstance(fact, Failure):
         return ok("port", f"{address} accepts after {_ms(fact.seconds)}")
     if fact.kind == TIMEOUT:
         remedy = "let the coordinator's port through firewalls and security groups between here and there"
@@ -290,7 +290,7 @@ def judge_port(address: str, fact: Connected | Trouble, *, is_own: bool = False)
     return fail("port", f"{address}: {fact.detail}", "correct routes or the address: the machine cannot be reached")
 
 
-def judge_handshake(host: str, fact: Handshake | Trouble) -> Check:
+def judge_handshake(host: str, fact: Handshake | Failure) -> Check:
     """Whether both ends believe each other."""
     if isinstance(fact, Handshake):
         if fact.server is None or fact.server.role not in (Role.COORDINATOR, Role.RELAY):
@@ -312,9 +312,9 @@ def judge_handshake(host: str, fact: Handshake | Trouble) -> Check:
     return fail("tls", f"{fact.kind.replace('_', ' ')}: {fact.detail}", remedies[fact.kind])
 
 
-def judge_certificate(fact: Identity | Trouble, *, role: Role, site: str, server: Identity | None) -> Check:
+def judge_certificate(fact: Identity | Failure, *, role: Role, site: str, server: Identity | None) -> Check:
     """Whether this node's certificate is of its role, its site and the coordinator's run; `site` empty: any."""
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         return fail("certificate", fact.detail, "correct [tls], or get the files anew with `heterorl join`")
     found = f"this node is {fact.uri}"
     if fact.role is not role:
@@ -326,9 +326,9 @@ def judge_certificate(fact: Identity | Trouble, *, role: Role, site: str, server
     return ok("certificate", found)
 
 
-def judge_expiry(fact: Identity | Trouble, *, now: float) -> Check:
+def judge_expiry(fact: Identity | Failure, *, now: float) -> Check:
     """Whether the certificate is valid, and for how long; `now` in seconds since the epoch."""
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         return skip("expiry", "no certificate was read")
     left_s = fact.not_after - now
     if left_s <= 0:
@@ -340,17 +340,17 @@ def judge_expiry(fact: Identity | Trouble, *, now: float) -> Check:
     return ok("expiry", f"expires in {_days(left_s)}")
 
 
-def judge_revoked(fact: int | Trouble | None) -> Check:
+def judge_revoked(fact: int | Failure | None) -> Check:
     """Whether a coordinator reads a list of revoked certificates: how many are on it; None where none is named."""
     if fact is None:
         remedy = "set `tls.revoked` to a copy of the authority's list (an empty file is none): `heterorl certs revoke`"
         return warn("revoked", "tls.revoked is not set: a revoked certificate goes on working", f"{remedy} writes it")
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         return fail("revoked", fact.detail, "copy the authority's `certs/revoked` there; an empty file is none")
     return ok("revoked", f"{fact} certificates are refused")
 
 
-def judge_answer(fact: Reached | Trouble) -> Check:
+def judge_answer(fact: Reached | Failure) -> Check:
     """Whether the coordinator answers this node, and how fast."""
     if isinstance(fact, Reached):
         middle = statistics.median(fact.round_trips)
@@ -382,7 +382,7 @@ def judge_clock(fact: Reached) -> Check:
     return warn("clock", found, remedy) if off_s > CLOCK_WARN_S else ok("clock", found)
 
 
-def judge_messages(trials: Sequence[Trial], *, own_limit: int, server_limit: int) -> Check:
+def judge_messages(trials: Sequence[MessageTrial], *, own_limit: int, server_limit: int) -> Check:
     """Whether messages of the largest size get through both ways."""
     largest = {way: max((t.num_bytes for t in trials if t.direction == way and not t.error), default=0)
                for way in ("up", "down")}  # fmt: skip
@@ -409,9 +409,9 @@ def judge_messages(trials: Sequence[Trial], *, own_limit: int, server_limit: int
     return ok("messages", found)
 
 
-def judge_mtu(fact: int | Trouble) -> Check:
+def judge_mtu(fact: int | Failure) -> Check:
     """A hint: the largest packet that the kernel sends on this way."""
-    if isinstance(fact, Trouble):
+    if isinstance(fact, Failure):
         return skip("mtu", f"not known: {fact.detail}")
     if fact < MTU_WARN_BYTES:
         return warn("mtu", f"{fact} bytes", "look at tunnels on the way: packets of less than 1280 bytes cost speed")

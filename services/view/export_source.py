@@ -32,8 +32,8 @@ from heterorl.common.types.sample import (
     SampleSummary,
     kind_of,
 )
-from heterorl.view.index import Reading, SampleIndex
-from heterorl.view.packed import clean
+from heterorl.view.sample_codec import clean
+from heterorl.view.sample_index import Progress, SampleIndex
 
 MAX_LINE_BYTES = 64 << 20
 BATCH = 64
@@ -90,7 +90,7 @@ class _Row(BaseModel):
 
 
 class ExportedSamples:
-    """An export as a source; implements heterorl.view.index.Source.
+    """An export as a source; implements heterorl.view.sample_index.Source.
 
     Raises:
         ConfigError: the file is not there, is of another kind, or its first line is none of an export.
@@ -99,7 +99,7 @@ class ExportedSamples:
 
     def __init__(self, path: Path, index: SampleIndex) -> None:
         self.name, self._path, self._index = str(path), path, index
-        self.progress = Reading()
+        self.progress = Progress()
         self._thread = threading.Thread(target=self._run, name="export", daemon=True)
         self._is_closed = False
         for _ in islice(read_export(path), 1):

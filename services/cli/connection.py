@@ -190,19 +190,21 @@ async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | Non
 
     gRPC tells names, authorities and expiry apart in a log of its own only.
     """
-    from heterorl.doctor import link
-    from heterorl.doctor.check import Level, Trouble
+    from heterorl.doctor import link_checks
+    from heterorl.doctor.check import Failure, Level
 
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    found = await link.resolve(host, int(port), timeout_s=EXPLAIN_S)
-    check = link.judge_dns(host, found)
-    if not isinstance(found, Trouble):
-        connected = await link.connect(found, int(port), timeout_s=EXPLAIN_S)
-        check = link.judge_port(address, connected)
-        if not isinstance(connected, Trouble) and not tls.insecure:
-            shaken = await link.shake_hands(connected.address, int(port), host=host, tls=tls, timeout_s=EXPLAIN_S)
-            check = link.judge_handshake(host, shaken)
+    found = await link_checks.resolve(host, int(port), timeout_s=EXPLAIN_S)
+    check = link_checks.judge_dns(host, found)
+    if not isinstance(found, Failure):
+        connected = await link_checks.connect(found, int(port), timeout_s=EXPLAIN_S)
+        check = link_checks.judge_port(address, connected)
+        if not isinstance(connected, Failure) and not tls.insecure:
+            shaken = await link_checks.tls_handshake(
+                connected.address, int(port), host=host, tls=tls, timeout_s=EXPLAIN_S
+            )
+            check = link_checks.judge_handshake(host, shaken)
     if check.level is not Level.FAIL:
         return None
     finding = check.finding if check.finding.startswith(host) else f"{address}: {check.finding}"

@@ -8,9 +8,9 @@ import pytest
 
 from heterorl.common.errors import UnknownSample, Unreachable
 from heterorl.common.types.sample import SampleList
-from heterorl.view.index import SampleIndex
-from heterorl.view.live import LiveSamples
-from heterorl.view.query import Query
+from heterorl.view.live_source import LiveSamples
+from heterorl.view.sample_index import SampleIndex
+from heterorl.view.sample_query import Query
 from tests.support.samples import make_sample
 
 COUNT = 450

@@ -40,7 +40,7 @@ from heterorl.demo.config import (
     sampler_tables,
     tls_table,
 )
-from heterorl.demo.outcome import Ending, Record, broken_promises, measure, start_accuracy, verdict, write_report
+from heterorl.demo.demo_results import Ending, Record, broken_promises, measure, start_accuracy, verdict, write_report
 from heterorl.demo.processes import Child, Interruption, start, stop_together
 from heterorl.report.figures import newest_accuracy, sparkline
 from heterorl.sampler.record import record_name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from heterorl.cli.link import Link, console_of, linked
+from heterorl.cli.connection import Link, console_of, linked
 
 if TYPE_CHECKING:
     from heterorl.common.rpc.client import CoordinatorClient
@@ -76,8 +76,8 @@ def list_(
     tokenizer: TokenizerOption = "",
 ) -> None:
     """List kept samples, the newest first: each is a prompt with its completions. Needs an operator's certificate."""
-    from heterorl.cli.samples.reading import decoder, read_samples, read_summaries
-    from heterorl.cli.samples.table import foot, samples_table
+    from heterorl.cli.samples.sample_reader import decoder, read_samples, read_summaries
+    from heterorl.cli.samples.sample_table import foot, samples_table
     from heterorl.common.types.sample import SampleFilter, SamplePage, rollout_json
 
     wanted = _filter(site, kind, why, version, min_reward, max_reward, truncated)
@@ -114,8 +114,8 @@ def show(
     tokenizer: TokenizerOption = "",
 ) -> None:
     """Show one sample whole. Tokens are red where the learner finds them less likely than the sampler did, or green."""
-    from heterorl.cli.samples.reading import decoder
-    from heterorl.cli.samples.table import sample_page
+    from heterorl.cli.samples.sample_reader import decoder
+    from heterorl.cli.samples.sample_table import sample_page
     from heterorl.common.errors import ConfigError
     from heterorl.common.types.sample import rollout_json
 
@@ -146,7 +146,7 @@ def export(
     tokenizer: TokenizerOption = "",
 ) -> None:
     """Write kept samples to a file, the oldest first: one row a completion. Parquet needs heterorl[parquet]."""
-    from heterorl.cli.samples.reading import check_target, decoder, exporting, read_samples
+    from heterorl.cli.samples.sample_reader import check_target, decoder, exporting, read_samples
     from heterorl.common.types.sample import SamplePage
 
     check_target(out)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from rich.console import Console
 
-from heterorl.cli.samples.table import visible
+from heterorl.cli.samples.sample_table import visible
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
 from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_problem
@@ -38,14 +38,14 @@ class Turn:
     environment_s: float = 0.0
 
 
-class Voice(Protocol):
+class Player(Protocol):
     """A model or a person, who takes the turns of the policy."""
 
-    def speak(self) -> Turn | None:
+    def next_turn(self) -> Turn | None:
         """The next turn; None ends the episode."""
         ...
 
-    def hear(self, episode: Episode, turn: Turn) -> None:
+    def take_turn(self, episode: Episode, turn: Turn) -> None:
         """Show the turn to the environment, and keep what is said to it.
 
         Raises:
@@ -70,7 +70,7 @@ class Played:
 
 
 def play(
-    spec: EnvironmentSpec, voice: Voice, *, on_turn: Callable[[int, Turn], None], on_said: Callable[[Turn], None]
+    spec: EnvironmentSpec, player: Player, *, on_turn: Callable[[int, Turn], None], on_said: Callable[[Turn], None]
 ) -> Played:
     """Play one episode; `on_turn` is told each turn by its number, from 1 on, `on_said` the turn with its answer.
 
@@ -81,14 +81,14 @@ def play(
     begun = time.monotonic()
     try:
         with spec.open() as episode:
-            while (turn := voice.speak()) is not None:
+            while (turn := player.next_turn()) is not None:
                 played.turns.append(turn)
                 on_turn(len(played.turns), turn)
                 asked = time.monotonic()
-                voice.hear(episode, turn)
+                player.take_turn(episode, turn)
                 turn.environment_s = time.monotonic() - asked
                 on_said(turn)
-                played.finish_reason = _end(spec, played, voice, seconds=time.monotonic() - begun)
+                played.finish_reason = _end(spec, played, player, seconds=time.monotonic() - begun)
                 if played.finish_reason is not None:
                     break
             played.parts = episode.score()
@@ -99,17 +99,17 @@ def play(
     return played
 
 
-def _end(spec: EnvironmentSpec, played: Played, voice: Voice, *, seconds: float) -> FinishReason | None:
+def _end(spec: EnvironmentSpec, played: Played, player: Player, *, seconds: float) -> FinishReason | None:
     turn = played.turns[-1]
     if turn.said.done:
         return FinishReason.LENGTH if turn.is_cut else FinishReason.EOS
     # A person has all the time.
     seconds = 0.0 if turn.token_ids is None else seconds
-    return spec.limits.reached(num_turns=len(played.turns), seconds=seconds) or voice.limit()
+    return spec.limits.reached(num_turns=len(played.turns), seconds=seconds) or player.limit()
 
 
-class Model:
-    """A model's turns; implements Voice."""
+class ModelPlayer:
+    """A model's turns; implements Player."""
 
     def __init__(
         self, engine: Engine, conversation: Conversation, prompt: Int32Array, *, room: Room, config: Any
@@ -120,7 +120,7 @@ class Model:
         self._max_new_tokens = config.sampling.max_new_tokens
         self._max_trajectory_tokens = config.sampling.max_trajectory_tokens
 
-    def speak(self) -> Turn:
+    def next_turn(self) -> Turn:
         """Draw one, always the same one of the same weights and prompt.
 
         Raises:
@@ -139,7 +139,7 @@ class Model:
         text = self._conversation.prompter.decode(ids)
         return Turn(text=text, policy_s=time.monotonic() - begun, is_cut=is_cut, token_ids=ids)
 
-    def hear(self, episode: Episode, turn: Turn) -> None:
+    def take_turn(self, episode: Episode, turn: Turn) -> None:
         """Keep the ids that are given too."""
         assert turn.token_ids is not None, "it was drawn"
         turn.said = self._conversation.answer(episode, turn.token_ids)
@@ -153,8 +153,8 @@ class Model:
         return FinishReason.CONTEXT if num_tokens + self._max_new_tokens > self._max_trajectory_tokens else None
 
 
-class Person:
-    """Typed turns; implements Voice.
+class PersonPlayer:
+    """Typed turns; implements Player.
 
     A call of a tool is typed as a policy writes one: an object of JSON, with or without the tags of `hermes`.
     """
@@ -163,13 +163,13 @@ class Person:
         """`ask` waits for a line; None is the end of the input."""
         self._ask, self._has_tools = ask, has_tools
 
-    def speak(self) -> Turn | None:
+    def next_turn(self) -> Turn | None:
         """Ask for a line."""
         begun = time.monotonic()
         text = self._ask()
         return None if text is None else Turn(text=text, policy_s=time.monotonic() - begun)
 
-    def hear(self, episode: Episode, turn: Turn) -> None:
+    def take_turn(self, episode: Episode, turn: Turn) -> None:
         """Show the environment what was typed."""
         from heterorl.common.text.conversation import answer_to
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.cli.link import Link, linked
+from heterorl.cli.connection import Link, linked
 
 if TYPE_CHECKING:
-    from heterorl.view.index import SampleIndex, Source
+    from heterorl.view.sample_index import SampleIndex, Source
 
 EXPORTS = (".jsonl", ".parquet")
 
@@ -64,7 +64,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _export(path: Path) -> Callable[[SampleIndex], Source]:
-    from heterorl.view.export import ExportedSamples
+    from heterorl.view.export_source import ExportedSamples
 
     return lambda index: ExportedSamples(path, index)
 
@@ -76,7 +76,7 @@ def _coordinator(link: Link) -> Callable[[SampleIndex], Source]:
     from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.rpc.retry import RetryPolicy
-    from heterorl.view.live import LiveSamples
+    from heterorl.view.live_source import LiveSamples
 
     def connect() -> CoordinatorClient:
         return CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.rollout import Span
-from heterorl.view.tokens import probability_classes, ratio_classes, tokens_of
+from heterorl.view.token_colours import probability_classes, ratio_classes, tokens_of
 from tests.support.samples import ANSWERED, ASKED, TURNS, make_rollout, make_turns, pieces_of
 
 TEXT = "Wait, 12 + 30\nis 42."

@@ -25,7 +25,7 @@ from heterorl.plan.costs import (
     num_gpus,
     rank_memory,
 )
-from heterorl.plan.shape import ModelShape, nearest
+from heterorl.plan.model_shape import ModelShape, nearest
 
 DAY_S = 86400.0
 _TABLES = ("question", "shape", "memory", "drawing")

@@ -18,7 +18,7 @@ from heterorl.common.api import SamplesApi
 from heterorl.common.errors import HeterorlError, UnknownSample, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleList, SamplePage
-from heterorl.view.index import Reading, SampleIndex
+from heterorl.view.sample_index import Progress, SampleIndex
 
 POLL_S = 2.0
 AT_ONCE = 16
@@ -39,11 +39,11 @@ class Connect(Protocol):
 
 
 class LiveSamples:
-    """A coordinator's ring as a source; implements heterorl.view.index.Source."""
+    """A coordinator's ring as a source; implements heterorl.view.sample_index.Source."""
 
     def __init__(self, name: str, index: SampleIndex, connect: Connect, clock: Clock) -> None:
         self.name, self._index, self._connect, self._clock = name, index, connect, clock
-        self.progress = Reading(is_live=True)
+        self.progress = Progress(is_live=True)
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -149,4 +149,4 @@ class LiveSamples:
         return sample
 
     def _say(self, **fields: object) -> None:
-        self.progress = dataclasses.replace(self.progress, **fields)  # type: ignore[arg-type] # names of Reading
+        self.progress = dataclasses.replace(self.progress, **fields)  # type: ignore[arg-type] # names of Progress

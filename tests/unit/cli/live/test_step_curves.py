@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from heterorl.cli.live.curves import progress_words, report_rows, series, time_words
+from heterorl.cli.live.step_curves import progress_words, report_rows, series, time_words
 from heterorl.common.types.common import (
     CompletionNumbers,
     LearnerPhase,

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from heterorl.cli.samples.reading import exporting
+from heterorl.cli.samples.sample_reader import exporting
 from heterorl.common.errors import ConfigError
 from heterorl.common.types.sample import rollout_json
-from heterorl.view import export
-from heterorl.view.export import ExportedSamples, read_export
-from heterorl.view.index import SampleIndex
+from heterorl.view import export_source as export
+from heterorl.view.export_source import ExportedSamples, read_export
+from heterorl.view.sample_index import SampleIndex
 from tests.support.samples import make_sample, make_turns
 
 ROW = rollout_json(make_sample(1), 0, with_tokens=True)

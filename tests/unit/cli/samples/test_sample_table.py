@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from heterorl.cli.samples.table import coloured, sample_page, samples_table
+from heterorl.cli.samples.sample_table import coloured, sample_page, samples_table
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import SampleKind, SampleSummary
 from tests.support.samples import ANSWERED, ASKED, make_turns

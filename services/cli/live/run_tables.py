@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.cli.live.curves import progress_words, report_rows, series
+from heterorl.cli.live.step_curves import progress_words, report_rows, series
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
 from heterorl.common.types.common import StepReport

@@ -8,7 +8,7 @@ import pytest
 
 from heterorl.common.errors import PortInUse
 from heterorl.view.app import door
-from heterorl.view.server import HEADERS, Answer, ViewServer, has_key, is_own_host, take_key
+from heterorl.view.view_server import HEADERS, Answer, ViewServer, has_key, is_own_host, take_key
 
 KEY = "k3y"
 

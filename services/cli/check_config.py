@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import heterorl
-from heterorl.cli.link import console_of
+from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
 from heterorl.common.process.config import Config, InvalidConfig, all_keys, flatten, load, read_tables

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.sample import CONSUMED, EVALUATED, Sample, SampleKind
-from heterorl.view.packed import clean
+from heterorl.view.sample_codec import clean
 
 MAX_TEXT = 200
 """Characters of a search."""
@@ -168,7 +168,7 @@ def _number(fields: dict[str, str], name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hits:
-    """Ids next to a query's place, one more than asked where there is one; see heterorl.view.index.Found."""
+    """Ids next to a query's place, one more than asked where there is one; see heterorl.view.sample_index.Found."""
 
     ids: list[int]
     count: int

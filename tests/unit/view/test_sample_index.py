@@ -6,9 +6,9 @@ import pytest
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
-from heterorl.view import query as search
-from heterorl.view.index import SampleIndex
-from heterorl.view.query import Query
+from heterorl.view import sample_query as search
+from heterorl.view.sample_index import SampleIndex
+from heterorl.view.sample_query import Query
 from tests.support.samples import make_sample, make_turns
 
 COUNT = 60

@@ -17,7 +17,7 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.config import Regime
 from heterorl.report.figures import PICTURES, drawings, picture, titles
-from heterorl.report.page import fill
+from heterorl.report.report_page import fill
 
 PROMISED_BY = "gepo"
 """The algorithm whose rise in accuracy is promised; the others are there to compare."""

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from heterorl.common.errors import HeterorlError
-from heterorl.demo import run as demo_run
+from heterorl.demo import demo_run
 from heterorl.demo.config import TINY, DemoOptions
 from tests.support.run import REPORT
 

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.types.run import LedgerCounts, RunStatus
 from heterorl.demo.config import TINY
-from heterorl.demo.outcome import Record, broken_promises, digest_mismatches, measure, verdict
+from heterorl.demo.demo_results import Record, broken_promises, digest_mismatches, measure, verdict
 from tests.support.run import REPORT
 
 REGIME = dataclasses.replace(TINY, max_steps=2, lag_versions=1, required_gain=0.2)

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.sample import Sample, SampleSummary
-from heterorl.view.packed import pack_summary, pack_texts, read_summary, read_texts
-from heterorl.view.query import Query, folded, look_up
+from heterorl.view.sample_codec import pack_summary, pack_texts, read_summary, read_texts
+from heterorl.view.sample_query import Query, folded, look_up
 
 _SEPARATOR = "\x1e"
 """Between the texts of a sample: nothing is found across two."""
@@ -34,7 +34,7 @@ CREATE VIRTUAL TABLE parts USING fts5(folded, tokenize='trigram case_sensitive 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Progress:
     """How far a source was read; `total` is what it holds as far as it said, 0 where it did not."""
 
     total: int = 0
@@ -55,7 +55,7 @@ class Source(Protocol):
         ...
 
     @property
-    def progress(self) -> Reading:
+    def progress(self) -> Progress:
         """How far it is."""
         ...
 
@@ -93,7 +93,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class IndexState:
     """What the index has: samples, how many of them with what they say, and what was forgotten for room."""
 
     num_samples: int
@@ -219,10 +219,10 @@ class SampleIndex:
         summary = read_summary(row[0])
         return summary if row[1] is None else read_texts(summary, row[1])
 
-    def held(self) -> Held:
+    def held(self) -> IndexState:
         """What there is; asks no table."""
         low, high = self._rewards
-        return Held(
+        return IndexState(
             num_samples=self._num_samples,
             num_read=self._num_read,
             newest=self._newest,

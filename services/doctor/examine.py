@@ -1,0 +1,248 @@
+"""Wires the doctor: measures in order, judges, and skips what cannot be asked any more.
+
+Guarantees: each measurement has its own time limit, so that the whole ends whatever hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.errors import ConfigError, InvalidRequest
+from heterorl.common.identity.credentials import Revocations, read_material
+from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
+from heterorl.common.identity.tls import TlsConfig, check_tls
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.roles import Diagnosis, DiagnosisClient
+from heterorl.common.types.common import Contract
+from heterorl.common.wire.statement import statement_from_bytes
+from heterorl.doctor import link_checks, machine_checks
+from heterorl.doctor.check import Check, Failure, skip
+from heterorl.doctor.link_checks import in_daemon_thread
+
+MESSAGE_BYTES = 16 << 20
+"""What a service without the setting takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds that each measurement may take."""
+
+    dns_s: float = 5.0
+    port_s: float = 5.0
+    tls_s: float = 5.0
+    answer_s: float = 15.0
+    message_s: float = 20.0
+    disk_s: float = 15.0
+    device_s: float = 60.0
+    model_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorTarget:
+    """A node as its configuration describes it; `site` is empty where its certificate may name any."""
+
+    role: Role
+    address: str
+    tls: TlsConfig
+    state_dir: Path
+    state_key: str
+    site: str = ""
+    device: str = "cpu"
+    engine: str = ""
+    """Package of the engine or backend, where it is an optional one."""
+    published_dtype: str = "bf16"
+    max_message_bytes: int = MESSAGE_BYTES
+    model_config: Any = None
+    """The configuration where it names a model; None otherwise."""
+    num_calls: int = 10
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def host(self) -> str:
+        """Host of the coordinator, without the brackets of IPv6."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Port of the coordinator."""
+        return int(self.address.rpartition(":")[2])
+
+
+async def examine(target: DoctorTarget, *, wall_time: Callable[[], float] = time.time) -> list[Check]:
+    """Run every check, in the order in which they depend on each other."""
+    joins = getattr(target.model_config, "join", None) is not None
+    # The machine is measured while the network is waited for, but for what only the run can say.
+    alone = dataclasses.replace(target, model_config=None) if joins else target
+    local = asyncio.create_task(_measure_machine(alone))
+    try:
+        checks, diagnosis = await _examine_link(target, wall_time)
+        if target.role is Role.COORDINATOR:
+            plain = skip("revoked", "plaintext over loopback")
+            checks.append(plain if target.tls.insecure else link_checks.judge_revoked(read_revoked(target.tls)))
+        facts = await local
+        if joins:
+            facts = dataclasses.replace(facts, contract=await _measure_joined(target, diagnosis))
+        return checks + _judge_machine(target, facts, diagnosis)
+    finally:
+        local.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await local
+
+
+async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> Contract | Failure:
+    """The contract of a node that takes from the run what its file leaves out."""
+    from heterorl.sampler.joining import adopt
+
+    if diagnosis is None or not diagnosis.statement:
+        return Failure(kind="model", detail="the run has not stated what this file leaves out; ask again when it has")
+    try:
+        config = adopt(target.model_config, statement_from_bytes(diagnosis.statement)).config
+    except (ConfigError, InvalidRequest) as error:
+        return Failure(kind="model", detail=str(error))
+    measure = lambda: machine_checks.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
+    return await in_daemon_thread(measure, timeout_s=target.limits.model_s)
+
+
+async def _examine_link(target: DoctorTarget, wall_time: Callable[[], float]) -> tuple[list[Check], Diagnosis | None]:
+    limits, host, port = target.limits, target.host, target.port
+    own = None if target.tls.insecure else read_own(target.tls)
+    waiting = ["port", "tls", "certificate", "expiry", "coordinator", "clock", "messages", "mtu"]
+    checks: list[Check] = []
+
+    def add(check: Check) -> None:
+        checks.append(check)
+        if check.name in waiting:
+            waiting.remove(check.name)
+
+    def rest(why: str) -> list[Check]:
+        # Certificates lie on this machine: they are judged also when nobody answers.
+        if own is not None:
+            add(link_checks.judge_certificate(own, role=target.role, site=target.site, server=None))
+            add(link_checks.judge_expiry(own, now=wall_time()))
+        return checks + [skip(name, why) for name in waiting]
+
+    addresses = await link_checks.resolve(host, port, timeout_s=limits.dns_s)
+    add(link_checks.judge_dns(host, addresses))
+    if isinstance(addresses, Failure):
+        return rest("the name has no address"), None
+    connected = await link_checks.connect(addresses, port, timeout_s=limits.port_s)
+    is_own = target.role is Role.COORDINATOR
+    add(link_checks.judge_port(target.address, connected, is_own=is_own))
+    if isinstance(connected, Failure):
+        return rest("the port was not reached"), None
+    server = None
+    if own is None:
+        for name in ("tls", "certificate", "expiry"):
+            add(skip(name, "plaintext over loopback"))
+    elif isinstance(own, Failure):
+        return rest("there is no usable certificate"), None
+    else:
+        shaken = await link_checks.tls_handshake(
+            connected.address, port, host=host, tls=target.tls, timeout_s=limits.tls_s
+        )
+        add(link_checks.judge_handshake(host, shaken))
+        if isinstance(shaken, Failure):
+            return rest("there was no handshake"), None
+        server = shaken.server
+        add(link_checks.judge_certificate(own, role=target.role, site=target.site, server=server))
+        add(link_checks.judge_expiry(own, now=wall_time()))
+    try:
+        check_tls(target.tls, key="coordinator", address=target.address)
+        client = DiagnosisClient(
+            target.address,
+            tls=target.tls,
+            max_message_bytes=target.max_message_bytes,
+            policy=RetryPolicy(budget_s=0.0),
+        )
+    except ConfigError as error:
+        add(link_checks.judge_answer(Failure(kind="ConfigError", detail=str(error))))
+        return rest("no call was made"), None
+    async with client:
+        reached = await link_checks.ask(client, count=target.num_calls, timeout_s=limits.answer_s, wall_time=wall_time)
+        add(link_checks.judge_answer(reached))
+        if isinstance(reached, Failure):
+            return rest("the coordinator did not answer"), None
+        add(link_checks.judge_clock(reached))
+        server_limit = reached.diagnosis.max_message_bytes
+        limit = min(target.max_message_bytes, server_limit)
+        trials = await link_checks.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
+        add(link_checks.judge_messages(trials, own_limit=target.max_message_bytes, server_limit=server_limit))
+    # After large messages, by which the kernel may have learned of a narrower path.
+    add(link_checks.judge_mtu(await link_checks.path_mtu(connected.address, port, timeout_s=limits.port_s)))
+    return checks, reached.diagnosis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Machine:
+    disk: machine_checks.Disk | Failure
+    memory: int | Failure
+    device: machine_checks.Device | Failure | None
+    contract: Any
+
+
+async def _measure_machine(target: DoctorTarget) -> _Machine:
+    limits = target.limits
+    disk = await in_daemon_thread(lambda: machine_checks.measure_disk(target.state_dir), timeout_s=limits.disk_s)
+    is_gpu = target.device.startswith("cuda")
+    device = None
+    if is_gpu:
+        device = await in_daemon_thread(lambda: machine_checks.measure_device(target.device), timeout_s=limits.device_s)
+    contract = None
+    config = target.model_config
+    if config is not None:
+        measure = lambda: machine_checks.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
+        contract = await in_daemon_thread(measure, timeout_s=limits.model_s)
+    return _Machine(disk=disk, memory=machine_checks.measure_memory(), device=device, contract=contract)
+
+
+def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis | None) -> list[Check]:
+    files = 0 if target.model_config is None else machine_checks.model_bytes(target.model_config.model_dir)
+    state = max(files, diagnosis.bytes_full if diagnosis is not None else 0)
+    is_gpu = target.device.startswith("cuda")
+    checks = [
+        machine_checks.judge_disk(facts.disk, key=target.state_key, state_bytes=state),
+        machine_checks.judge_memory(facts.memory, role=target.role, is_on_gpu=is_gpu, state_bytes=state),
+    ]
+    if target.role in {Role.LEARNER, Role.SAMPLER}:
+        checks.append(
+            machine_checks.judge_device(facts.device, device=target.device, role=target.role, state_bytes=state)
+        )
+    checks.append(
+        machine_checks.judge_versions(
+            machine_checks.measure_versions(target.engine), role=target.role, diagnosis=diagnosis
+        )
+    )
+    if target.role in {Role.LEARNER, Role.SAMPLER}:
+        checks.append(machine_checks.judge_contract(facts.contract, diagnosis=diagnosis))
+    return checks
+
+
+def read_own(tls: TlsConfig) -> Identity | Failure:
+    """Whom this node's certificate names, also when it has expired: that is another check's matter."""
+    try:
+        check_tls(tls, key="coordinator", address="")
+        identity = read_identity(Path(tls.cert).read_bytes())
+        if isinstance(identity, Refusal):
+            return Failure(kind="files", detail=identity.message)
+        read_material(tls, number=0, now=identity.not_after)
+    except (ConfigError, OSError) as error:
+        return Failure(kind="files", detail=str(error))
+    return identity
+
+
+def read_revoked(tls: TlsConfig) -> int | Failure | None:
+    """How many certificates a coordinator refuses by its list; None where it has none."""
+    path = getattr(tls, "revoked", "")
+    if not path:
+        return None
+    try:
+        return len(Revocations(Path(path)).current())
+    except ConfigError as error:
+        return Failure(kind="files", detail=str(error))

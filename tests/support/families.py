@@ -34,7 +34,7 @@ VISION = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A row of the table of models in docs/recipes.md."""
+    """A row of the table of models in docs/models.md."""
 
     shown: str
     kind: str

@@ -1,6 +1,6 @@
 """Architectures: each is read from files, trained, published and drawn from, and stays one policy, or is refused.
 
-`docs/recipes.md` shows the table; the divided backends take the same models in `fsdp2/test_fsdp2_families.py` and in
+`docs/models.md` shows the table; the divided backends take the same models in `fsdp2/test_fsdp2_families.py` and in
 `tests/engines/test_deepspeed_families.py`.
 """
 
@@ -19,7 +19,7 @@ from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.families import FAMILIES, TRAINED, write_family
 from tests.support.training import SAMPLING, group, queued, rollout
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "recipes.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
 QUICK = ("qwen3", "llama", "gemma3-vision", "phi3", "glm4-moe", "falcon-h1")
 """What a change must pass, of everything; all of them take a minute."""
 TOLERANCE = 1e-6

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import grpc.aio
 
-from heterorl.common.rpc.options import keep_freed_frames, link_options
-from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.rpc.transport_options import keep_freed_frames, link_options
+from heterorl.common.weights.payload_file import FRAME_BYTES
 from heterorl.coordinator.store.files import write_all
 from heterorl.v1 import policy_pb2
 

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.ingest_peers import JetStream, Postgres
 from benchmarks.ingest_servers import Client, Groups, Heterorl, HeterorlClient, Missing, Server
-from heterorl.common.rpc.options import keep_freed_frames
+from heterorl.common.rpc.transport_options import keep_freed_frames
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import SealedGroup, WorkAssignment
 from heterorl.sampler.outbox.delivery import BATCH_BYTES, BATCH_GROUPS

@@ -32,10 +32,10 @@ from rich.table import Table
 
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.options import BURST_S, BandwidthConfig
+from heterorl.common.rpc.transport_options import BURST_S, BandwidthConfig
 from heterorl.common.types.common import Contract, SiteId, StepReport
 from heterorl.common.types.rollout import (
     FinishReason,
@@ -164,8 +164,8 @@ def measured(steps: list[tuple[float, float]], commits: list[float], sizes: list
 
 async def fill(client: CoordinatorClient, contract: Contract, count: int) -> None:
     """Put all groups of a run into the queue when there is a version."""
-    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=0.5)
-    await patience.insist(client.get_status)
+    backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=0.5)
+    await backoff.retry(client.get_status)
     async for _ in client.watch_head(after_version=-1):
         break
     manifest = manifest_from_bytes((await client.get_signed_manifest(version=0)).data)

@@ -104,7 +104,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     """One row, in rank 0's process."""
     import torch
 
-    from heterorl.common.rpc.options import keep_freed_frames
+    from heterorl.common.rpc.transport_options import keep_freed_frames
     from heterorl.demo.processes import start, stop
     from heterorl.learner.backends.ranks import checkpoint_writer
     from heterorl.learner.backends.ranks.local_ranks import LocalRanks
@@ -179,8 +179,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
 async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peaks) -> dict[str, Any]:
     from heterorl.common.identity.tls import TlsConfig
+    from heterorl.common.process.backoff import Backoff
     from heterorl.common.process.clock import SystemClock
-    from heterorl.common.process.patience import Patience
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.learner.publish.checkpoint_store import CheckpointStore
     from heterorl.learner.publish.publisher import Publisher
@@ -213,16 +213,16 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
 
     directory = Path(job["directory"]) / "learner"
     store = TimedStore(directory / "checkpoints")
-    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=0.5)
+    backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=0.5)
     losses: list[float] = []
     times: dict[str, list[float]] = {"step": [], "publish": [], "checkpoint": [], "stall": [], "state": []}
     async with CoordinatorClient(config.coordinator, tls=TlsConfig(insecure=True)) as client:
         contract = make_contract(backend.layout, vocab_size=job["vocab_size"])
-        await patience.insist(client.get_status)
+        await backoff.retry(client.get_status)
         grant = await client.acquire_lease(holder="bench", contract=contract, request_id="bench")
         publisher = Publisher(
             client, run_id="bench", epoch=grant.epoch, layout=backend.layout, directory=directory / "payloads",
-            store=store, journal=TrainingLog(directory), patience=patience, snapshot_every_versions=1000,
+            store=store, journal=TrainingLog(directory), backoff=backoff, snapshot_every_versions=1000,
             checkpoint_every_versions=1000,
         )  # fmt: skip
         publisher.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)

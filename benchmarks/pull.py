@@ -44,18 +44,18 @@ from rich.table import Table
 from benchmarks.bare_streams import read_bare, read_bare_to_file, read_tcp, serve_bare, serve_tcp, serving
 from benchmarks.pull_ways import Ways
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.fetch import Fetcher
-from heterorl.common.pull.pull import PulledVersion, Puller
+from heterorl.common.pull.fetcher import Fetcher
+from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.options import keep_freed_frames
+from heterorl.common.rpc.transport_options import keep_freed_frames
 from heterorl.common.types.common import Contract, Digest, LogprobMode, SamplingSemantics
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.weights.container import FRAME_BYTES, max_file_bytes
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
+from heterorl.common.weights.payload_file import FRAME_BYTES, max_file_bytes
 from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
 from heterorl.demo.processes import start, stop
 from heterorl.learner.publish.upload import upload
@@ -104,7 +104,7 @@ async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], direct
     """Upload and publish versions 0 and 1 as a learner does."""
     contract = contract_of(arenas[0].layout.layout_id)
     epoch = (await client.acquire_lease(holder="bench", contract=contract, request_id="bench")).epoch
-    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=1.0)
+    backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=1.0)
     parent_digest, refs = "", []
     for version, arena in enumerate(arenas):
         path = directory / f"v{version}"
@@ -116,7 +116,7 @@ async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], direct
             digest=info.digest,
             num_bytes=info.num_bytes,
         )
-        await upload(client, ref, path, epoch=epoch, patience=patience)
+        await upload(client, ref, path, epoch=epoch, backoff=backoff)
         manifest = build_manifest(
             run_id="bench",
             epoch=epoch,

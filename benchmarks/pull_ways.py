@@ -19,11 +19,11 @@ from typing import Any
 
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.arena import Layout
-from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.payload_file import max_file_bytes
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.demo.processes import Child, start, stop
 from tests.support.bucket import BucketServer

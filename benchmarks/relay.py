@@ -27,10 +27,10 @@ from rich.table import Table
 
 from benchmarks.pull import build_arenas, publish
 from heterorl.certs.directory import Authority
-from heterorl.common.identity.identity import Role
+from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Layout, TensorSpec
 from heterorl.demo.processes import Child, start, stop

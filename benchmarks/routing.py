@@ -4,7 +4,7 @@ Random Qwen3 models with weights as published in bf16, mixtures and their dense 
 and a mixture that was trained on the text: a Markov chain with eight successors of each token. Differences are
 |log-prob - log-prob| of 1,520 tokens, nats. `agree` is the mean of tokens for which both chose the same experts in
 every layer, `differ` that of the others, `differing` their share. `replayed` is the mean where the second engine's
-experts are taken by the first (heterorl.common.model.routing).
+experts are taken by the first (heterorl.common.model.router_replay).
 
     hf bf16 - hf fp32       rounding alone
     hf bf16 - vllm bf16     a learner that computes in bf16 beside its sampler
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from heterorl.common.model.routing import RoutedTokens, RouterRecorder, RouterReplay
+from heterorl.common.model.router_replay import RoutedTokens, RouterRecorder, RouterReplay
 
 VOCABULARY, NUM_TEXTS, TEXT_TOKENS, WIDTH, EXPERT_WIDTH = 512, 16, 96, 64, 48
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -33,12 +33,12 @@ from benchmarks.pull import contract_of, free_port
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.options import keep_freed_frames
+from heterorl.common.rpc.transport_options import keep_freed_frames
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers, state_root
 from heterorl.common.weights.codec import Method
-from heterorl.common.weights.container import NO_ROOT, Header, write_chunks, write_durably, write_header
+from heterorl.common.weights.payload_file import NO_ROOT, Header, write_chunks, write_durably, write_header
 from heterorl.common.wire.policy import manifest_to_bytes
 from heterorl.demo.processes import start, stop
 

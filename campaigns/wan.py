@@ -26,7 +26,7 @@ from rich.console import Console
 
 from campaigns import wan_evidence
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.common.identity.identity import Role
+from heterorl.common.identity.spiffe import Role
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from tests.support.certificates import DAY, Certificates, now

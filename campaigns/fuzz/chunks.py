@@ -16,7 +16,7 @@ from campaigns.fuzz.mutate import EDGES, mutated
 from heterorl.common.errors import CorruptData
 from heterorl.common.weights.arena import IntArray
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
-from heterorl.common.weights.steps import compress, decompress
+from heterorl.common.weights.sparse_codec import compress, decompress
 
 DTYPES = {1: np.int8, 2: np.int16, 4: np.int32}
 

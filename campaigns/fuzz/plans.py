@@ -14,7 +14,7 @@ from campaigns.fuzz.files import scratch
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.policy import plan_from_pb
 from heterorl.v1 import policy_pb2

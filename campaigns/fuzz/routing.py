@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from campaigns.fuzz.mutate import mutated
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.model.routing import RoutedTokens, RouterReplay, RoutingShape
+from heterorl.common.model.router_replay import RoutedTokens, RouterReplay, RoutingShape
 
 SHAPES = [
     RoutingShape(num_layers=1, top_k=1, num_experts=2),

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity.identity import Role, is_name, spiffe_uri
+from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri
 
 SKEW = datetime.timedelta(minutes=5)
 """How far ahead of the others the authority's clock may be."""

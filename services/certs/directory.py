@@ -23,7 +23,7 @@ from pathlib import Path
 from heterorl.certs.authority import LOCAL_HOSTS, SERVING, Pair, hosts_of, issue_node, make_authority
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import parse_serials
-from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
+from heterorl.common.identity.spiffe import Identity, Refusal, Role, read_identity
 from heterorl.common.process.files import replacing
 
 REVOKED = "revoked"

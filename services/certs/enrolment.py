@@ -36,7 +36,7 @@ from heterorl.certs.tokens import (
     secret_digest,
 )
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity.identity import Role, is_name, spiffe_uri, split_uri
+from heterorl.common.identity.spiffe import Role, is_name, spiffe_uri, split_uri
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import blake3
 
 from heterorl.common.errors import ConfigError, OperatorError
-from heterorl.common.identity.identity import Role, split_uri
+from heterorl.common.identity.spiffe import Role, split_uri
 
 PREFIX = "hrl1."
 ID_BYTES, SECRET_BYTES, PIN_BYTES, SUM_BYTES = 8, 32, 32, 4

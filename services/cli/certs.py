@@ -72,7 +72,7 @@ def issue(
 ) -> None:
     """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
     from heterorl.certs.directory import PUBLIC, REVOKED, Authority, write_file
-    from heterorl.common.identity.identity import Role
+    from heterorl.common.identity.spiffe import Role
     from heterorl.common.identity.tls import ADDRESS_FILE
 
     if coordinator:
@@ -122,7 +122,7 @@ def revoke(
     `heterorl certs list` shows.
     """
     from heterorl.certs.directory import Authority
-    from heterorl.common.identity.identity import Role
+    from heterorl.common.identity.spiffe import Role
 
     if bool(what) == bool(site):
         raise ConfigError("WHAT", "name either WHAT or --site", action="`heterorl certs list` shows all of them")
@@ -196,7 +196,7 @@ def create_token(
 ) -> None:
     """Print a token that becomes one certificate, once, for this site and role. It is a secret until then."""
     from heterorl.certs.enrolment import Enrolment
-    from heterorl.common.identity.identity import Role
+    from heterorl.common.identity.spiffe import Role
 
     if authority:
         check_address("--authority", authority)
@@ -210,7 +210,7 @@ def create_token(
 def list_tokens(directory: DirOption = DIRECTORY) -> None:
     """Show every token: for whom, until when, whether it was used."""
     from heterorl.certs.enrolment import Enrolment
-    from heterorl.common.identity.identity import split_uri
+    from heterorl.common.identity.spiffe import split_uri
 
     now = time.time()
     table = Table("token", "role", "site", "minutes left", "state", title="tokens")
@@ -280,7 +280,7 @@ def join(
     from heterorl.certs.join import join as get
     from heterorl.certs.tokens import parse_token
     from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
-    from heterorl.common.rpc.link import check_health
+    from heterorl.common.rpc.channel import check_health
 
     check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)

@@ -172,9 +172,9 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _check_engine(kind: str) -> None:
-    from heterorl.common.model.packages import check_engine
+    from heterorl.common.model.library_versions import check_package
 
-    check_engine(kind)
+    check_package(kind)
 
 
 def _try_loss(config: Any) -> None:
@@ -217,7 +217,7 @@ def _load_tokenizer(config: Any) -> Any:
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
-    from heterorl.common.model.building import room_at
+    from heterorl.common.model.model_loading import token_limits_at
     from heterorl.common.text.conversation import open_conversations, try_answers, try_prompts, try_reward
     from heterorl.learner.checks.reward_checks import check_trust, tried_here
 
@@ -226,7 +226,9 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
             check_trust(task, config.verification.trust_rewards_of)
         task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
     if prompter is not None:
-        try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
+        try_prompts(
+            task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens
+        )
     try_answers(task)
     if prompter is not None:
         ends = config.sampling.end_token_ids or prompter.end_token_ids

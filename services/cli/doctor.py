@@ -38,7 +38,7 @@ def doctor(
     Exit code 0: nothing failed; warnings may need a look. 1: a check failed, and its line says what to do.
     2: the configuration is wrong.
     """
-    from heterorl.common.identity.identity import Role
+    from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.check import checks_json, checks_table, exit_code
     from heterorl.doctor.examine import examine
 
@@ -70,7 +70,7 @@ def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> R
 
 def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     """What the doctor needs to know of a configuration."""
-    from heterorl.common.identity.identity import Role
+    from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.examine import MESSAGE_BYTES, DoctorTarget
 
     if role in ("coordinator", "relay"):

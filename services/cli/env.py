@@ -121,13 +121,13 @@ def _type(asked: Prompt, spec: EnvironmentSpec, console: Console) -> Played:
 def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Screen) -> tuple[Int32Array, Played]:
     from heterorl.cli.env_episode import ModelPlayer, play
     from heterorl.common.generation.hf_engine import HfEngine
-    from heterorl.common.model.building import room_at
+    from heterorl.common.model.model_loading import token_limits_at
     from heterorl.common.text.conversation import Conversations
 
     ends = config.sampling.end_token_ids or prompter.end_token_ids
     conversation = Conversations(task, prompter, end_token_ids=ends, tool_parser=config.task.tool_parser).of(asked)
     assert conversation is not None, "the prompt has an environment"
-    ids, room = conversation.encode(asked), room_at(config.model_dir)
+    ids, room = conversation.encode(asked), token_limits_at(config.model_dir)
     room.check(ids, config.sampling.max_new_tokens)
     engine = HfEngine(
         model_dir=config.model_dir, published_dtype=config.backend.published_dtype,

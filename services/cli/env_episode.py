@@ -21,7 +21,7 @@ from heterorl.common.types.rollout import FinishReason, RewardPart, total_reward
 
 if TYPE_CHECKING:
     from heterorl.common.generation.inference_engine import Engine
-    from heterorl.common.model.building import Room
+    from heterorl.common.model.model_loading import TokenLimits
     from heterorl.common.text.conversation import Conversation
 
 
@@ -112,7 +112,7 @@ class ModelPlayer:
     """A model's turns; implements Player."""
 
     def __init__(
-        self, engine: Engine, conversation: Conversation, prompt: Int32Array, *, room: Room, config: Any
+        self, engine: Engine, conversation: Conversation, prompt: Int32Array, *, room: TokenLimits, config: Any
     ) -> None:
         """`prompt` is token ids; of the learner's configuration `sampling` is read."""
         self._engine, self._conversation, self._room = engine, conversation, room

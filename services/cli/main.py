@@ -33,7 +33,7 @@ from heterorl.cli.report import report
 from heterorl.cli.samples.samples_commands import samples
 from heterorl.cli.samples.view_command import view
 from heterorl.common.errors import ConfigError, HeterorlError, OperatorError
-from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.process.config import explain, read_tables
 
 app = typer.Typer(
@@ -78,7 +78,7 @@ LogOption = Annotated[LogStyle, typer.Option("--log", help="`console` for people
 
 def _who(service: Service, config: Any = None) -> dict[str, str]:
     """What a service says of itself with every line of its log."""
-    from heterorl.common.identity.identity import Identity, read_identity
+    from heterorl.common.identity.spiffe import Identity, read_identity
 
     who: dict[str, str] = {"role": service, "version": heterorl.__version__}
     if config is None:
@@ -99,7 +99,7 @@ def _serve(
     # Lines of gRPC's core below errors are of links that heterorl names itself; read once, before its import.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from heterorl.common.process import logs
-    from heterorl.common.rpc.options import keep_freed_frames
+    from heterorl.common.rpc.transport_options import keep_freed_frames
 
     logs.configure(style=log, fields=_who(service))
     loaded = load_service(service, config, overrides or ())

@@ -19,7 +19,7 @@ from heterorl.common.errors import ConfigError, OperatorError, UnknownVersion
 
 if TYPE_CHECKING:
     from heterorl.common.identity.tls import TlsConfig
-    from heterorl.common.rpc.roles import Backup
+    from heterorl.common.rpc.maintenance import Backup
 
 NEWEST = 20
 """Versions that `rollback --list` shows where no number is given."""
@@ -160,8 +160,8 @@ def backup(
 
 
 async def _ask(address: str, *, tls: TlsConfig, name: str) -> Backup:
+    from heterorl.common.rpc.maintenance import BackupClient
     from heterorl.common.rpc.retry import RetryPolicy
-    from heterorl.common.rpc.roles import BackupClient
 
     async with BackupClient(address, tls=tls, policy=RetryPolicy(budget_s=30.0)) as client:
         return await client.backup(name=name)

@@ -13,9 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from heterorl.common.process import descriptors, metrics, notify, tracing
+from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import replacing
+from heterorl.common.rpc import server_limits
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -158,13 +159,13 @@ async def _serve(
 def _take_descriptors(wanted: int) -> int:
     """Take the descriptors that the system gives; returns the calls at once that they are enough for.
     Raises ConfigError: not even for a few."""
-    limit = descriptors.raise_limit(calls=wanted)
-    calls = descriptors.calls_within(limit, wanted=wanted)
+    limit = server_limits.raise_limit(calls=wanted)
+    calls = server_limits.calls_within(limit, wanted=wanted)
     if calls < wanted:
         _LOG.warning(
             "%d file descriptors are enough for %d calls at once, not for max_concurrent_rpcs = %d:"
             " allow %d (ulimit -n, LimitNOFILE=) or lower it",
-            limit, calls, wanted, descriptors.needed_for(wanted),
+            limit, calls, wanted, server_limits.needed_for(wanted),
         )  # fmt: skip
     return calls
 

@@ -11,7 +11,7 @@ import contextlib
 
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
-from heterorl.common.pull.reader import PayloadReader
+from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.evaluation import EvaluationColumn
 from heterorl.coordinator.groups import admission, queue

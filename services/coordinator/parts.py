@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from heterorl.common.process.clock import Bell, Clock
-from heterorl.common.pull.reader import PayloadReader
+from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue

@@ -21,7 +21,7 @@ from heterorl.common.errors import (
     PayloadMissing,
     RunFinished,
 )
-from heterorl.common.pull.reader import DamagedFile
+from heterorl.common.pull.payload_reader import DamagedFile
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import (
     NO_PLACE,

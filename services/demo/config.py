@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from heterorl.certs.directory import Authority
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.identity.identity import Role
+from heterorl.common.identity.spiffe import Role
 from heterorl.common.process.files import try_lock
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.report.figures import PICTURES

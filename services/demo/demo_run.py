@@ -129,7 +129,7 @@ class _Demo:
     async def _work(self, interruption: Interruption) -> None:
         with interruption.cancelling():
             address = await self._start()
-            # Short patience: the view is drawn again half a second later.
+            # Short backoff: the view is drawn again half a second later.
             tls = TlsConfig.model_validate(tls_table(self._options, role="operator", site="demo"))
             async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=3.0)) as client:
                 await self._watch(client)

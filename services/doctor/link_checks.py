@@ -22,10 +22,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from heterorl.common.errors import HeterorlError, Unreachable
-from heterorl.common.identity.identity import Identity, Role, read_identity
+from heterorl.common.identity.spiffe import Identity, Role, read_identity
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.threads import num_threads
-from heterorl.common.rpc.roles import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
 from heterorl.doctor.check import TIMEOUT, Check, Failure, fail, ok, skip, warn
 
 ResultT = TypeVar("ResultT")

@@ -24,8 +24,8 @@ import grpc
 
 from heterorl import __version__
 from heterorl.common.errors import ConfigError, HeterorlError
-from heterorl.common.identity.identity import Role
-from heterorl.common.rpc.roles import Diagnosis
+from heterorl.common.identity.spiffe import Role
+from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import NO_LORA, Contract, Digest
 from heterorl.coordinator.versions.lineage import contract_difference
 from heterorl.doctor.check import Check, Failure, fail, ok, skip, warn
@@ -113,10 +113,10 @@ def measure_versions(engine: str = "") -> Versions:
         torch = None
     fit: str | Failure | None = None
     if engine:
-        from heterorl.common.model.packages import check_engine
+        from heterorl.common.model.library_versions import check_package
 
         try:
-            fit = f"{engine} {check_engine(engine)}"
+            fit = f"{engine} {check_package(engine)}"
         except HeterorlError as error:
             fit = Failure(kind=engine, detail=str(error.args[0]))
     return Versions(
@@ -149,8 +149,8 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
 
     With adapters the digest of the base weights stays empty: it needs all of them.
     """
-    from heterorl.common.model.building import room_at
     from heterorl.common.model.contract import build_contract
+    from heterorl.common.model.model_loading import token_limits_at
     from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task_config import build_task
     from heterorl.common.text.conversation import open_conversations, try_answers, try_prompts, try_reward
@@ -166,7 +166,9 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
             config.model_dir, published_dtype, config.lora, records_routing=config.sampling.router_replay == "rollout"
         )
         task = build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
-        try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
+        try_prompts(
+            task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens
+        )
         try_answers(task)
         end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
         open_conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=config.task.tool_parser)
@@ -203,9 +205,9 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
 
     from heterorl.common.model import tensors
     from heterorl.common.model.adapters import attach
-    from heterorl.common.model.building import BUILDING, room_of
-    from heterorl.common.model.directory import first_line
-    from heterorl.common.model.routing import routing_shape
+    from heterorl.common.model.model_directory import first_line
+    from heterorl.common.model.model_loading import BUILDING, token_limits_of
+    from heterorl.common.model.router_replay import routing_shape
 
     try:
         settings: Any = AutoConfig.from_pretrained(model_dir)
@@ -218,7 +220,7 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
         attach(model, lora.settings(Digest("")))
     layout = tensors.layout_of(model, published_dtype)  # type: ignore[arg-type] # one of the configuration's names
     routed_token_bytes = routing_shape(model).token_bytes if records_routing else 0
-    return layout.layout_id, room_of(settings).vocab_size, routed_token_bytes
+    return layout.layout_id, token_limits_of(settings).vocab_size, routed_token_bytes
 
 
 def _disk_trouble(place: Path, error: OSError) -> Failure:

@@ -22,11 +22,11 @@ from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.identity.signing import Trust
 from heterorl.common.model.contract import LoraConfig
-from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.config import InvalidConfig, problems_of
 from heterorl.common.process.threads import num_threads
-from heterorl.common.pull.pull import PulledVersion, Puller
+from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.tasks.task import Measure

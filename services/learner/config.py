@@ -14,8 +14,8 @@ from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.common.process.address import Addresses
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.rpc.direct import Allowed, Host
-from heterorl.common.rpc.options import BandwidthConfig
+from heterorl.common.rpc.presigned import Allowed, Host
+from heterorl.common.rpc.transport_options import BandwidthConfig
 from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.findings import VerificationConfig

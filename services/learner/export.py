@@ -42,9 +42,9 @@ from heterorl.common.weights.arena import (
     zeros,
 )
 from heterorl.common.weights.codec import apply_chunk
-from heterorl.common.weights.file_plan import FilePlan
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import PayloadChunks, apply_payload
+from heterorl.common.weights.safetensors_layout import SafetensorsLayout
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.backends.loading import digest_of_opened, empty_model, open_model
 from heterorl.learner.backends.optimizer_state import read_lora
@@ -149,7 +149,7 @@ def _write_weights(
             # safetensors sorts alike: wide types first, then names.
             order = sorted(names, key=lambda name: (-form.tensors[name].element_size(), name))
             table = [(name, TYPE_NAMES[form.tensors[name].dtype], tuple(form.tensors[name].shape)) for name in order]
-            plan = FilePlan(table, metadata={"format": "pt"})
+            plan = SafetensorsLayout(table, metadata={"format": "pt"})
             file: BinaryIO = stack.enter_context((directory / file_name).open("wb"))
             file.write(plan.header)
             file.truncate(plan.num_bytes)

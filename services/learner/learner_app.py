@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.identity.identity import site_of
 from heterorl.common.identity.signing import Trust
+from heterorl.common.identity.spiffe import site_of
 from heterorl.common.process import metrics, notify, tracing
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.process.federation import pushing
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.process.threads import cause_of, in_thread, num_threads
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
@@ -125,8 +125,8 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
     are not checked.
     """
     cap_s = config.retry_cap_s
-    patience = functools.partial(
-        Patience, clock=clock, rng=rng, base_s=config.retry_base_s, cap_s=cap_s, asked_cap_s=cap_s
+    backoff = functools.partial(
+        Backoff, clock=clock, rng=rng, base_s=config.retry_base_s, cap_s=cap_s, asked_cap_s=cap_s
     )
     trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
     progress = new_step_timer(clock, parts.passes)
@@ -135,11 +135,11 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         api=api,
         contract=parts.contract,
         clock=clock,
-        patience=patience,
+        backoff=backoff,
         backend=parts.backend,
         evaluator=parts.evaluator,
-        verifier=_verifier(config, parts, api=api, patience=patience(), trust=trust, busy=progress.checks),
-        begin=functools.partial(_begin_term, config, parts, api=api, patience=patience, trust=trust),
+        verifier=_verifier(config, parts, api=api, backoff=backoff(), trust=trust, busy=progress.checks),
+        begin=functools.partial(_begin_term, config, parts, api=api, backoff=backoff, trust=trust),
         reader=None if parts.verification is None else NoteReader(parts.verification.prompter, parts.verification.task),
         progress=progress,
         statement=parts.statement,
@@ -178,7 +178,7 @@ class Learner:
 
 
 def _verifier(
-    config: LearnerConfig, parts: Parts, *, api: LearnerApi, patience: Patience, trust: Trust, busy: BusyTime
+    config: LearnerConfig, parts: Parts, *, api: LearnerApi, backoff: Backoff, trust: Trust, busy: BusyTime
 ) -> Verifier | None:
     if parts.verification is None:
         return None
@@ -188,7 +188,7 @@ def _verifier(
             api,
             spool=config.state_dir / "checks",
             layout=parts.backend.layout,
-            patience=patience,
+            backoff=backoff,
             trust=trust,
             num_kept=config.verification.kept_versions,
             threads=num_threads(config.backend.threads),
@@ -203,7 +203,7 @@ def _begin_term(
     grant: LeaseGrant,
     *,
     api: LearnerApi,
-    patience: Callable[[], Patience],
+    backoff: Callable[[], Backoff],
     trust: Trust,
 ) -> Rollback:
     """Make what works under a lease; the state directory is held."""
@@ -220,7 +220,7 @@ def _begin_term(
         run_id=config.run_id,
         epoch=grant.epoch,
         directory=payloads,
-        patience=patience(),
+        backoff=backoff(),
         trust=trust,
         threads=threads,
     )
@@ -232,7 +232,7 @@ def _begin_term(
         directory=payloads,
         store=store,
         journal=journal,
-        patience=patience(),
+        backoff=backoff(),
         snapshot_every_versions=config.snapshot_every_versions,
         checkpoint_every_versions=cadence(config.checkpoint_every_versions, num_elements=backend.layout.num_elements),
         signer=parts.signer,
@@ -240,11 +240,11 @@ def _begin_term(
         threads=threads,
         variants=variants if config.variants else None,
     )
-    waits = patience()
+    waits = backoff()
     published = PublishedVersions(
-        api=api, layout=backend.layout, spool=payloads / "incoming", patience=waits, trust=trust, threads=threads
+        api=api, layout=backend.layout, spool=payloads / "incoming", backoff=waits, trust=trust, threads=threads
     )
-    restorer = Restorer(backend=backend, store=store, patience=waits, variants=publisher.variants)
+    restorer = Restorer(backend=backend, store=store, backoff=waits, variants=publisher.variants)
     resumption = Resumption(
         api=api,
         backend=backend,
@@ -253,7 +253,7 @@ def _begin_term(
         restorer=restorer,
         published=published,
         journal=journal,
-        patience=waits,
+        backoff=waits,
         run_id=config.run_id,
         epoch=grant.epoch,
         state_dir=directory,

@@ -12,11 +12,11 @@ import torch
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.inference_engine import canary_texts
 from heterorl.common.identity.signing import Signer, load_signer
-from heterorl.common.model.building import room_at, room_of
 from heterorl.common.model.contract import build_contract, statement_of
-from heterorl.common.model.directory import check_model_dir
-from heterorl.common.model.packages import LIBRARIES, check_engine
-from heterorl.common.model.routing import routing_shape
+from heterorl.common.model.library_versions import LIBRARIES, check_package
+from heterorl.common.model.model_directory import check_model_dir
+from heterorl.common.model.model_loading import token_limits_at, token_limits_of
+from heterorl.common.model.router_replay import routing_shape
 from heterorl.common.tasks.environments.environment_task import environments_of
 from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.task import Task, close_task
@@ -82,7 +82,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     task = score_in_workers(
         build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task
     )
-    try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
+    try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
     conversations = None
     if environments_of(task):
@@ -103,7 +103,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
         text=prompter.digests,
         task=task,
         layout_id=backend.layout.layout_id,
-        vocab_size=room_of(model.config).vocab_size,
+        vocab_size=token_limits_of(model.config).vocab_size,
         group_size=config.group_size,
         min_members=config.sampling.members(config.group_size),
         sampling=sampling,
@@ -223,7 +223,7 @@ def _check_divided(config: LearnerConfig) -> None:
         # Before the other ranks begin, which would all miss it.
         import_deepspeed(config.backend.device)
     for name in LIBRARIES:
-        check_engine(name)
+        check_package(name)
 
 
 def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> ShardedBackend:

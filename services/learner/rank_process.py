@@ -18,7 +18,7 @@ from pathlib import Path
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process import logs
-from heterorl.common.rpc.options import keep_freed_frames
+from heterorl.common.rpc.transport_options import keep_freed_frames
 from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
 
 _LOG = logging.getLogger(__name__)

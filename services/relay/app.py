@@ -24,17 +24,18 @@ import grpc.aio
 
 from heterorl.common.errors import ConfigError, PortInUse
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
-from heterorl.common.identity.identity import Identity, Role, site_of
+from heterorl.common.identity.spiffe import Identity, Role, site_of
 from heterorl.common.identity.tls import check_tls
-from heterorl.common.process import descriptors, metrics, notify
+from heterorl.common.process import metrics, notify
 from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.process.federation import pushing
 from heterorl.common.process.files import replacing
 from heterorl.common.process.metrics import RELAY_BYTES
-from heterorl.common.rpc.budget import Budget
+from heterorl.common.process.pushed_metrics import pushing
+from heterorl.common.rpc import server_limits
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.options import server_options
 from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.server_limits import MemoryQuota
+from heterorl.common.rpc.transport_options import server_options
 from heterorl.common.types.common import Series
 from heterorl.common.wire.common import series_to_pb
 from heterorl.relay.cache import CacheDirectory
@@ -64,7 +65,7 @@ async def main(config: RelayConfig) -> int:
 
 
 async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
-    descriptors.raise_limit(calls=config.max_concurrent_rpcs)
+    server_limits.raise_limit(calls=config.max_concurrent_rpcs)
     cache = await asyncio.to_thread(CacheDirectory, config.cache_dir, max_bytes=config.cache_bytes)
     metrics.watch_disk(config.cache_dir)
     metrics.RELAY_CACHE_LIMIT_BYTES.set(config.cache_bytes)
@@ -147,7 +148,7 @@ class RelayServer:
             revoked=Revocations(Path(config.tls.revoked)) if config.tls.revoked else frozenset(),
             places=config.max_concurrent_rpcs,
             places_of_node=config.site_concurrent_rpcs,
-            budget=Budget(total_bytes=config.messages_in_flight_bytes, message_bytes=config.max_message_bytes),
+            budget=MemoryQuota(total_bytes=config.messages_in_flight_bytes, message_bytes=config.max_message_bytes),
         )
         self._forwarder = Forwarder(
             config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes, door=self.door

@@ -4,7 +4,8 @@
     incoming/DIGEST   what has arrived of others, from the beginning on
 
 Guarantees: a name in `payloads` appears with all its bytes durable or not at all; what counts is what is on disk, so a
-directory without its index is no case. A disk that changes bytes later is found by whoever reads (common/pull/reader).
+directory without its index is no case. Readers find bytes that a disk changed later
+(common/pull/payload_reader).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pydantic import Field
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.address import Addresses, Listen
 from heterorl.common.process.config import Config
-from heterorl.common.rpc.direct import Allowed, Host
-from heterorl.common.rpc.options import BandwidthConfig
+from heterorl.common.rpc.presigned import Allowed, Host
+from heterorl.common.rpc.transport_options import BandwidthConfig
 
 
 class RelayConfig(Config):

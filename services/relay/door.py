@@ -1,7 +1,7 @@
 """Who comes in at a relay, and how much of it: samplers of its own site, each with a share of calls and of memory.
 
 Guarantees: no call is answered or carried before its caller is admitted, and no message is read before there is room
-(common/rpc/budget); a certificate that expires or is revoked ends also the streams that it opened, at their next
+(common/rpc/server_limits); a certificate that expires or is revoked ends also the streams that it opened, at their next
 message.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 import grpc.aio
 
 from heterorl.common.errors import PermissionDenied, QuotaExceeded, RemoteError, Unauthenticated
-from heterorl.common.identity.identity import Identity, Refusal, RefusalReason, certificate_of, identify, refuse_node
+from heterorl.common.identity.spiffe import Identity, Refusal, RefusalReason, certificate_of, identify, refuse_node
 from heterorl.common.process.metrics import IDENTITY_REFUSALS, RELAY_CALLS
-from heterorl.common.rpc.budget import Budget, Holder, Room
+from heterorl.common.rpc.server_limits import Caller, MemoryQuota, Reservation
 
 EXPIRED_RETRY_S = 5.0
 RETRY_AFTER_S = 1.0
@@ -36,9 +36,9 @@ class Node:
     certificate: bytes = b""
 
     @property
-    def holder(self) -> Holder:
+    def holder(self) -> Caller:
         """Whose bytes a message's are."""
-        return Holder(self.name, is_privileged=False, is_proven=self.identity is not None)
+        return Caller(self.name, is_privileged=False, is_proven=self.identity is not None)
 
 
 class Door:
@@ -55,7 +55,7 @@ class Door:
         revoked: Container[int],
         places: int,
         places_of_node: int,
-        budget: Budget,
+        budget: MemoryQuota,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self._own = own
@@ -127,7 +127,7 @@ class Door:
             if not self._calls[node.name]:
                 del self._calls[node.name]
 
-    async def message(self, node: Node, method: str, context: _Context) -> tuple[Room, Any]:
+    async def message(self, node: Node, method: str, context: _Context) -> tuple[Reservation, Any]:
         """The next message of a call, or EOF, and its room, which the caller closes.
 
         Raises:

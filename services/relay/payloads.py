@@ -2,7 +2,7 @@
 
 Guarantees: one fetch of a payload at a time, whoever asks and leaves meanwhile; a fetch that broke goes on from the
 bytes on disk when somebody asks again, also after a restart; a kept payload is compared with its name once and each
-block of it whenever it is sent (common/pull/reader), so that one that a disk damaged is fetched anew and never sent.
+block of it whenever it is sent (common/pull/payload_reader), so a block that a disk damaged is fetched again.
 What cannot be kept is passed on to each who asks: a whole one from the bucket where it has the bytes of its name, the
 rest of one, and a range, from the coordinator.
 """
@@ -22,13 +22,13 @@ from heterorl.common.errors import Busy, CorruptData, DiskFull, Draining, Invali
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.metrics import RELAY_BYTES, RELAY_READS
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.fetch import Fetcher
-from heterorl.common.pull.reader import DamagedFile, PayloadReader
-from heterorl.common.pull.spool import RunningDigest
-from heterorl.common.rpc.roles import WeightCalls
+from heterorl.common.pull.fetcher import Fetcher
+from heterorl.common.pull.partial_download import RunningDigest
+from heterorl.common.pull.payload_reader import DamagedFile, PayloadReader
+from heterorl.common.rpc.calls import WeightCalls
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PullPlan
-from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.weights.payload_file import FRAME_BYTES
 from heterorl.relay.cache import CacheDirectory
 
 _LOG = logging.getLogger(__name__)

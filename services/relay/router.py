@@ -23,12 +23,12 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from heterorl.common.errors import HeterorlError, InvalidRequest, RemoteError, Unreachable
-from heterorl.common.identity.identity import NODE_KEY
+from heterorl.common.identity.spiffe import NODE_KEY
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.metrics import RPC_SECONDS
-from heterorl.common.rpc.budget import Room
-from heterorl.common.rpc.link import Link
-from heterorl.common.rpc.status import reason_of, to_status
+from heterorl.common.rpc.channel import CoordinatorChannel
+from heterorl.common.rpc.error_status import reason_of, to_status
+from heterorl.common.rpc.server_limits import Reservation
 from heterorl.common.types.common import digest_field
 from heterorl.common.wire.policy import frame_checksum, plan_to_pb
 from heterorl.relay.door import Door, Node
@@ -205,7 +205,7 @@ class Forwarder:
         self._max_message_bytes = max_message_bytes
         self._door = door
         # By the names in certificates, so there are as many as the authority issued for this site.
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, CoordinatorChannel] = {}
 
     async def close(self) -> None:
         """Close all connections; calls under way are cancelled."""
@@ -244,7 +244,9 @@ class Forwarder:
         finally:
             room.close()
 
-    async def _send(self, method: str, node: Node, context: _Context, call: Any, room: Room, message: Any) -> None:
+    async def _send(
+        self, method: str, node: Node, context: _Context, call: Any, room: Reservation, message: Any
+    ) -> None:
         try:
             while message is not grpc.aio.EOF:
                 await call.write(message)
@@ -260,10 +262,10 @@ class Forwarder:
         finally:
             room.close()
 
-    def _link(self, node: Node) -> Link:
+    def _link(self, node: Node) -> CoordinatorChannel:
         link = self._links.get(node.name)
         if link is None:
-            link = Link(self._address, tls=self._tls, max_message_bytes=self._max_message_bytes)
+            link = CoordinatorChannel(self._address, tls=self._tls, max_message_bytes=self._max_message_bytes)
             self._links[node.name] = link
         return link
 

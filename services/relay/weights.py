@@ -21,8 +21,8 @@ from typing import Generic, TypeVar
 
 from heterorl.common.api import WeightsApi
 from heterorl.common.errors import Draining, HeterorlError, Unreachable
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.policy import NO_VERSION, HeadUpdate, PullPlan, SignedManifest
 from heterorl.relay.cache import CacheDirectory
 from heterorl.relay.payloads import Payloads
@@ -207,17 +207,17 @@ class Head:
 
     async def run(self) -> None:
         """Watch the coordinator for ever."""
-        patience = Patience(clock=self._clock, rng=random.Random())
+        backoff = Backoff(clock=self._clock, rng=random.Random())
         while True:
             try:
                 # From the beginning each time: a head that went back is seen only so.
                 async for update in self._api.watch_head(after_version=NO_VERSION):
-                    patience.reset()
+                    backoff.reset()
                     self._note(update)
                 error = HeterorlError("the coordinator ended the watch")
             except HeterorlError as caught:
                 error = caught
-            wait_s = patience.delay_s(asked_s=getattr(error, "retry_after_s", 0.0))
+            wait_s = backoff.delay_s(asked_s=getattr(error, "retry_after_s", 0.0))
             _LOG.debug("watching the head again in %.1f s: %s", wait_s, error)
             await self._clock.sleep(wait_s)
 

@@ -40,11 +40,11 @@ from rich.filesize import decimal
 from heterorl.common.api import SamplerApi
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics, notify, tracing
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
-from heterorl.common.process.federation import pushing
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.pushed_metrics import pushing
 from heterorl.common.process.threads import cause_of, num_threads
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
@@ -138,7 +138,7 @@ def join(
     # A clock that was wrong when an earlier process spooled must hold nothing longer than the delay model would.
     outbox.release_by(now() + max_group_delay_s(config.delay))
     numbering = asyncio.Lock()
-    patience = Patience(clock=clock, rng=rng)
+    backoff = Backoff(clock=clock, rng=rng)
     puller = Puller(
         api=api,
         spool=config.state_dir / "incoming",
@@ -149,7 +149,7 @@ def join(
         threads=num_threads(config.engine.threads),
         variant=config.variant,
         # While bytes arrive the link works, and the next failure is the first of a row.
-        on_frame=patience.reset,
+        on_frame=backoff.reset,
     )
     policy = PolicySync(
         api=api,
@@ -160,7 +160,7 @@ def join(
         clock=clock,
         bell=bell,
         rng=rng,
-        patience=patience,
+        backoff=backoff,
     )
     registration = Registration(
         site=site, incarnation=outbox.incarnation, contract=parts.contract, engine=parts.engine.name,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from heterorl.common.generation.inference_engine import Engine, ScoredText, canary_texts
-from heterorl.common.model.building import room_at
 from heterorl.common.model.contract import build_contract
-from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.model_directory import check_model_dir
+from heterorl.common.model.model_loading import token_limits_at
 from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.task import Task, close_task
 from heterorl.common.tasks.task_config import build_task, score_in_workers
@@ -63,7 +63,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     task = task if scores_here else score_in_workers(task, settings)
     # Before the model is loaded and before anybody counts on this site.
-    try_prompts(task, prompter, room=room_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
+    try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
     end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
     tool_parser = config.task.tool_parser

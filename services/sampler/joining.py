@@ -20,10 +20,10 @@ from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import without_local
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.config import problems_of
-from heterorl.common.process.patience import Patience
-from heterorl.common.rpc.roles import DiagnosisClient
+from heterorl.common.rpc.maintenance import DiagnosisClient
 from heterorl.common.tasks.sources.dataset_files import parse
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import KEYS, Statement, contract_digest, leaves, statement_from_bytes
@@ -185,12 +185,12 @@ async def adopted(config: SamplerConfig, clock: Clock, stop: asyncio.Event) -> A
 
 
 async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
-    patience = Patience(clock=clock, rng=random.Random())
+    backoff = Backoff(clock=clock, rng=random.Random())
     client = DiagnosisClient(config.coordinator, tls=config.tls, clock=clock, bandwidth=config.bandwidth)
     try:
         has_said = False
         while True:
-            diagnosis = await patience.insist(client.diagnose)
+            diagnosis = await backoff.retry(client.diagnose)
             if diagnosis.statement:
                 return statement_from_bytes(diagnosis.statement)
             if diagnosis.contract is not None:

@@ -28,8 +28,8 @@ from heterorl.common.errors import (
     Unreachable,
 )
 from heterorl.common.process import metrics
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.rollout import ReturnReason
@@ -96,7 +96,7 @@ class Session:
             RunReplaced: the run has lost versions that this sampler verified.
         """
         _LOG.info("registering site %s, incarnation %s", self.registration.site, self.registration.incarnation)
-        patience = Patience(clock=self._clock, rng=self._rng)
+        backoff = Backoff(clock=self._clock, rng=self._rng)
         while True:
             # Read before asking: while the answer is under way, newer versions may be verified here.
             seen_version = self._record.highest_version
@@ -115,7 +115,7 @@ class Session:
                 self.work_ahead_s = min(self.registration.work_ahead_s, answer.work_ahead_s)
                 break
             except (RemoteError, CorruptData) as error:
-                delay_s = patience.delay_s() if isinstance(error, CorruptData) else patience.next_delay(error)
+                delay_s = backoff.delay_s() if isinstance(error, CorruptData) else backoff.next_delay(error)
                 # The link says when nobody answers, and when somebody does again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
                 _LOG.log(level, "registering waits %.1f s: %s", delay_s, error)

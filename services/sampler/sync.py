@@ -20,9 +20,9 @@ import random
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from heterorl.common.identity.signing import Trust
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import PulledVersion, Puller
+from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.sampler.delay import Visibility
@@ -39,7 +39,7 @@ MAX_PUBLISHED = 4096
 
 
 class PolicySync:
-    """Two loops around one puller; see the module docstring. `patience` is for pulls."""
+    """Two loops around one puller; see the module docstring. `backoff` is for pulls."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PolicySync:
         clock: Clock,
         bell: Bell,
         rng: random.Random,
-        patience: Patience,
+        backoff: Backoff,
     ) -> None:
         self._api = api
         self.puller = puller
@@ -67,9 +67,9 @@ class PolicySync:
         self._skipped_to = 0
         self.problem = ""
         """Why the newest version cannot be stored; empty while all is well."""
-        self._watch_patience = Patience(clock=clock, rng=rng)
-        self._sync_patience = patience
-        self._damage_patience = Patience(clock=clock, rng=rng, cap_s=DAMAGED_CAP_S)
+        self._watch_backoff = Backoff(clock=clock, rng=rng)
+        self._sync_backoff = backoff
+        self._damage_backoff = Backoff(clock=clock, rng=rng, cap_s=DAMAGED_CAP_S)
         self.head_version = NO_VERSION
         self._published: dict[int, float] = {}
 
@@ -92,13 +92,13 @@ class PolicySync:
         while True:
             try:
                 await self._follow()
-                delay_s = self._watch_patience.delay_s()
+                delay_s = self._watch_backoff.delay_s()
             except (RemoteError, CorruptData) as error:
                 # The link says when nobody answers, and when somebody does again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
                 _LOG.log(level, "the watch on the head broke: %s", error)
                 retry_after_s = error.retry_after_s if isinstance(error, RemoteError) else 0.0
-                delay_s = self._watch_patience.delay_s(asked_s=retry_after_s)
+                delay_s = self._watch_backoff.delay_s(asked_s=retry_after_s)
             await self._clock.sleep(delay_s)
 
     async def _follow(self) -> None:
@@ -107,7 +107,7 @@ class PolicySync:
         async for update in self._api.watch_head(after_version=NO_VERSION):
             check_head(update.version, seen_version=seen_version)
             seen_version = update.version
-            self._watch_patience.reset()
+            self._watch_backoff.reset()
             self.head_version = update.version
             published = self._clock.monotonic() - update.age_s
             self._visibility.see(update.version, published)
@@ -143,26 +143,26 @@ class PolicySync:
             _LOG.log(
                 logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "version %d waits: %s", target, error
             )
-            return self._sync_patience.delay_s(asked_s=error.retry_after_s)
+            return self._sync_backoff.delay_s(asked_s=error.retry_after_s)
         except UntrustedVersion as error:
             # Costs no payload, so it is asked for as often as over a broken link; said once.
             if str(error) != self._refusal:
                 self._refusal = str(error)
                 _LOG.error("version %d is refused: %s", target, error)
-            return self._sync_patience.delay_s()
+            return self._sync_backoff.delay_s()
         except (DiskFull, OSError) as error:
             # Nothing is wrong with the version: it is asked for as often as over a broken link, and said once.
             if not self.problem:
                 _LOG.error("VERSION %d CANNOT BE STORED, generation goes on with the one before: %s", target, error)
             self.problem = str(error)
-            return self._sync_patience.delay_s()
+            return self._sync_backoff.delay_s()
         except CorruptData as error:
             _LOG.error("version %d is not usable: %s", target, error)
-            return self._damage_patience.delay_s()
+            return self._damage_backoff.delay_s()
         if self.problem:
             _LOG.info("the disk has room again: version %d is here", target)
-        self._sync_patience.reset()
-        self._damage_patience.reset()
+        self._sync_backoff.reset()
+        self._damage_backoff.reset()
         self._staged = pulled
         self._refusal = self.problem = ""
         self._bell.ring()
@@ -210,7 +210,7 @@ class PolicySync:
             target,
             newest=self._record.newest,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
-            fetch=self.puller.way.list,
+            fetch=self.puller.chain.list,
         )
         if abandoned:
             _LOG.warning(

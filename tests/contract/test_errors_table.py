@@ -6,8 +6,8 @@ import pytest
 
 from heterorl.common import errors
 from heterorl.common.errors import HeterorlError, RemoteError
-from heterorl.common.process.patience import is_transient
-from heterorl.common.rpc.status import TABLE, from_rpc_error, reason_of, to_status
+from heterorl.common.process.backoff import is_transient
+from heterorl.common.rpc.error_status import TABLE, from_rpc_error, reason_of, to_status
 from heterorl.v1 import errors_pb2
 
 LOCAL = {errors.Unreachable}

@@ -25,7 +25,7 @@ DECISIONS = [
 ]
 FOLDERS = {"heterorl": "services", "heterorl_research": "research"}
 LOOPS = [
-    "common/pull/pull.py",
+    "common/pull/puller.py",
     "sampler/outbox/delivery.py",
     "sampler/rollout/generate.py",
     "sampler/sync.py",

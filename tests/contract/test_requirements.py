@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 from packaging.utils import canonicalize_name
 
-from heterorl.common.model.packages import ENGINES
+from heterorl.common.model.library_versions import ENGINES
 from requirements.subsets import CUDA_ALONE, EXTRAS, declared, locked, subset
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.identity.signing import Trust
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
 from heterorl.common.weights.payload import file_digest
@@ -302,7 +302,7 @@ class Following:
             clock=SystemClock(),
             bell=self.bell,
             rng=random.Random(0),
-            patience=Patience(clock=SystemClock(), rng=random.Random(0)),
+            backoff=Backoff(clock=SystemClock(), rng=random.Random(0)),
         )
 
     async def until(self, version: int):

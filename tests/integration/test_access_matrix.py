@@ -11,7 +11,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from google.protobuf import message_factory
 
 from heterorl.certs.authority import Pair
-from heterorl.common.identity.identity import Role
+from heterorl.common.identity.spiffe import Role
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.v1 import common_pb2, rollout_pb2
 from tests.support.certificates import DAY, Certificates

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.cli.verify_data_dir import SOUND, verify_directory, verify_log
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
-from heterorl.common.rpc.roles import BackupClient
+from heterorl.common.rpc.maintenance import BackupClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

@@ -9,10 +9,10 @@ import grpc.aio
 import pytest
 
 from heterorl.common import errors
-from heterorl.common.identity.identity import Role
-from heterorl.common.rpc import budget
-from heterorl.common.rpc.roles import MAX_ANSWER_BYTES
-from heterorl.common.rpc.status import from_rpc_error
+from heterorl.common.identity.spiffe import Role
+from heterorl.common.rpc import server_limits
+from heterorl.common.rpc.error_status import from_rpc_error
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.rpc import door
 from heterorl.coordinator.rpc.access import RULES
@@ -191,9 +191,9 @@ async def test_calls_that_never_send_their_request_are_counted_for_their_own_sit
 
 
 async def test_silent_calls_of_many_certificates_stop_nobody(secure, monkeypatch):
-    monkeypatch.setattr(budget, "SHORT_PATIENCE_S", 0.0)
-    monkeypatch.setattr(budget, "LONG_PATIENCE_S", 0.0)
-    secure.server.door.budget = budget.Budget(total_bytes=32 << 20, message_bytes=2 << 20)
+    monkeypatch.setattr(server_limits, "SHORT_PATIENCE_S", 0.0)
+    monkeypatch.setattr(server_limits, "LONG_PATIENCE_S", 0.0)
+    secure.server.door.budget = server_limits.MemoryQuota(total_bytes=32 << 20, message_bytes=2 << 20)
     (work,) = await secure.run.lease(1)
 
     async def nothing():

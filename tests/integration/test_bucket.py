@@ -9,9 +9,9 @@ import pytest
 
 from heterorl.common.errors import Busy, ConfigError, CorruptData, PayloadMissing, UnknownVersion, Unreachable
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull import fetch
-from heterorl.common.pull.pull import Puller
-from heterorl.common.rpc import direct as reads
+from heterorl.common.pull import fetcher
+from heterorl.common.pull.puller import Puller
+from heterorl.common.rpc import presigned as reads
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -238,7 +238,7 @@ async def test_store_that_drips_leaves_the_rest_to_the_coordinator_and_is_left_a
 
 
 async def test_reader_that_gives_a_store_up_leaves_it_alone(run, dripping, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch, "STALL_S", 1.0)
+    monkeypatch.setattr(fetcher, "STALL_S", 1.0)
     async with node(run, tmp_path / "spool") as puller:
         with pytest.raises(Unreachable, match="no bytes of the payload"):
             await puller.pull(held=None, want_version=-1)

@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.common.errors import Busy
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import keeper

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import Busy
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.rpc import direct
+from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.payload import file_digest
@@ -58,12 +58,12 @@ def payload_at(path, num_bytes=SIZE):
     )
 
 
-def patience():
-    return Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.01, cap_s=0.05)
+def backoff():
+    return Backoff(clock=SystemClock(), rng=random.Random(0), base_s=0.01, cap_s=0.05)
 
 
 async def upload_to(run, client, payload, path):
-    await upload(client, payload, path, epoch=run.run.epoch, patience=patience())
+    await upload(client, payload, path, epoch=run.run.epoch, backoff=backoff())
 
 
 async def read_anew(run):
@@ -139,7 +139,7 @@ async def test_put_that_breaks_off_is_gone_on_with_from_the_piece_that_is_missin
     run, bucket, prefix, line, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(home, "PIECE_BYTES", MIB)
-    monkeypatch.setattr(direct, "AGAIN_S", 0.01)
+    monkeypatch.setattr(presigned, "AGAIN_S", 0.01)
     payload, before = payload_at(tmp_path / "payload"), received()
     how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
     data = (tmp_path / "payload").read_bytes()
@@ -209,7 +209,7 @@ class _Refusing(http.server.BaseHTTPRequestHandler):
 
 async def test_what_was_put_before_the_store_refused_is_not_streamed_again(run, tmp_path, monkeypatch):
     monkeypatch.setattr(home, "PIECE_BYTES", MIB)
-    monkeypatch.setattr(direct, "AGAIN_S", 0.01)
+    monkeypatch.setattr(presigned, "AGAIN_S", 0.01)
     payload, before = payload_at(tmp_path / "payload"), received()
     stand_in = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
     threading.Thread(target=stand_in.serve_forever, daemon=True).start()
@@ -231,4 +231,4 @@ async def test_what_was_put_before_the_store_refused_is_not_streamed_again(run, 
         await asyncio.to_thread(stand_in.shutdown)
         stand_in.server_close()
     assert received() - before == SIZE - 2 * MIB
-    assert len(asked) == direct.TRIES + 1
+    assert len(asked) == presigned.TRIES + 1

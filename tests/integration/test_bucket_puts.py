@@ -13,9 +13,9 @@ import pytest
 
 from heterorl.common.errors import DigestMismatch, InvalidRequest, PayloadMissing, StaleEpoch, Unreachable
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.rpc import direct
+from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutPlace
 from heterorl.common.weights.payload import file_digest
@@ -56,8 +56,8 @@ def payload_at(path, num_bytes=SIZE, seed=0):
     )
 
 
-def patience():
-    return Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.05, cap_s=0.2)
+def backoff():
+    return Backoff(clock=SystemClock(), rng=random.Random(0), base_s=0.05, cap_s=0.2)
 
 
 def name_of(payload):
@@ -72,10 +72,10 @@ async def test_payload_goes_by_the_bucket_and_the_coordinator_receives_nothing(
     payload = payload_at(tmp_path / "payload", num_bytes)
     before = received()
     async with learner(run) as client:
-        await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
+        await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, backoff=backoff())
         # As a restarted learner does.
         assert await client.query_upload(digest=payload.digest) == num_bytes
-        await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
+        await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, backoff=backoff())
         assert not await put(client, run, payload, tmp_path / "payload"), "there is an address for what is there"
 
     assert received() == before
@@ -92,7 +92,7 @@ async def test_learner_or_coordinator_can_have_it_streamed(bucket, prefix, tmp_p
     async with run_at(tmp_path / "run", bucket.config(tmp_path, prefix=prefix, **changes)) as run:
         before = received()
         async with learner(run, urls="any" if where == "put_bytes" else where) as client:
-            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
+            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, backoff=backoff())
         assert received() - before == SIZE
         assert name_of(payload) in bucket.names(prefix)
 
@@ -125,7 +125,7 @@ async def test_what_is_not_the_payload_is_refused_and_deleted(run, bucket, prefi
         assert name_of(payload) not in bucket.names(prefix)
         assert incoming_of(bucket.names(prefix)) == []
         # And the right one is taken then.
-        await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
+        await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, backoff=backoff())
     assert name_of(payload) in bucket.names(prefix)
 
 
@@ -180,9 +180,9 @@ async def test_put_that_fails_is_streamed_and_said_without_the_address(run, tmp_
     before = received()
     try:
         async with learner(run) as client:
-            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
+            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, backoff=backoff())
             second = payload_at(tmp_path / "second", seed=2)
-            await upload(client, second, tmp_path / "second", epoch=run.run.epoch, patience=patience())
+            await upload(client, second, tmp_path / "second", epoch=run.run.epoch, backoff=backoff())
     finally:
         await asyncio.to_thread(stand_in.shutdown)
         stand_in.server_close()
@@ -194,7 +194,7 @@ async def test_put_that_fails_is_streamed_and_said_without_the_address(run, tmp_
 
 
 async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(bucket, prefix, tmp_path, monkeypatch):
-    monkeypatch.setattr(direct, "PUT_PAUSE_S", 0.0)
+    monkeypatch.setattr(presigned, "PUT_PAUSE_S", 0.0)
     payload = payload_at(tmp_path / "payload")
     data = (tmp_path / "payload").read_bytes()
     relay = Relay(f"127.0.0.1:{bucket.port}", one_way_s=0.0)
@@ -217,7 +217,7 @@ async def test_line_to_the_bucket_that_is_cut_leaves_nothing_there(bucket, prefi
             with pytest.raises((PayloadMissing, DigestMismatch)):
                 await client.take_payload(**how)
             assert incoming_of(bucket.names(prefix)) == []
-            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, patience=patience())
+            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch, backoff=backoff())
             assert received() == before
     assert name_of(payload) in bucket.names(prefix)
 
@@ -276,7 +276,7 @@ async def test_only_the_lease_holder_is_given_an_address_or_has_something_taken(
             await client.put_payload(**how, frames=pieces_of(b""))
         # `upload` does not take that for a bucket that fails.
         with pytest.raises(StaleEpoch):
-            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch + 1, patience=patience())
+            await upload(client, payload, tmp_path / "payload", epoch=run.run.epoch + 1, backoff=backoff())
 
         assert "could not be put" not in caplog.text
 
@@ -329,7 +329,7 @@ async def test_coordinator_killed_between_the_put_and_its_end_takes_it_when_it_i
                     return True
 
             api = Killing()
-            await upload(api, payload, tmp_path / "payload", epoch=run.epoch, patience=patience())
+            await upload(api, payload, tmp_path / "payload", epoch=run.epoch, backoff=backoff())
             assert api.num_puts == 1
             assert await asyncio.to_thread(received_by, children[0]) == 0
             # What is streamed is counted.

@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.policy import PayloadKind

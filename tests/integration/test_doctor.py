@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from heterorl.cli.main import app
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.generation.tiny_model import write_tiny_model
-from heterorl.common.identity.identity import Role
+from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.rpc.roles import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
 from heterorl.common.types.common import NO_LORA, Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -15,12 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from heterorl.common import errors
 from heterorl.common.errors import PortInUse
 from heterorl.common.process import metrics
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.options import BandwidthConfig
+from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.rpc.status import from_rpc_error
+from heterorl.common.rpc.transport_options import BandwidthConfig
 from heterorl.common.types.common import Digest, LearnerPhase, LearnerProgress
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.types.rollout import DropReason, PushStatus, Rejection, ReturnReason
@@ -242,9 +242,9 @@ async def test_link_that_damages_frames_again_and_again_is_waited_for(served, ru
     monkeypatch.setattr(
         "heterorl.common.rpc.client.frame_checksum", lambda frame: frame_checksum(frame) ^ (next(damaged, -1) >= 0)
     )
-    patience = Patience(clock=_SleepingClock(), rng=random.Random(0), asked_cap_s=1e-3, base_s=1e-4, cap_s=1e-3)
+    backoff = Backoff(clock=_SleepingClock(), rng=random.Random(0), asked_cap_s=1e-3, base_s=1e-4, cap_s=1e-3)
 
-    await upload(served.client, payload, tmp_path / "file", epoch=run.epoch, patience=patience)
+    await upload(served.client, payload, tmp_path / "file", epoch=run.epoch, backoff=backoff)
 
     assert next(damaged, None) is None
     assert await served.client.query_upload(digest=payload.digest) == len(data)

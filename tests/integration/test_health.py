@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.common.rpc.link import check_health
+from heterorl.common.rpc.channel import check_health
 from heterorl.coordinator.rpc.server import Server
 from tests.support.certificates import Certificates, paths
 from tests.support.links import PLAINTEXT

@@ -28,7 +28,7 @@ from heterorl.cli.certs import first_lines
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, OperatorError, PortInUse
 from heterorl.common.identity.credentials import read_material
-from heterorl.common.identity.identity import Role, read_identity
+from heterorl.common.identity.spiffe import Role, read_identity
 from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig

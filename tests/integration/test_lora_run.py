@@ -17,7 +17,7 @@ from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner import learner_app

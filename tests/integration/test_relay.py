@@ -16,11 +16,11 @@ from heterorl.common.errors import (
     UnknownVersion,
     Unreachable,
 )
-from heterorl.common.identity.identity import NODE_KEY
 from heterorl.common.identity.signing import Trust, new_key
-from heterorl.common.rpc import budget
-from heterorl.common.rpc.link import check_health
-from heterorl.common.rpc.status import from_rpc_error
+from heterorl.common.identity.spiffe import NODE_KEY
+from heterorl.common.rpc import server_limits
+from heterorl.common.rpc.channel import check_health
+from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.types.policy import SignedManifest
 from heterorl.v1 import run_pb2
 from tests.support.relayed import HASTY, Site, counted, large_run, registration, since
@@ -76,8 +76,8 @@ async def test_a_samplers_calls_are_its_own_behind_the_relay(run, site):
 
 
 async def test_silent_calls_take_nothing_at_the_coordinator_and_stop_nobody_at_the_relay(run, site, monkeypatch):
-    monkeypatch.setattr(budget, "SHORT_PATIENCE_S", 0.0)
-    site.server.door._budget = budget.Budget(total_bytes=256 << 20, message_bytes=16 << 20)
+    monkeypatch.setattr(server_limits, "SHORT_PATIENCE_S", 0.0)
+    site.server.door._budget = server_limits.MemoryQuota(total_bytes=256 << 20, message_bytes=16 << 20)
     client = site.client("eu.1")
     await client.register(registration(run.run, "eu.1"))
     before = run.server.door.shares.num_calls

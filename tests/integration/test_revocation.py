@@ -12,7 +12,7 @@ from heterorl.certs.enrolment import Enrolment
 from heterorl.certs.join import join
 from heterorl.cli.main import app
 from heterorl.common.errors import NotRegistered, Unauthenticated
-from heterorl.common.identity.identity import Role, read_identity
+from heterorl.common.identity.spiffe import Role, read_identity
 from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.demo.processes import start, stop

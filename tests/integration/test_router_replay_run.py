@@ -6,7 +6,7 @@ import random
 import pytest
 
 from heterorl.common.errors import ContractMismatch
-from heterorl.common.model.routing import RouterReplay
+from heterorl.common.model.router_replay import RouterReplay
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.run import Registration
 from heterorl.learner import learner_app

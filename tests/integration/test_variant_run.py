@@ -13,7 +13,7 @@ from heterorl.common.errors import ContractMismatch
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.quantise import dequantise, quantise, variant_layout
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_from_bytes

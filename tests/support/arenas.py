@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from heterorl.common.weights.arena import Arena, IntArray, Layout, TensorSpec
-from heterorl.common.weights.steps import StepWriter, changes
+from heterorl.common.weights.sparse_codec import StepWriter, changes
 
 SPECS: tuple[TensorSpec, ...] = (
     TensorSpec(name="embed", dtype="bf16", shape=(31, 7)),

@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from heterorl.certs.authority import Pair
 from heterorl.certs.directory import Authority
-from heterorl.common.identity.identity import Identity, Role, read_identity
+from heterorl.common.identity.spiffe import Identity, Role, read_identity
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig
 
 DAY = datetime.timedelta(days=1)

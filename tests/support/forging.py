@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.pull.pull import PulledVersion
+from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, PayloadRef, PlanKind, PullPlan, SignedManifest
 from heterorl.common.weights.arena import Arena

@@ -13,8 +13,8 @@ from typing import Any
 import blake3
 import numpy as np
 
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Contract, LogprobMode, SamplingSemantics, SiteId, StepReport
 from heterorl.common.types.rollout import (
     FinishReason,
@@ -338,8 +338,8 @@ async def fill(
         )
     )
     # As a sampler does: a run that had ended leases again only when the next learner holds its lease.
-    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=1e-2)
-    grant = await patience.insist(
+    backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=1e-2)
+    grant = await backoff.retry(
         lambda: coordinator.lease_work(site=SITE, incarnation=incarnation, max_groups=count, policy_version=head)
     )
     groups = [

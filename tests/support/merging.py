@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Layout, TensorSpec
 from heterorl.coordinator.config import CoordinatorConfig

@@ -8,9 +8,9 @@ import logging
 import random
 
 from heterorl.common.identity.signing import Trust
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -94,7 +94,7 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
         clock=SystemClock(),
         bell=bell,
         rng=random.Random(0),
-        patience=Patience(clock=SystemClock(), rng=random.Random(0)),
+        backoff=Backoff(clock=SystemClock(), rng=random.Random(0)),
     )
     logger = logging.getLogger("heterorl.sampler.sync")
     logger.addHandler(heard)

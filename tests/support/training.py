@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from heterorl.common.model.building import BUILDING
+from heterorl.common.model.model_loading import BUILDING
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, QueuedGroup, Rollout, Span
 from heterorl.learner.train.model import prepare

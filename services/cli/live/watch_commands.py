@@ -75,7 +75,7 @@ def health(
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
     silence_grpc()
-    from heterorl.common.rpc.link import check_health
+    from heterorl.common.rpc.channel import check_health
 
     address, tls = link.find()
     answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))

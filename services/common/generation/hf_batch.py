@@ -21,7 +21,7 @@ from torch import Tensor
 
 from heterorl.common.generation.inference_engine import Completion, Finished, Request
 from heterorl.common.generation.token_sampling import draw, gumbel, gumbel_noise
-from heterorl.common.model.routing import RouterRecorder
+from heterorl.common.model.router_replay import RouterRecorder
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 

@@ -22,11 +22,11 @@ from heterorl.common.generation.hf_batch import FairLock, Group, Rows
 from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText, generate_all
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
-from heterorl.common.model.building import load_pretrained, room_of
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
-from heterorl.common.model.routing import RouterRecorder
+from heterorl.common.model.model_directory import first_line
+from heterorl.common.model.model_loading import load_pretrained, token_limits_of
+from heterorl.common.model.router_replay import RouterRecorder
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
@@ -90,7 +90,7 @@ class HfEngine:
         self._rows: Rows | None = None
         self._num_cancels = 0
         self.name = f"hf-{__version__}"
-        self._room = room_of(model.config)
+        self._room = token_limits_of(model.config)
         self.vocab_size = self._room.vocab_size
         self.dtype = compute_dtype
 

@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.model.building import BUILDING, load_pretrained
+from heterorl.common.model.model_loading import BUILDING, load_pretrained
 from heterorl.common.model.tensors import store
 from heterorl.common.tasks.task import Task
 from heterorl.common.tasks.task_config import TaskConfig, build_task

@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity.identity import Identity, Refusal, read_identity
+from heterorl.common.identity.spiffe import Identity, Refusal, read_identity
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
 

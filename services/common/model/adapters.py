@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.building import BUILDING
+from heterorl.common.model.model_loading import BUILDING
 from heterorl.common.types.common import Digest, LoraSettings
 
 PARTS = ("lora_a", "lora_b")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import os
@@ -11,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
@@ -39,16 +38,26 @@ async def in_thread_of(
 
 
 async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        # Of two cancellations in a row the second must not end the wait either.
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()
-        raise
+    await settle(work)
+    return work.result()
+
+
+async def settle(*tasks: asyncio.Future[Any]) -> None:
+    """Wait for tasks to end, however often the caller is cancelled meanwhile; then the cancellation goes on.
+
+    For what ends by itself soon and must not be left behind: a thread that writes to a file, say.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while waiting := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+    if cancelled is not None:
+        raise cancelled
 
 
 def leaves_of(error: BaseException) -> list[BaseException]:

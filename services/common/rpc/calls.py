@@ -1,25 +1,36 @@
-"""Calls to a coordinator at an address: repeated, timed, paced; what they mean is `client`'s."""
+"""Calls to a coordinator at an address, repeated, timed and paced; reads of versions and payloads.
+
+`client` adds the calls of learners, samplers and operators.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import grpc.aio
 
-from heterorl.common.errors import HeterorlError, Unreachable
+from heterorl.common.errors import HeterorlError, InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, RPC_SECONDS
 from heterorl.common.rpc import retry
-from heterorl.common.rpc.link import Link
-from heterorl.common.rpc.options import BandwidthConfig, TokenBucket
+from heterorl.common.rpc.channel import CoordinatorChannel
+from heterorl.common.rpc.error_status import from_rpc_error, reason_of
+from heterorl.common.rpc.presigned import Allowed, PresignedReads, Slow, UrlClient
 from heterorl.common.rpc.retry import Outage, RetryPolicy
-from heterorl.common.rpc.status import from_rpc_error, reason_of
+from heterorl.common.rpc.transport_options import BandwidthConfig, TokenBucket
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import HeadUpdate, PullPlan, SignedManifest
+from heterorl.common.wire.policy import frame_checksum, plan_from_pb
+from heterorl.v1 import policy_pb2
 
+_LOG = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 20.0
 ResultT = TypeVar("ResultT")
 
@@ -38,7 +49,7 @@ class Calls:
         rng: random.Random | None = None,
         bandwidth: BandwidthConfig | None = None,
     ) -> None:
-        self._link = Link(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
+        self._link = CoordinatorChannel(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
         self._retry = policy or RetryPolicy()
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
@@ -77,7 +88,7 @@ class Calls:
                 with timed(name), self._outage.watching(name):
                     return readable(name, await stubs.method(name)(request, timeout=timeout_s))
 
-        return await self._insist(attempt, name=name)
+        return await self._retried(attempt, name=name)
 
     async def _once(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         async def attempt() -> Any:
@@ -87,7 +98,7 @@ class Calls:
 
         return await once(name, attempt)
 
-    async def _insist(self, attempt: Callable[[], Awaitable[ResultT]], *, name: str) -> ResultT:
+    async def _retried(self, attempt: Callable[[], Awaitable[ResultT]], *, name: str) -> ResultT:
         return await retry.call(
             attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng, outage=self._outage
         )
@@ -108,6 +119,117 @@ class Calls:
             if isinstance(failure, Unreachable):
                 self._outage.failed(failure.args[0])
             raise failure from error
+
+
+class WeightCalls(Calls):
+    """Asks for versions and reads payloads: from an address where the plan has one that serves, else from the peer."""
+
+    def __init__(
+        self, address: str, *, payload_urls: Allowed = "https", payload_hosts: Sequence[str] = (), **how: Any
+    ) -> None:
+        super().__init__(address, **how)
+        self._connections = UrlClient(payload_urls, payload_hosts)
+        self._direct = PresignedReads(self._connections)
+
+    async def close(self) -> None:
+        """Close the channel and the connections; calls under way are cancelled."""
+        await self._connections.close()
+        await super().close()
+
+    async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
+        """Yield new heads until the link breaks."""
+        request = policy_pb2.WatchHeadRequest(after_version=after_version)
+        async for message in self._streamed("WatchHead", request):
+            age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
+            yield HeadUpdate(version=message.version, age_s=age_s)
+
+    async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
+        """Fetch the exact bytes of a manifest and its signature."""
+        request = policy_pb2.GetManifestRequest(version=version, variant=variant)
+        answer = await self._call("GetManifest", request)
+        return SignedManifest(data=answer.manifest, signature=answer.signature)
+
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
+        """Fetch the exact bytes of the newest manifests of a range, as many as fit one answer."""
+        request = policy_pb2.ListManifestsRequest(
+            first_version=first_version, last_version=last_version, variant=variant
+        )
+        return tuple((await self._call("ListManifests", request)).manifests)
+
+    async def plan_pull(
+        self,
+        *,
+        have_version: int,
+        have_root: str,
+        want_version: int,
+        accept_merged: bool = False,
+        base_root: str = "",
+        object_bytes: int = 0,
+        variant: str = "",
+    ) -> PullPlan:
+        """Ask for the cheapest way to a version."""
+        request = policy_pb2.PlanPullRequest(
+            have_version=have_version,
+            have_root=have_root,
+            want_version=want_version,
+            accept_merged=accept_merged,
+            base_root=base_root,
+            object_bytes=object_bytes,
+            variant=variant,
+        )
+        answer = await self._call("PlanPull", request)
+        try:
+            plan = plan_from_pb(answer)
+        except InvalidRequest as error:
+            # The peer's answer breaks the format, not our request: nothing about this node is to be corrected.
+            raise MalformedPayload(f"the coordinator's plan, {error.args[0]}", action="distrust it") from error
+        self._direct.note(plan.payloads, answer.urls)
+        return plan
+
+    async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
+        address = self._direct.find(digest)
+        if address is not None:
+            end = address.num_bytes if stop is None else stop
+            try:
+                async for frame in self._direct.read(address, offset=offset, stop=end):
+                    await self._pace(self._down, "down", len(frame))
+                    self._note_frame(frame, is_direct=True)
+                    offset += len(frame)
+                    yield frame
+                return
+            except Unreachable as error:
+                self._direct.forget(digest)
+                if isinstance(error, Slow):
+                    self._direct.pause()
+                _LOG.info("payload %s comes from the coordinator: %s", digest[:12], error.args[0])
+        async for frame in self.read_from_peer(digest=digest, offset=offset, stop=stop):
+            yield frame
+
+    def gave_up(self, digest: Digest) -> None:
+        """Ask no address for a while, where one of this payload kept its reader waiting until that one ended it."""
+        if self._direct.find(digest) is not None:
+            _LOG.info("payload %s did not come from its address: it comes from the coordinator", digest[:12])
+            self._direct.pause()
+
+    def distrust_address(self, digest: Digest) -> None:
+        """Read a payload from the peer alone from now on: it arrived with other bytes than its name says."""
+        self._direct.distrust(digest)
+
+    def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
+        """A frame of a payload arrived, from an address or from the peer."""
+
+    async def read_from_peer(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload as the peer sends them, whatever addresses are known."""
+        request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
+        async for message in self._streamed("ReadPayload", request):
+            # Once: each access of a bytes field copies it.
+            frame = message.frame
+            if frame_checksum(frame) != message.checksum:
+                raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
+            await self._pace(self._down, "down", len(frame))
+            self._note_frame(frame, is_direct=False)
+            yield frame
 
 
 def readable(name: str, message: Any) -> Any:

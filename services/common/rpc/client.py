@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -12,13 +12,22 @@ import grpc.aio
 from heterorl.common.api import PieceFrames
 from heterorl.common.errors import Unreachable
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.rpc.calls import once, readable, timed
-from heterorl.common.rpc.direct import DirectWrites
-from heterorl.common.rpc.roles import EvaluationCalls, LearnerCalls, WeightCalls
-from heterorl.common.types.common import Digest, Series, SiteId, StepReport
-from heterorl.common.types.evaluation import EvaluationSet
-from heterorl.common.types.policy import PublishRequest, PutPlace
-from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, ReturnReason, SealedGroup, WorkGrant
+from heterorl.common.rpc.calls import WeightCalls, once, readable, timed
+from heterorl.common.rpc.presigned import PresignedWrites
+from heterorl.common.types.common import Contract, Digest, LearnerProgress, Series, SiteId, StepReport, peer_words
+from heterorl.common.types.evaluation import Evaluation, EvaluationSet, PromptResult
+from heterorl.common.types.policy import LeaseGrant, PublishRequest, PutPlace
+from heterorl.common.types.rollout import (
+    DropReason,
+    Group,
+    GroupId,
+    PushOutcome,
+    QueuedGroup,
+    Rejection,
+    ReturnReason,
+    SealedGroup,
+    WorkGrant,
+)
 from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
@@ -28,15 +37,24 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
-from heterorl.common.types.sample import Sample, SampleFilter, SampleList, SamplePage
-from heterorl.common.wire.common import report_from_pb, series_to_pb
-from heterorl.common.wire.evaluation import sets_to_pb
-from heterorl.common.wire.policy import frame_checksum, publish_to_pb
+from heterorl.common.types.sample import (
+    EvaluationSample,
+    Sample,
+    SampleFilter,
+    SampleList,
+    SampleNote,
+    SamplePage,
+)
+from heterorl.common.wire.common import contract_to_pb, progress_to_pb, report_from_pb, series_to_pb
+from heterorl.common.wire.evaluation import evaluation_from_pb, results_to_pb, sets_to_pb
+from heterorl.common.wire.policy import frame_checksum, grant_from_pb, publish_to_pb
 from heterorl.common.wire.rollout import (
     group_id_to_pb,
     outcomes_from_pb,
     pushes_to_pb,
     queued_from_pb,
+    reason_to_pb,
+    rejections_to_pb,
     return_reason_to_pb,
     work_grant_from_pb,
 )
@@ -49,19 +67,25 @@ from heterorl.common.wire.run import (
     status_from_pb,
     verdict_from_pb,
 )
-from heterorl.common.wire.sample import list_from_pb, list_request_to_pb, sample_from_pb
+from heterorl.common.wire.sample import (
+    evaluation_to_pb,
+    list_from_pb,
+    list_request_to_pb,
+    note_to_pb,
+    sample_from_pb,
+)
 from heterorl.common.wire.seal import sealed
-from heterorl.v1 import metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
+from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
 PUSH_TIMEOUT_S = 120.0
-"""For a push of nothing; its bytes come on top."""
+"""For a push of groups, without the time of its bytes, or of evaluations."""
 ASSIGNMENTS_AT_ONCE = 4096
 """The coordinator takes no more in one call."""
 MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
-class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
+class CoordinatorClient(WeightCalls):
     """A coordinator at an address; implements heterorl.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
@@ -72,7 +96,75 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
         super().__init__(address, **how)
         # Groups in one message, as the coordinator said when this node registered.
         self._push_groups = 1
-        self._writes = DirectWrites(self._connections)
+        self._writes = PresignedWrites(self._connections)
+
+    async def acquire_lease(
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        variants: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
+        statement: bytes = b"",
+    ) -> LeaseGrant:
+        """Become the run's learner under a new epoch."""
+        request = policy_pb2.AcquireLeaseRequest(
+            request_id=request_id,
+            holder=holder,
+            contract=contract_to_pb(contract),
+            variants=variants,
+            incarnation=incarnation,
+            groups_per_version=groups_per_version,
+            statement=statement,
+        )
+        return grant_from_pb(await self._call("AcquireLease", request))
+
+    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
+        """Extend the lease."""
+        request = policy_pb2.RenewLeaseRequest(epoch=epoch, progress=progress_to_pb(progress))
+        return grant_from_pb(await self._call("RenewLease", request))
+
+    async def release_lease(self, *, epoch: int) -> None:
+        """End the lease."""
+        await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
+
+    async def push_learner_metrics(self, *, site: str, series: Sequence[Series]) -> bool:
+        """Hand out this learner's numbers, once; returns whether the coordinator keeps them."""
+        request = metrics_pb2.PushLearnerMetricsRequest(site=site, series=series_to_pb(series))
+        return bool((await self._once("PushLearnerMetrics", request)).is_kept)
+
+    async def abandon_groups(
+        self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
+    ) -> None:
+        """Drop leased groups for good."""
+        request = rollout_pb2.AbandonGroupsRequest(
+            epoch=epoch,
+            ids=[group_id_to_pb(group_id) for group_id in ids],
+            reason=peer_words(reason),
+            counted_as=reason_to_pb(counted_as),
+        )
+        await self._call("AbandonGroups", request)
+
+    async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
+        """Drop leased groups that failed a check."""
+        await self._call("RejectGroups", rejections_to_pb(epoch, rejections))
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Say what the run trains."""
+        await self._call("DescribeRun", run_pb2.DescribeRunRequest(epoch=epoch, facts=dict(facts)))
+
+    async def note_samples(
+        self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
+    ) -> None:
+        """Say what kept groups were as text; said again, it is the same."""
+        request = sample_pb2.NoteSamplesRequest(
+            epoch=epoch,
+            notes=[note_to_pb(note) for note in notes],
+            evaluations=[evaluation_to_pb(evaluation) for evaluation in evaluations],
+        )
+        await self._call("NoteSamples", request)
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Ask how many bytes of a payload are durable."""
@@ -207,7 +299,7 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
                 raise Unreachable(f"PushGroups: no outcome for the first of {len(groups)} groups", retry_after_s=1.0)
             return outcomes
 
-        return await self._insist(attempt, name="PushGroups")
+        return await self._retried(attempt, name="PushGroups")
 
     def _push_timeout_s(self, num_bytes: int) -> float:
         # Twice over the cap: others may have taken from it just before.
@@ -286,3 +378,21 @@ class CoordinatorClient(WeightCalls, EvaluationCalls, LearnerCalls):
     async def get_sample(self, *, sample_id: int) -> Sample:
         """Ask for one sample with its texts."""
         return sample_from_pb(await self._call("GetSample", sample_pb2.GetSampleRequest(id=sample_id)))
+
+    async def push_evaluation(
+        self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
+    ) -> int:
+        """Deliver results; repeating the call is harmless."""
+        request = evaluation_pb2.PushEvaluationRequest(
+            site=site, incarnation=incarnation, state_root=state_root, results=results_to_pb(results)
+        )
+        await self._pace(self._up, "up", request.ByteSize())
+        return int((await self._call("PushEvaluation", request, timeout_s=PUSH_TIMEOUT_S)).num_counted)
+
+    async def list_evaluations(
+        self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
+    ) -> tuple[Evaluation, ...]:
+        """Ask what is known of versions on sets."""
+        request = evaluation_pb2.ListEvaluationsRequest(task_set=task_set, after_version=after_version, limit=limit)
+        answer = await self._call("ListEvaluations", request)
+        return tuple(evaluation_from_pb(message) for message in answer.evaluations)

@@ -13,9 +13,9 @@ from typing import TypeVar
 import grpc.aio
 
 from heterorl.common.errors import HeterorlError, RemoteError, Unreachable
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.patience import Patience
-from heterorl.common.rpc.status import from_rpc_error
+from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.types.common import peer_words
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ async def call(
         Unreachable: the transport kept failing for `budget_s`.
     """
     started = clock.monotonic()
-    patience = Patience(clock=clock, rng=rng, base_s=policy.base_s, cap_s=policy.cap_s)
+    backoff = Backoff(clock=clock, rng=rng, base_s=policy.base_s, cap_s=policy.cap_s)
     while True:
         try:
             answer = await attempt()
@@ -128,7 +128,7 @@ async def call(
             if typed is None and outage is not None:
                 outage.failed(f"{name}: {problem}")
         # A transport that fails asks for no delay of its own.
-        wait_s = patience.delay_s() if typed is None else patience.next_delay(typed)
+        wait_s = backoff.delay_s() if typed is None else backoff.next_delay(typed)
         if clock.monotonic() - started + wait_s > policy.budget_s:
             raise typed or Unreachable(f"{name}: no answer in {policy.budget_s:g} s, last {problem}", retry_after_s=1.0)
         await clock.sleep(wait_s)

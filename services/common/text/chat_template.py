@@ -26,7 +26,7 @@ from jinja2 import Template, TemplateError, ext, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.model_directory import first_line
 from heterorl.common.tasks.task import Message
 
 CLOCK = "strftime_now"

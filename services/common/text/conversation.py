@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
-from heterorl.common.model.building import Room
+from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
 from heterorl.common.tasks.environments.environment_task import (
     EnvironmentSpec,
@@ -169,7 +169,7 @@ def tried_prompts(task: Task) -> Iterator[Prompt]:
     return map(task.prompt, sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)}))
 
 
-def try_prompts(task: Task, prompter: Prompter, *, room: Room, max_new_tokens: int) -> None:
+def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_tokens: int) -> None:
     """Write some prompts; a task of which the model can be asked none is not begun, single ones are left out later.
 
     Raises:

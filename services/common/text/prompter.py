@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.model.directory import check_model_dir, first_line
+from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.chat_template import (
     CLOCK,

@@ -100,7 +100,7 @@ class Contract:
     trajectory_s: float = 0.0
     """Longest time that a rollout of several turns may take, seconds; 0: single completions."""
     routed_token_bytes: int = 0
-    """Of the recorded experts of each token (heterorl.common.model.routing); 0 where none are recorded."""
+    """Of the recorded experts of each token (heterorl.common.model.router_replay); 0 where none are recorded."""
 
     @property
     def max_rollout_tokens(self) -> int:

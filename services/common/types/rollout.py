@@ -139,7 +139,7 @@ class Rollout:
     `token_ids` int32 [T] ends with the end-of-sequence token when `finish_reason` is EOS; `spans` cover [0, T) in order
     without gaps, and are all drawn where there is one turn. `sampler_logprobs` float32 [D], each finite and <= 0, are
     those of the D drawn tokens. A lost member may have no tokens. `routed_experts` are the experts of the P + T - 1
-    tokens of prompt and completion that the engine read (heterorl.common.model.routing); may be empty.
+    tokens of prompt and completion that the engine read (heterorl.common.model.router_replay); may be empty.
     """
 
     token_ids: Int32Array

@@ -1,9 +1,9 @@
 """One chunk of weights as bytes: exact, without a Python loop over elements and without reading a bit as a float.
 
     0  SAME      nothing: no element changed.
-    1  GAPULP    changed elements by position and integer step; written out in heterorl.common.weights.steps.
+    1  GAPULP    changed elements by position and integer step; written out in heterorl.common.weights.sparse_codec.
     2            unused; refused as unknown.
-    3  DENSE8    the steps of all elements, one byte each; written out in heterorl.common.weights.dense.
+    3  DENSE8    the steps of all elements, one byte each; written out in heterorl.common.weights.dense_codec.
     4  PLANES    the elements by significance of their bytes; there too.
     5  RAW       little-endian integers.
     6  STEP_RAW  the steps of all elements as little-endian integers.
@@ -25,8 +25,8 @@ import numpy as np
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.weights.arena import IntArray
-from heterorl.common.weights.dense import apply_dense, apply_planes, encode_dense, encode_planes
-from heterorl.common.weights.steps import MAX_WIDE_SHARE, StepReader, StepWriter, changes, count_changes
+from heterorl.common.weights.dense_codec import apply_dense, apply_planes, encode_dense, encode_planes
+from heterorl.common.weights.sparse_codec import MAX_WIDE_SHARE, StepReader, StepWriter, changes, count_changes
 
 
 class Method(enum.IntEnum):

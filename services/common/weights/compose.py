@@ -27,7 +27,7 @@ from heterorl.common.errors import NotReversible, StateMismatch
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Chunk, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
-from heterorl.common.weights.container import (
+from heterorl.common.weights.payload_file import (
     NO_ROOT,
     Header,
     read_chunk,

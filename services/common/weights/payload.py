@@ -1,6 +1,6 @@
 """A payload: one file that rebuilds a state, or leads from one state to the next.
 
-The file's layout is that of heterorl.common.weights.container. Chunks of a snapshot are coded without a state before
+The file's layout is that of heterorl.common.weights.payload_file. Chunks of a snapshot are coded without a state before
 them. A payload is named by the blake3 of its bytes; a version is named by its state root, never by compressed bytes,
 which may differ between builds of the compressor.
 """
@@ -18,7 +18,7 @@ from heterorl.common.process.threads import in_order
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Chunk, Layout, state_root
 from heterorl.common.weights.codec import apply_chunk, encode_chunk
-from heterorl.common.weights.container import (
+from heterorl.common.weights.payload_file import (
     MAGIC,
     NO_ROOT,
     Header,

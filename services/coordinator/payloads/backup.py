@@ -27,7 +27,7 @@ from pathlib import Path
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull, StoreLost
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory, sync_directory
-from heterorl.common.rpc.roles import Backup
+from heterorl.common.rpc.maintenance import Backup
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import stated_version
 from heterorl.coordinator.offline.history import STORE_FILE

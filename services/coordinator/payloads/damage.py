@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from heterorl.common.errors import Busy, CorruptStore, RemoteError, UnknownPayload
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
-from heterorl.common.pull.reader import DamagedFile
+from heterorl.common.pull.payload_reader import DamagedFile
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.merges import Merges

@@ -26,7 +26,7 @@ from heterorl.common.errors import Busy, CorruptData, MalformedPayload
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.container import read_roots
+from heterorl.common.weights.payload_file import read_roots
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.engine import Connection
 from heterorl.coordinator.store.files import file_size

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from heterorl.common.errors import PermissionDenied, Unauthenticated
-from heterorl.common.identity.identity import (
+from heterorl.common.identity.spiffe import (
     NODE_KEY,
     Identity,
     LocalPeer,

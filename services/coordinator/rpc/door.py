@@ -27,9 +27,9 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
 from heterorl.common.errors import InvalidRequest, QuotaExceeded
-from heterorl.common.identity.identity import Identity, Peer, Role
+from heterorl.common.identity.spiffe import Identity, Peer, Role
 from heterorl.common.process.threads import in_thread
-from heterorl.common.rpc.budget import OF_SITE, Budget, Holder, Room
+from heterorl.common.rpc.server_limits import OF_SITE, Caller, MemoryQuota, Reservation
 from heterorl.common.wire.rollout import pushed_from_pb
 from heterorl.coordinator.rpc.access import RULES, Gate
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, can_be_long, check, parse
@@ -52,16 +52,16 @@ class Shares:
         self._of_site_most = max(self._per_site, int(OF_SITE * self._open))
         self._num_all = 0
         self._num_open = 0
-        self._of_holder: Counter[Holder] = Counter()
+        self._of_holder: Counter[Caller] = Counter()
         self._of_site: Counter[str] = Counter()
-        self._of_rpc: Counter[tuple[Holder, str]] = Counter()
+        self._of_rpc: Counter[tuple[Caller, str]] = Counter()
 
     @property
     def num_calls(self) -> int:
         return self._num_all
 
     @contextlib.contextmanager
-    def place(self, holder: Holder, method: str) -> Iterator[None]:
+    def place(self, holder: Caller, method: str) -> Iterator[None]:
         """Hold a place for one call. Raises QuotaExceeded: there is none now; worth repeating."""
         problem = self._problem(holder, method)
         if problem:
@@ -72,7 +72,7 @@ class Shares:
         finally:
             self._add(holder, method, -1)
 
-    def _problem(self, holder: Holder, method: str) -> str:
+    def _problem(self, holder: Caller, method: str) -> str:
         at_once = RULES[method].at_once
         if at_once and holder.is_proven and self._of_rpc[holder, method] >= at_once:
             return f"{holder.name} has {at_once} calls of {method} under way; that is the share of one certificate"
@@ -87,13 +87,13 @@ class Shares:
             return f"{holder.owner} has {self._of_site_most} calls under way, a site's share (max_concurrent_rpcs)"
         return ""
 
-    def _share(self, holder: Holder) -> int:
+    def _share(self, holder: Caller) -> int:
         if holder.is_privileged:
             # Two of them, a learner and an operator, always find a place.
             return max(self._per_site, self._places // RESERVED_PART // 2)
         return self._per_site if holder.is_proven else self._per_connection
 
-    def _add(self, holder: Holder, method: str, number: int) -> None:
+    def _add(self, holder: Caller, method: str, number: int) -> None:
         self._num_all += number
         if not holder.is_privileged:
             self._num_open += number
@@ -119,16 +119,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 
 
-def holder_of(peer: Peer, method: str, address: str) -> Holder:
+def holder_of(peer: Peer, method: str, address: str) -> Caller:
     """The holder of a call that was admitted: one for each certificate, whatever connections it opens. Without
     certificates every caller is on this machine, and only its connection's `address` tells it apart."""
     if isinstance(peer, Identity):
         name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
-        return Holder(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
+        return Caller(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
     # Anybody may call anything here: what only a learner or an operator calls is taken for theirs.
     is_privileged = Role.SAMPLER not in RULES[method].roles
     kind = "learner or operator" if is_privileged else "node"
-    return Holder(f"{kind} at {address}", is_privileged, is_proven=False)
+    return Caller(f"{kind} at {address}", is_privileged, is_proven=False)
 
 
 class Requests:
@@ -137,13 +137,13 @@ class Requests:
     A message's room is given back when the next one is asked for; after `settle_by_hand`, when `settle` says so.
     """
 
-    def __init__(self, door: Door, method: str, peer: Peer, holder: Holder, context: _Context) -> None:
+    def __init__(self, door: Door, method: str, peer: Peer, holder: Caller, context: _Context) -> None:
         self._door = door
         self._method = method
         self._peer = peer
         self._holder = holder
         self._context = context
-        self._rooms: list[Room] = []
+        self._rooms: list[Reservation] = []
         self._is_by_hand = False
         self.num_bytes = 0
         """Of the newest message."""
@@ -186,7 +186,7 @@ class Requests:
 class Door(grpc.aio.ServerInterceptor):
     """Stands in front of every handler and inside the interceptor that maps errors."""
 
-    def __init__(self, gate: Gate, *, shares: Shares, budget: Budget) -> None:
+    def __init__(self, gate: Gate, *, shares: Shares, budget: MemoryQuota) -> None:
         self.budget = budget
         self._gate = gate
         self.shares = shares

@@ -16,12 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common.errors import ConfigError, HeterorlError, PortInUse
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
-from heterorl.common.identity.identity import Identity, Role
+from heterorl.common.identity.spiffe import Identity, Role
 from heterorl.common.identity.tls import ServerTlsConfig, check_tls
 from heterorl.common.process.metrics import RPC_SECONDS
-from heterorl.common.rpc.budget import Budget
-from heterorl.common.rpc.options import server_options
-from heterorl.common.rpc.status import reason_of, to_status
+from heterorl.common.rpc.error_status import reason_of, to_status
+from heterorl.common.rpc.server_limits import MemoryQuota
+from heterorl.common.rpc.transport_options import server_options
 from heterorl.coordinator.rpc.access import Gate
 from heterorl.coordinator.rpc.door import Door, Shares
 
@@ -105,7 +105,7 @@ class Server:
         self.door = Door(
             self._gate,
             shares=Shares(places=max_concurrent_rpcs, per_site=site_concurrent_rpcs),
-            budget=Budget(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
+            budget=MemoryQuota(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
         )
         self.grpc = grpc.aio.server(
             interceptors=[ErrorsAndTimes(), self.door],

@@ -11,7 +11,7 @@ import grpc.aio
 from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process.threads import in_thread
-from heterorl.common.rpc.roles import MAX_ANSWER_BYTES, Diagnosis, backup_to_pb, diagnosis_to_pb
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, backup_to_pb, diagnosis_to_pb
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import parse_facts

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from heterorl.common.errors import InvalidRequest, QuotaExceeded
 from heterorl.common.identity.credentials import MaterialFiles
-from heterorl.common.process import federation, metrics
+from heterorl.common.process import metrics, pushed_metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import Service
 from heterorl.common.types.common import Series
@@ -78,7 +78,7 @@ class Reported:
         """The text format of what nodes pushed lately."""
         now = self._clock.monotonic()
         # Copied: the loop may add one meanwhile.
-        return federation.page(node.lines for node in [*self._nodes.values()] if now - node.at <= KEPT_S)
+        return pushed_metrics.page(node.lines for node in [*self._nodes.values()] if now - node.at <= KEPT_S)
 
     def _admitted(self, key: tuple[Service, str], now: float) -> _Node | None:
         """The node that may push now; None where there is no room for it."""
@@ -102,10 +102,10 @@ class Reported:
 def _made(
     found: Sequence[Series], service: Service, added: Mapping[str, str], seen: frozenset[int]
 ) -> tuple[Mapping[str, str], frozenset[int]]:
-    lines = federation.rendered(found, service=service, added=added)
+    lines = pushed_metrics.rendered(found, service=service, added=added)
     # Of a process's own seed: nobody outside finds two texts of one number.
-    seen = seen | frozenset(map(hash, federation.lines_of(lines)))
-    most = VARIETY * federation.LIMITS[service].lines
+    seen = seen | frozenset(map(hash, pushed_metrics.lines_of(lines)))
+    most = VARIETY * pushed_metrics.LIMITS[service].lines
     if len(seen) > most:
         raise InvalidRequest(f"series: more than {most} different ones within an hour")
     return lines, seen

@@ -22,8 +22,8 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model.adapters import digest_of
-from heterorl.common.model.building import BUILDING, choose_kernels, hold_positions
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.model_directory import first_line
+from heterorl.common.model.model_loading import BUILDING, choose_kernels, hold_positions
 from heterorl.common.model.tensors import published_tensors
 from heterorl.common.types.common import Digest
 from heterorl.learner.backends.tensor_file import TensorFile, weight_files

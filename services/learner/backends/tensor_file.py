@@ -1,4 +1,4 @@
-"""Safetensors files whose tensors stay on the disk until a piece of them is read; `FilePlan` has the format."""
+"""Safetensors files whose tensors are read from disk piece by piece; `SafetensorsLayout` states the format."""
 
 from __future__ import annotations
 

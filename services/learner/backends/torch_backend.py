@@ -19,7 +19,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest, trainable
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model.routing import RouterReplay
+from heterorl.common.model.router_replay import RouterReplay
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup

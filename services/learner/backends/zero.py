@@ -29,7 +29,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model import tensors
-from heterorl.common.model.packages import check_engine
+from heterorl.common.model.library_versions import check_package
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.backends.loading import OpenedModel, blocks_of, hold_untrained, replace_parameters
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
@@ -182,7 +182,7 @@ def import_deepspeed(device: str = "cpu") -> Any:
         DependencyMissing: it is not installed.
         DependencyUnsupported: another version is than this release works with.
     """
-    check_engine("deepspeed")
+    check_package("deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", device)
     try:
         with warnings.catch_warnings():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterorl.common.model.routing import RoutingShape
+from heterorl.common.model.router_replay import RoutingShape
 from heterorl.common.types.common import peer_words
 from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD, Group, Rollout
 from heterorl.common.types.trajectory import is_drawn, strips_of

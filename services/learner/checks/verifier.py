@@ -40,9 +40,9 @@ from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.identity.signing import Trust
 from heterorl.common.model.quantise import LIMIT, Variant, dequantise, variant_layout
 from heterorl.common.process import metrics
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.threads import in_thread, in_thread_of
-from heterorl.common.pull.pull import PulledVersion, TrustedPuller
+from heterorl.common.pull.puller import PulledVersion, TrustedPuller
 from heterorl.common.tasks.task import FailureStreak, Task, source_of
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
@@ -73,7 +73,7 @@ class RecentVersions:
     _: KW_ONLY
     spool: Path
     layout: Layout
-    patience: Patience
+    backoff: Backoff
     trust: Trust
     num_kept: int
     threads: int = 1
@@ -117,7 +117,7 @@ class RecentVersions:
             api=self.api,
             spool=self.spool / (variant or "trained"),
             layout=layout,
-            patience=self.patience,
+            backoff=self.backoff,
             trust=self.trust,
             threads=self.threads,
             variant=variant,

@@ -26,8 +26,8 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
@@ -79,7 +79,7 @@ class Publisher:
     directory: Path
     store: CheckpointStore
     journal: TrainingLog
-    patience: Patience
+    backoff: Backoff
     snapshot_every_versions: int
     checkpoint_every_versions: int
     signer: Signer | None = None
@@ -216,11 +216,11 @@ class Publisher:
             )
         started = time.perf_counter()
         files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
-        await upload_all(self.api, files, epoch=self.epoch, patience=self.patience)
+        await upload_all(self.api, files, epoch=self.epoch, backoff=self.backoff)
         request = self._request(cursor, draft, forms, encode_s=encoded.encode_s)
         self.is_undecided = True
         try:
-            await commit(self.api, request, files, patience=self.patience)
+            await commit(self.api, request, files, backoff=self.backoff)
         except GroupNotAvailable:
             self.is_undecided = False
             if checkpoint is not None:

@@ -22,10 +22,10 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.identity.signing import Signer, Trust
 from heterorl.common.model.quantise import Variant, dequantise, quantise, scales_of, variant_layout
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.pull import TrustedPuller
+from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION, VariantVersion
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
@@ -84,7 +84,7 @@ class Variants:
         run_id: str,
         epoch: int,
         directory: Path,
-        patience: Patience,
+        backoff: Backoff,
         trust: Trust,
         threads: int,
     ) -> None:
@@ -94,7 +94,7 @@ class Variants:
         self._run_id = run_id
         self._epoch = epoch
         self._directory = directory
-        self._patience = patience
+        self._backoff = backoff
         self._trust = trust
         self._threads = threads
         self._forms: dict[Variant, Form] = {}
@@ -212,7 +212,7 @@ class Variants:
         if version == NO_VERSION:
             return _NEW
         try:
-            signed = await self._patience.insist(lambda: self._api.get_signed_manifest(version=version, variant=name))
+            signed = await self._backoff.retry(lambda: self._api.get_signed_manifest(version=version, variant=name))
         except UnknownVersion:
             _LOG.info("variant %s begins after version %d", name, version)
             return _NEW
@@ -250,7 +250,7 @@ class Variants:
             api=self._api,
             spool=self._directory / name / "incoming",
             layout=self._layouts[name],
-            patience=self._patience,
+            backoff=self._backoff,
             trust=self._trust,
             threads=self._threads,
             variant=name,

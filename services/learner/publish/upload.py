@@ -17,10 +17,10 @@ from typing import Any
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError, StaleEpoch, Unreachable
+from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.process.patience import Patience, is_transient
 from heterorl.common.types.policy import PayloadRef, PublishRequest
-from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.weights.payload_file import FRAME_BYTES
 
 _LOG = logging.getLogger(__name__)
 MAX_TAKES = 4
@@ -33,14 +33,14 @@ one, and a power cut at the coordinator may have spoiled them all."""
 
 
 async def upload_all(
-    api: LearnerApi, files: Sequence[tuple[PayloadRef, Path]], *, epoch: int, patience: Patience
+    api: LearnerApi, files: Sequence[tuple[PayloadRef, Path]], *, epoch: int, backoff: Backoff
 ) -> None:
     """Upload one payload after another; see `upload`."""
     for payload, path in files:
-        await upload(api, payload, path, epoch=epoch, patience=patience)
+        await upload(api, payload, path, epoch=epoch, backoff=backoff)
 
 
-async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> None:
+async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> None:
     """Upload until every byte is durable at the coordinator.
 
     Raises:
@@ -49,18 +49,18 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
     """
     num_mismatches, before, may_put = 0, -1, True
     while True:
-        durable = await patience.insist(lambda: api.query_upload(digest=payload.digest))
+        durable = await backoff.retry(lambda: api.query_upload(digest=payload.digest))
         if durable >= payload.num_bytes:
             return
         # What was streamed in part is gone on with.
         if may_put and not durable:
             may_put = False
-            durable = await _put(api, payload, path, epoch=epoch, patience=patience)
+            durable = await _put(api, payload, path, epoch=epoch, backoff=backoff)
             if durable >= payload.num_bytes:
                 return
         if durable == before:
             # An upload that was answered and brought nothing: never as fast as the link allows, again and again.
-            await patience.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
+            await backoff.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
         before = durable
         try:
             # Closed also where the call ends in the middle: a file stays open for as long as its generator does.
@@ -77,10 +77,10 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             if num_mismatches == MAX_MISMATCHES:
                 raise
         except (RemoteError, TimeoutError) as error:
-            await patience.wait(error)
+            await backoff.wait(error)
 
 
-async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> int:
+async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> int:
     """Send a payload beside the coordinator, where it has a place for it; returns the bytes that are durable then."""
     how: dict[str, Any] = {"epoch": epoch, "digest": payload.digest, "num_bytes": payload.num_bytes}
     try:
@@ -91,16 +91,16 @@ async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, 
     except (RemoteError, TimeoutError) as error:
         _tell(payload, "could not be put into the bucket", error)
         # What arrived there need not be sent again.
-        await _take(api, how, patience, tries=1)
+        await _take(api, how, backoff, tries=1)
     else:
-        failure = await _take(api, how, patience, tries=MAX_TAKES)
+        failure = await _take(api, how, backoff, tries=MAX_TAKES)
         if failure is None:
             return payload.num_bytes
         _tell(payload, "could not be taken from the bucket", failure)
-    return await patience.insist(lambda: api.query_upload(digest=payload.digest))
+    return await backoff.retry(lambda: api.query_upload(digest=payload.digest))
 
 
-async def _take(api: LearnerApi, how: dict[str, Any], patience: Patience, *, tries: int) -> Exception | None:
+async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries: int) -> Exception | None:
     """Have the coordinator take what was put; returns why it has not all of it."""
     left, before = tries, 0
     while True:
@@ -114,12 +114,12 @@ async def _take(api: LearnerApi, how: dict[str, Any], patience: Patience, *, tri
             if not is_transient(error) or (tries == 1):
                 return error
             # Also when the coordinator was away meanwhile: what was put is still there, and what it had taken too.
-            durable = await patience.insist(lambda: api.query_upload(digest=how["digest"]))
+            durable = await backoff.retry(lambda: api.query_upload(digest=how["digest"]))
             left = tries if durable > before else left
             before = max(before, durable)
             if not left:
                 return error
-            await patience.wait(error)
+            await backoff.wait(error)
 
 
 def _tell(payload: PayloadRef, what: str, error: Exception) -> None:
@@ -138,7 +138,7 @@ async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> As
 
 
 async def commit(
-    api: LearnerApi, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]], *, patience: Patience
+    api: LearnerApi, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]], *, backoff: Backoff
 ) -> None:
     """Have a version committed whose payloads are at the coordinator.
 
@@ -155,14 +155,14 @@ async def commit(
             num_repairs += 1
             if num_repairs > MAX_REPAIRS * len(files):
                 raise
-            await upload_all(api, files, epoch=request.epoch, patience=patience)
+            await upload_all(api, files, epoch=request.epoch, backoff=backoff)
         except (RemoteError, TimeoutError) as error:
             if not is_transient(error):
                 raise
             # The answer may be lost while the version is there: ask before anything else.
-            known = await patience.insist(lambda: api.get_step(step_id=request.step_id))
+            known = await backoff.retry(lambda: api.get_step(step_id=request.step_id))
             if known is not None:
                 return
-            await patience.wait(error)
+            await backoff.wait(error)
         else:
             return

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import LearnerPhase
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection
@@ -39,7 +39,7 @@ class GroupSelection:
     backend: TrainBackend
     publisher: Publisher
     inbox: Inbox
-    patience: Patience
+    backoff: Backoff
     progress: StepTimer
     epoch: int
     max_staleness_versions: int = -1
@@ -77,7 +77,7 @@ class GroupSelection:
         self, ids: list[GroupId], reason: str, *, counted_as: DropReason = DropReason.LEARNER_ABANDONED
     ) -> None:
         """Give groups up without blame."""
-        await self.patience.insist(
+        await self.backoff.retry(
             lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason, counted_as=counted_as)
         )
         self.inbox.settle(ids)
@@ -147,7 +147,7 @@ class GroupSelection:
         if rejected:
             _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejected))
             rejections = list(rejected.values())
-            await self.patience.insist(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
+            await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
             self.inbox.settle(rejected)
             self.notes.rejected(queued.group for queued in groups if queued.group.id in rejected)
         return [queued for queued, finding in zip(groups, findings, strict=True) if finding.is_sound]

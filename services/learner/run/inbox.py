@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import RemoteError
-from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.process.backoff import Backoff, is_transient
 from heterorl.common.types.rollout import GroupId, QueuedGroup, Rejection
 from heterorl.learner.checks.findings import SOUND, Finding
 from heterorl.learner.checks.limits import Limits, judge
@@ -139,7 +139,7 @@ async def feed(
     *,
     epoch: int,
     limits: Limits,
-    patience: Patience,
+    backoff: Backoff,
     verifier: Verifier | None = None,
     notes: SampleNotes | None = None,
 ) -> None:
@@ -170,7 +170,7 @@ async def feed(
 
     async def arriving(stream: AsyncIterator[QueuedGroup]) -> AsyncIterator[tuple[QueuedGroup, Finding]]:
         async for queued in stream:
-            patience.reset()
+            backoff.reset()
             yield queued, judge(queued.group, limits)
 
     while not inbox.is_closed:
@@ -188,7 +188,7 @@ async def feed(
                 raise
             problem = error
         if not inbox.is_closed:
-            await patience.wait(problem)
+            await backoff.wait(problem)
 
 
 async def _examine(

@@ -23,9 +23,9 @@ from typing import IO
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import ConfigError, DiskFull
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory, replacing, try_lock
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.step_timing import StepTimer
@@ -95,7 +95,7 @@ async def acquire(
     holder: str,
     contract: Contract,
     request_id: str,
-    patience: Patience,
+    backoff: Backoff,
     variants: Sequence[str] = (),
     incarnation: str = "",
     groups_per_version: int = 0,
@@ -109,7 +109,7 @@ async def acquire(
     Raises:
         ContractMismatch: this learner disagrees with the run.
     """
-    grant = await patience.insist(
+    grant = await backoff.retry(
         lambda: api.acquire_lease(
             holder=holder,
             contract=contract,
@@ -155,7 +155,7 @@ async def renew(
     *,
     grant: LeaseGrant,
     clock: Clock,
-    patience: Patience,
+    backoff: Backoff,
     on_grant: Callable[[LeaseGrant], Awaitable[None]] = _ignore,
     progress: StepTimer | None = None,
 ) -> None:
@@ -169,7 +169,7 @@ async def renew(
     epoch, ttl_s = grant.epoch, grant.ttl_s
     while True:
         await clock.sleep(renewal_s(ttl_s))
-        renewed = await patience.insist(
+        renewed = await backoff.retry(
             lambda: api.renew_lease(epoch=epoch, progress=None if progress is None else progress.now)
         )
         ttl_s = renewed.ttl_s

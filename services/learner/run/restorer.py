@@ -13,9 +13,9 @@ from pathlib import Path
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptStore, StateMismatch
 from heterorl.common.identity.signing import Trust
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.pull import TrustedPuller
+from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
@@ -41,14 +41,14 @@ class Restorer:
 
     backend: TrainBackend
     store: CheckpointStore
-    patience: Patience
+    backoff: Backoff
     variants: Variants | None = None
 
     async def read(self, path: Path) -> Cursor | None:
         """The cursor of a checkpoint; None when it is damaged, or the disk does not give it."""
         for number in range(NUM_READS):
             if number:
-                await self.patience.clock.sleep(self.patience.base_s)
+                await self.backoff.clock.sleep(self.backoff.base_s)
             try:
                 return await in_thread(read_checkpoint, path)
             except CorruptStore as error:
@@ -95,7 +95,7 @@ class PublishedVersions:
     api: LearnerApi
     layout: Layout
     spool: Path
-    patience: Patience
+    backoff: Backoff
     trust: Trust = field(default_factory=Trust)
     threads: int = 1
 
@@ -106,7 +106,7 @@ class PublishedVersions:
             UntrustedVersion: no trusted key signed it.
             StateMismatch: it is another version's.
         """
-        signed = await self.patience.insist(lambda: self.api.get_signed_manifest(version=version))
+        signed = await self.backoff.retry(lambda: self.api.get_signed_manifest(version=version))
         self.trust.check(signed.data, signed.signature, version=version)
         stated = manifest_from_bytes(signed.data).version
         if stated != version:
@@ -129,7 +129,7 @@ class PublishedVersions:
             api=self.api,
             spool=self.spool,
             layout=self.layout,
-            patience=self.patience,
+            backoff=self.backoff,
             trust=self.trust,
             threads=self.threads,
         )

@@ -35,7 +35,7 @@ from heterorl.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
@@ -118,7 +118,7 @@ class Resumption:
     restorer: Restorer
     published: PublishedVersions
     journal: TrainingLog
-    patience: Patience
+    backoff: Backoff
     run_id: str
     epoch: int
     state_dir: Path
@@ -136,7 +136,7 @@ class Resumption:
         return step
 
     async def _resume(self) -> int:
-        head = (await self.patience.insist(lambda: self.api.renew_lease(epoch=self.epoch))).head_version
+        head = (await self.backoff.retry(lambda: self.api.renew_lease(epoch=self.epoch))).head_version
         paths = await in_thread(self.store.paths)
         for path in paths:
             step = await self._try(path, head)
@@ -163,7 +163,7 @@ class Resumption:
             return ResumePlan.SKIP, None
         if cursor.run_id != self.run_id:
             raise ConfigError("state_dir", f"{path} belongs to run {cursor.run_id}, not {self.run_id}")
-        committed = await self.patience.insist(lambda: self.api.get_step(step_id=cursor.step_id))
+        committed = await self.backoff.retry(lambda: self.api.get_step(step_id=cursor.step_id))
         way, reason = decide(
             cursor,
             head_version=head,
@@ -184,7 +184,7 @@ class Resumption:
     async def _is_in_lineage(self, version: int, state_root: str) -> bool:
         # Planned from itself: an old version is in the lineage also when nothing leads to it any more.
         try:
-            await self.patience.insist(
+            await self.backoff.retry(
                 lambda: self.api.plan_pull(have_version=version, have_root=state_root, want_version=version)
             )
         except UnknownVersion:

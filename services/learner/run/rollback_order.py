@@ -18,13 +18,13 @@ from pathlib import Path
 
 from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.policy import Manifest, PayloadKind
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose, negate
-from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
+from heterorl.common.weights.payload_file import max_file_bytes
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.version_weights import whole_of
 from heterorl.learner.run.resume import Resumption
@@ -65,7 +65,7 @@ class Rollback:
         """
         parts = self.resumption
         # Asked now: an order heard of before may be carried out or taken back.
-        version = (await parts.patience.insist(lambda: parts.api.renew_lease(epoch=parts.epoch))).rollback_to
+        version = (await parts.backoff.retry(lambda: parts.api.renew_lease(epoch=parts.epoch))).rollback_to
         if not self.is_due(version):
             # Of a process that died on the way: whole copies of the weights, and nobody comes back for them.
             await in_thread(_remove_leftovers, self.directory)
@@ -107,10 +107,10 @@ class Rollback:
         fetcher = Fetcher(
             api=parts.api,
             spool=self.directory / "undo",
-            clock=parts.patience.clock,
+            clock=parts.backoff.clock,
             max_bytes=max_file_bytes(shadow.layout.chunks),
         )
-        plan = await parts.patience.insist(
+        plan = await parts.backoff.retry(
             lambda: parts.api.plan_pull(
                 have_version=target.version,
                 have_root=target.state_root,
@@ -124,7 +124,7 @@ class Rollback:
         fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
         try:
-            paths = [await parts.patience.insist(fetch) for fetch in fetches]
+            paths = [await parts.backoff.retry(fetch) for fetch in fetches]
             arena = await in_thread(_undone, paths, shadow, target, self.directory)
         except (CorruptData, NotReversible, UnknownPayload):
             # A later order must not meet a damaged one again; what a stop cut off is gone on with.

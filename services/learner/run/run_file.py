@@ -11,8 +11,8 @@ from typing import Any
 import heterorl
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import RemoteError, StaleEpoch
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.files import replacing
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.run import facts_of
 from heterorl.learner.config import LearnerConfig
 
@@ -32,7 +32,7 @@ def write_run_file(config: LearnerConfig) -> None:
         file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 
 
-async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, patience: Patience) -> None:
+async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, backoff: Backoff) -> None:
     """Tell the coordinator too, for people who look at the run; one of an earlier release does not know the question.
 
     Raises:
@@ -50,7 +50,7 @@ async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, pa
             _warn(error)
 
     try:
-        await patience.insist(tell)
+        await backoff.retry(tell)
     except StaleEpoch:
         raise
     except RemoteError as error:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
-from heterorl.common.model.routing import routing_shape
+from heterorl.common.model.router_replay import routing_shape
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import NO_VERSION, LeaseGrant
@@ -70,14 +70,14 @@ class RunResult:
 class TrainingRun:
     """Holds the run's lease and trains under it, session after session.
 
-    `patience` makes a fresh row of waits between attempts; `begin` makes what works under a lease that was granted.
+    `backoff` makes a fresh row of waits between attempts; `begin` makes what works under a lease that was granted.
     """
 
     config: LearnerConfig
     api: LearnerApi
     contract: Contract
     clock: Clock
-    patience: Callable[[], Patience]
+    backoff: Callable[[], Backoff]
     backend: TrainBackend
     evaluator: Evaluator | None
     verifier: Verifier | None
@@ -104,7 +104,7 @@ class TrainingRun:
             holder=self.config.holder,
             contract=self.contract,
             request_id=secrets.token_hex(8),
-            patience=self.patience(),
+            backoff=self.backoff(),
             variants=self.config.variants,
             incarnation=await in_thread(read_incarnation, self.config.state_dir),
             groups_per_version=groups_per_version,
@@ -125,12 +125,12 @@ class TrainingRun:
                         self.api,
                         grant=grant,
                         clock=self.clock,
-                        patience=self.patience(),
+                        backoff=self.backoff(),
                         on_grant=self.hear,
                         progress=self.progress,
                     )
                 )
-                await describe_run(self.api, self.config, epoch=grant.epoch, patience=self.patience())
+                await describe_run(self.api, self.config, epoch=grant.epoch, backoff=self.backoff())
                 await self.train(grant)
                 renewal.cancel()
         except BaseException as error:
@@ -163,14 +163,14 @@ class TrainingRun:
         while outcome is not Outcome.FINISHED:
             step = await rollback.resume(is_start=outcome is None)
             # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
-            inbox, patience = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.patience()
+            inbox, backoff = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.backoff()
             selection = GroupSelection(
                 config=self.config,
                 api=self.api,
                 backend=self.backend,
                 publisher=term.publisher,
                 inbox=inbox,
-                patience=patience,
+                backoff=backoff,
                 progress=self.progress,
                 epoch=grant.epoch,
                 max_staleness_versions=self.max_staleness_versions,
@@ -197,7 +197,7 @@ class TrainingRun:
                 self._note(term.publisher, session)
         reason = f"step {session.step} of {self.config.max_steps} is reached"
         _LOG.info("%s", reason)
-        await self.patience().insist(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
+        await self.backoff().retry(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
 
     async def _run_session(self, session: TrainingLoop) -> Outcome:
         limits = Limits(
@@ -215,7 +215,7 @@ class TrainingRun:
                     session.inbox,
                     epoch=session.selection.epoch,
                     limits=limits,
-                    patience=self.patience(),
+                    backoff=self.backoff(),
                     verifier=self.verifier,
                     notes=session.notes,
                 )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.model_directory import first_line
 from heterorl.learner.train.backend_config import BackendConfig
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from heterorl.common.model.routing import RoutedTokens
+from heterorl.common.model.router_replay import RoutedTokens
 from heterorl.learner.loss.objectives import LossInputs
 from heterorl.learner.train.batch import TrainingSequence
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, HeterorlError
-from heterorl.common.model.building import load_pretrained
-from heterorl.common.model.directory import check_model_dir, first_line
 from heterorl.common.model.logprobs import token_logprobs
+from heterorl.common.model.model_directory import check_model_dir, first_line
+from heterorl.common.model.model_loading import load_pretrained
 from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors
 from heterorl.common.weights.arena import Layout
 from heterorl.learner.train.backend_config import TorchBackendConfig

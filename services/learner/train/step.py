@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heterorl.common.model.routing import RouterReplay
+from heterorl.common.model.router_replay import RouterReplay
 from heterorl.learner.loss.group import log_denominators, masked_mean
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
 from heterorl.common.generation.inference_engine import Engine
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
-from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import (
@@ -82,7 +82,7 @@ class EvaluationWork:
         self._session = session
         self._clock = clock
         self._bell = bell
-        self._patience = Patience(clock=clock, rng=rng)
+        self._backoff = Backoff(clock=clock, rng=rng)
         self._held: set[int] = set()
         self._drawn: list[PromptResult] = []
         self._pushing = asyncio.Lock()
@@ -224,7 +224,7 @@ class EvaluationWork:
             await self._pushed(state_root, [without_texts(result) for result in results])
 
     async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
-        await self._patience.insist(
+        await self._backoff.retry(
             lambda: self._api.push_evaluation(
                 site=self._session.registration.site,
                 incarnation=self._session.registration.incarnation,

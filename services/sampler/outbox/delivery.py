@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, RemoteError, Unreachable
 from heterorl.common.process import metrics
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
-from heterorl.common.process.patience import Patience
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.common import peer_words
 from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
@@ -49,7 +49,7 @@ class Delivery:
         self._clock = clock
         self._now = now or steady(clock)
         self._bell = bell
-        self._patience = Patience(clock=clock, rng=rng)
+        self._backoff = Backoff(clock=clock, rng=rng)
         # Groups still to be pushed one by one: one of them was refused with the others.
         self._num_alone = 0
         self._put_aside = 0
@@ -80,7 +80,7 @@ class Delivery:
         except RemoteError as error:
             # A coordinator that takes less than it did says how much when the site registers again.
             is_too_large = isinstance(error, MessageTooLarge)
-            delay_s = self._patience.delay_s() if is_too_large else self._patience.next_delay(error)
+            delay_s = self._backoff.delay_s() if is_too_large else self._backoff.next_delay(error)
             # The link says when nobody answers, and when somebody does again.
             level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
             _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
@@ -105,7 +105,7 @@ class Delivery:
             except DiskFull as error:
                 # They are pushed again, known as such by the coordinator, and deleted then.
                 _LOG.error("what was delivered cannot be deleted from the outbox: %s", error)
-                await self._clock.sleep(self._patience.delay_s())
+                await self._clock.sleep(self._backoff.delay_s())
                 return
             dropped = sum(outcome.status is PushStatus.DROPPED for _, outcome in answered)
             self.num_refused += dropped
@@ -113,9 +113,9 @@ class Delivery:
             self._bell.ring()
         if len(settled) == len(outcomes) == len(answered):
             # Fewer than were pushed, if the link broke after some: that is progress, and the rest is pushed at once.
-            self._patience.reset()
+            self._backoff.reset()
         else:
-            await self._clock.sleep(self._patience.delay_s(asked_s=asked_s))
+            await self._clock.sleep(self._backoff.delay_s(asked_s=asked_s))
 
     async def _isolate(self, groups: Sequence[SealedGroup], error: InvalidRequest) -> None:
         """Find the group that is refused for good, and put an empty one in its place: the others must not wait.
@@ -130,7 +130,7 @@ class Delivery:
             raise error
         elif await asyncio.to_thread(self._outbox.put_aside, sequence, peer_words(str(error))):
             self._put_aside, self._num_alone = sequence, 0
-        await self._clock.sleep(self._patience.delay_s())
+        await self._clock.sleep(self._backoff.delay_s())
 
     async def _forget(self, settled: Sequence[int]) -> None:
         for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._now()):

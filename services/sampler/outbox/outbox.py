@@ -25,9 +25,9 @@ import xxhash
 
 from heterorl.common.errors import DiskFull, MalformedPayload
 from heterorl.common.process import metrics
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.seal import read_sealed, seal
@@ -325,7 +325,7 @@ class Spooling:
         self._clock = clock
         self._now = now
         self._numbering = numbering
-        self._patience = Patience(clock=clock, rng=rng)
+        self._backoff = Backoff(clock=clock, rng=rng)
         self._waiting: tuple[Group, ...] = ()
         self._retry_at = 0.0
         self.problem = ""
@@ -366,12 +366,12 @@ class Spooling:
             if not self.problem:
                 _LOG.error("GENERATION PAUSES, %d groups wait in memory: %s", len(groups), error)
             self.problem = str(error)
-            self._retry_at = self._clock.monotonic() + self._patience.delay_s()
+            self._retry_at = self._clock.monotonic() + self._backoff.delay_s()
             return
         if self.problem:
             _LOG.info("the disk has room again: %d groups are spooled, generation goes on", len(groups))
         self.problem, self._waiting = "", self._waiting[len(groups) :]
-        self._patience.reset()
+        self._backoff.reset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from heterorl.common.errors import EngineError, PromptRefused
 from heterorl.common.generation.inference_engine import Engine, Request, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
-from heterorl.common.pull.pull import PulledVersion
+from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.types.rollout import FinishReason
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox, Spooling

@@ -19,9 +19,9 @@ from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, RemoteError, StaleWeights
 from heterorl.common.generation.inference_engine import Engine, ScoredText
 from heterorl.common.process import metrics
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import PulledVersion
+from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import RELEASE, CanaryReport
@@ -61,10 +61,10 @@ class Swap:
         self._session = session
         self._clock = clock
         self._on_quarantine = on_quarantine
-        self._patience = Patience(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
+        self._backoff = Backoff(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
         self._next_at = clock.monotonic()
         # Of one engine of several that is out; the others take new versions meanwhile.
-        self._mending = Patience(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
+        self._mending = Backoff(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
         self._mend_at = self._next_at
 
     @property
@@ -103,7 +103,7 @@ class Swap:
         """Trust the engine no longer, until it has loaded a version."""
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
         self.reported = replace(self.reported, policy_version=NO_VERSION, state_root=NO_ROOT)
-        self._next_at = self._clock.monotonic() + self._patience.delay_s()
+        self._next_at = self._clock.monotonic() + self._backoff.delay_s()
         _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
 
     def forget_roots(self, oldest: int | None) -> None:
@@ -141,7 +141,7 @@ class Swap:
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
             pulled.version, decimal(puller.fetched_bytes), puller.fetch_s, puller.apply_s, swap_s,
         )  # fmt: skip
-        self._patience.reset()
+        self._backoff.reset()
         if self._engine.is_whole:
             self._mending.reset()
         elif is_mend:

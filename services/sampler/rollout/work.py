@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.rollout import ReturnReason, WorkAssignment, WorkGrant
@@ -48,7 +48,7 @@ class Work:
         self._api = api
         self._session = session
         self._clock = clock
-        self._patience = Patience(clock=clock, rng=rng)
+        self._backoff = Backoff(clock=clock, rng=rng)
         self.ask_time = clock.monotonic()
         # Of this process alone: what an earlier one was given may be in the outbox already.
         self._asker = f"{name}/{clock.wall():.6f}"
@@ -83,7 +83,7 @@ class Work:
         except NotRegistered:
             await self._session.register()
             # A coordinator that forgets every registration must not be asked in a circle.
-            self.ask_time = self._clock.monotonic() + self._patience.delay_s()
+            self.ask_time = self._clock.monotonic() + self._backoff.delay_s()
             return None
         except RunFinished as error:
             _LOG.info("no work: %s", error)
@@ -92,7 +92,7 @@ class Work:
         except RemoteError as error:
             # A draining run and a restarting coordinator say the same here; a heartbeat tells which.
             _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
-            self.ask_time = self._clock.monotonic() + self._patience.next_delay(error)
+            self.ask_time = self._clock.monotonic() + self._backoff.next_delay(error)
             return None
         # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
         self._num_answers += 1
@@ -103,10 +103,10 @@ class Work:
             assignment for assignment in grant.assignments[:asked] if 0 <= assignment.prompt_index < num_prompts
         )
         if work:
-            self._patience.reset()
+            self._backoff.reset()
         else:
             _LOG.debug("no work: %s", peer_words(grant.reason))
-            self.ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
+            self.ask_time += peer_seconds(grant.retry_after_s) or self._backoff.delay_s()
         return dataclasses.replace(grant, assignments=work)
 
     async def abandon(self, assignments: Sequence[int], reason: ReturnReason | None = None) -> None:

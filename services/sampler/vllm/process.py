@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from heterorl.common.errors import DependencyMissing, EngineDied
-from heterorl.common.model.packages import check_engine
+from heterorl.common.model.library_versions import check_package
 from heterorl.sampler.vllm.arguments import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def import_vllm() -> Any:
         DependencyMissing: it is not installed.
         DependencyUnsupported: another version is than this release works with.
     """
-    check_engine("vllm")
+    check_package("vllm")
     # Read at import. Usage reports would tell a third party what runs here.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -30,12 +30,12 @@ from typing import Any
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, attach, base_digest
-from heterorl.common.model.building import load_pretrained, room_of, window_of
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.model_loading import load_pretrained, token_limits_of, window_of
 from heterorl.common.process.files import replacing, try_lock
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
-from heterorl.common.weights.file_plan import FilePlan
+from heterorl.common.weights.safetensors_layout import SafetensorsLayout
 from heterorl.sampler.vllm.canary import Reference
 from heterorl.sampler.vllm.process import VllmProcess
 
@@ -76,7 +76,7 @@ class VllmSource:
         self.sampling = sampling
         self._canary_device = canary_device
         self.model = load_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[published_dtype]).eval()
-        self.room = room_of(self.model.config)
+        self.room = token_limits_of(self.model.config)
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
             attach(self.model, self.lora)
@@ -243,7 +243,9 @@ def write_weights(
     (`stored_names`); `rename` leads from a tensor's name to that in the file.
     """
     specs = [arena.layout.spec(name) for name in names]
-    plan = FilePlan([(rename(name), _TYPES[spec.dtype], spec.shape) for name, spec in zip(names, specs, strict=True)])
+    plan = SafetensorsLayout(
+        [(rename(name), _TYPES[spec.dtype], spec.shape) for name, spec in zip(names, specs, strict=True)]
+    )
     with replacing(path, is_durable=False, mode=0o600) as file:
         file.write(plan.header)
         for name in names:

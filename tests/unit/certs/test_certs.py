@@ -13,7 +13,7 @@ from heterorl.certs.authority import LOCAL_HOSTS, hosts_of
 from heterorl.certs.directory import Authority
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity.identity import Identity, Role, read_identity
+from heterorl.common.identity.spiffe import Identity, Role, read_identity
 from tests.support.certificates import DAY, Certificates, now
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import read_material
-from heterorl.common.identity.identity import Role
+from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import ServerTlsConfig, check_tls
 from heterorl.demo.config import (
     NODES,

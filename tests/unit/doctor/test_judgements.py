@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.identity.identity import Identity, Role
-from heterorl.common.rpc.roles import Diagnosis
+from heterorl.common.identity.spiffe import Identity, Role
+from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import LoraSettings
 from heterorl.doctor import link_checks, machine_checks
 from heterorl.doctor.check import Check, Failure, Level, checks_json, checks_table, exit_code, fail, ok, skip, warn

@@ -107,7 +107,7 @@ async def test_broken_downloads_that_make_progress_are_taken_up_again_soon(world
     failures = []
 
     async def read_payload(*, digest, offset):
-        failures.append(world.sampler.policy._sync_patience.num_failures)
+        failures.append(world.sampler.policy._sync_backoff.num_failures)
         async for frame in world.core.read_payload(digest=digest, offset=offset):
             yield frame[:10]
             break

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from heterorl.common.errors import CorruptStore
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.model_directory import first_line
 from heterorl.learner.backends.optimizer_state import (
     COUNTERS_FILE,
     OPTIMIZER_FILE,

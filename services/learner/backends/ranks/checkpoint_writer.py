@@ -39,7 +39,7 @@ import xxhash
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.common import NO_LORA, LoraSettings
-from heterorl.common.weights.file_plan import Entry, FilePlan
+from heterorl.common.weights.safetensors_layout import Entry, SafetensorsLayout
 from heterorl.learner.backends.optimizer_state import COUNTERS_FILE, FORMAT, OPTIMIZER_FILE, WEIGHTS_FILE
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.sharded_state import MOMENTS, Key, ShardedState
@@ -67,8 +67,8 @@ class CheckpointLayout:
     """The files of one checkpoint."""
 
     directory: Path
-    weights: FilePlan
-    moments: FilePlan
+    weights: SafetensorsLayout
+    moments: SafetensorsLayout
     steps: int
     """That the moments have seen; there are none at 0."""
     counters: str
@@ -87,14 +87,14 @@ class CheckpointLayout:
             counters["lora"] = dataclasses.asdict(lora)
         return cls(
             directory=directory,
-            weights=FilePlan([(name, "F32", tuple(state.shapes[name])) for name in names]),
-            moments=FilePlan(table),
+            weights=SafetensorsLayout([(name, "F32", tuple(state.shapes[name])) for name in names]),
+            moments=SafetensorsLayout(table),
             steps=steps,
             counters=json.dumps(counters),
         )
 
     @property
-    def files(self) -> list[tuple[str, FilePlan, Sequence[Key]]]:
+    def files(self) -> list[tuple[str, SafetensorsLayout, Sequence[Key]]]:
         """Each file of tensors: its name, its plan, and what of the state is in it."""
         return [
             (WEIGHTS_FILE, self.weights, ("",)),
@@ -320,7 +320,7 @@ def _moments(state: ShardedState, steps: int, names: list[str]) -> Iterator[torc
         yield torch.tensor(float(steps))
 
 
-def _write_all(path: Path, plan: FilePlan, tensors: Iterator[torch.Tensor | None]) -> None:
+def _write_all(path: Path, plan: SafetensorsLayout, tensors: Iterator[torch.Tensor | None]) -> None:
     with path.open("wb") as file:
         file.write(plan.header)
         for (name, _, shape), tensor in zip(plan.table, tensors, strict=True):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from heterorl.common.errors import HeterorlError, OperatorError
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.model_directory import first_line
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 
 ResultT = TypeVar("ResultT")

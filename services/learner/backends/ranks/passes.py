@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from heterorl.common.model.logprobs import token_logprobs
-from heterorl.common.model.routing import RouterReplay
+from heterorl.common.model.router_replay import RouterReplay
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.loss.loss_spec import LossSpec
 from heterorl.learner.train.batch import Batch, TrainingSequence

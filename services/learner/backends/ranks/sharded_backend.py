@@ -20,7 +20,7 @@ from torch import nn
 
 from heterorl.common.errors import HeterorlError, StateMismatch
 from heterorl.common.model import tensors
-from heterorl.common.model.routing import RouterReplay
+from heterorl.common.model.router_replay import RouterReplay
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.common import SamplingSemantics, StepReport
 from heterorl.common.types.rollout import Group, QueuedGroup

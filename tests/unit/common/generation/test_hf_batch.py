@@ -10,7 +10,7 @@ import torch
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, PromptTooLong
 from heterorl.common.generation import hf_batch
 from heterorl.common.generation.inference_engine import Finished, Lost, Request, ScoredText, generate_all, in_order
-from heterorl.common.model.building import room_of
+from heterorl.common.model.model_loading import token_limits_of
 from heterorl.common.types.rollout import FinishReason
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 from tests.support.one_batch import one_batch
@@ -278,7 +278,7 @@ def test_a_prompt_that_is_refused_is_left_out_of_its_batch(caplog):
 def test_a_prompt_without_room_is_refused_and_others_go_on(model_dir, size):
     engine = hf_engine(model_dir, max_new_tokens=LIMIT, engine={"batch_rows": 8})
     room = engine.model.config.max_position_embeddings = LIMIT + 9
-    engine._room = room_of(engine.model.config)
+    engine._room = token_limits_of(engine.model.config)
     engine.submit(request(0))
     long = Request(key=1, prompt=np.full(size, 3, np.int32), seed=1, num_completions=1)
     if size == 9:

@@ -10,7 +10,13 @@ import transformers
 from heterorl.common.errors import ConfigError, PromptTooLong
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Request
-from heterorl.common.model.building import Room, load_pretrained, room_at, room_of, window_of
+from heterorl.common.model.model_loading import (
+    TokenLimits,
+    load_pretrained,
+    token_limits_at,
+    token_limits_of,
+    window_of,
+)
 from heterorl.learner.backends.loading import empty_model, fill, open_model
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.micro_batch import collate
@@ -87,9 +93,9 @@ def test_the_window_is_that_of_the_first_training(model_dir):
     assert window.tokens == WINDOW
     assert window.kind in ("longrope", "dynamic")
     assert (
-        room_at(str(model_dir))
-        == room_of(load_model(model_dir).config)
-        == Room(vocab_size=VOCAB_SIZE, positions=WINDOW)
+        token_limits_at(str(model_dir))
+        == token_limits_of(load_model(model_dir).config)
+        == TokenLimits(vocab_size=VOCAB_SIZE, positions=WINDOW)
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.routing import RoutedTokens, RouterRecorder, RouterReplay, routing_shape
+from heterorl.common.model.router_replay import RoutedTokens, RouterRecorder, RouterReplay, routing_shape
 
 LOGITS = torch.linspace(-1, 1, 3 * 6).reshape(3, 6)
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, StateMismatch
 from heterorl.common.model import tensors
-from heterorl.common.model.building import load_pretrained
+from heterorl.common.model.model_loading import load_pretrained
 from heterorl.common.weights.arena import Arena
 from tests.support.training import is_identical, tiny_model, weights
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
-from heterorl.common.pull.fetch import Fetcher
-from heterorl.common.pull.spool import SPLIT_BYTES
+from heterorl.common.pull.fetcher import Fetcher
+from heterorl.common.pull.partial_download import SPLIT_BYTES
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from tests.support.clock import ManualClock

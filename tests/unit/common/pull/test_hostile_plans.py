@@ -11,12 +11,12 @@ from heterorl.common.errors import CorruptData, DiskFull, LimitExceeded, Malform
 from heterorl.common.identity.signing import Signer, Trust
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.fetch import MAX_COPIES, Fetcher
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.fetcher import MAX_COPIES, Fetcher
+from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.payload_file import max_file_bytes
 from heterorl.common.wire.policy import frame_checksum
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

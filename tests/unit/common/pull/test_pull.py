@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PlanKind
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
@@ -337,7 +337,7 @@ async def test_manifests_that_descent_listed_are_not_asked_for_again(world):
     _bare(api, calls, page=100)
 
     async def admit(_plan):
-        await puller.way.list(1, 2)
+        await puller.chain.list(1, 2)
 
     assert (await puller.pull(held=held, want_version=3, admit=admit)).arena.state_root() == run.roots[3]
     assert calls == [(1, 2)]
@@ -347,6 +347,6 @@ async def test_manifests_of_a_way_are_bounded(world, monkeypatch):
     api, _, puller, _, _ = world
     held = await puller.pull(held=None, want_version=0)
     _bare(api, [], page=100)
-    monkeypatch.setattr("heterorl.common.pull.way.MAX_BYTES", 10)
+    monkeypatch.setattr("heterorl.common.pull.manifest_chain.MAX_BYTES", 10)
     with pytest.raises(LimitExceeded, match="manifests of"):
         await puller.pull(held=held, want_version=3)

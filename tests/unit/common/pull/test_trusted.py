@@ -6,9 +6,9 @@ import pytest
 
 from heterorl.common.errors import Unreachable, UnsignedManifest
 from heterorl.common.identity.signing import Trust
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import TrustedPuller
+from heterorl.common.pull.puller import TrustedPuller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -44,21 +44,21 @@ async def world(tmp_path):
     await core.close()
 
 
-def trusting(api, path, patience, *keys):
-    return TrustedPuller(api=api, spool=path / "spool", layout=LAYOUT, patience=patience, trust=Trust(keys))
+def trusting(api, path, backoff, *keys):
+    return TrustedPuller(api=api, spool=path / "spool", layout=LAYOUT, backoff=backoff, trust=Trust(keys))
 
 
 async def test_broken_links_are_waited_for_and_each_that_brought_bytes_is_the_first_of_a_row(world):
     api, run, path = world
     seen = []
 
-    class Noting(Patience):
+    class Noting(Backoff):
         def delay_s(self, *, asked_s=0.0):
             seen.append(self.num_failures)
             return super().delay_s(asked_s=asked_s)
 
-    patience = Noting(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=60.0)
-    pulled = await trusting(api, path, patience).pull(0)
+    backoff = Noting(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=60.0)
+    pulled = await trusting(api, path, backoff).pull(0)
 
     assert pulled.arena.state_root() == run.roots[0]
     assert api.offsets == [0, 10, 20, 30, 40, 50]
@@ -67,8 +67,8 @@ async def test_broken_links_are_waited_for_and_each_that_brought_bytes_is_the_fi
 
 async def test_version_that_no_trusted_key_signed_is_refused_before_a_byte_is_fetched(world):
     api, _, path = world
-    patience = Patience(clock=SystemClock(), rng=random.Random(0))
+    backoff = Backoff(clock=SystemClock(), rng=random.Random(0))
 
     with pytest.raises(UnsignedManifest):
-        await trusting(api, path, patience, "00" * 32).pull(0)
+        await trusting(api, path, backoff, "00" * 32).pull(0)
     assert api.offsets == []

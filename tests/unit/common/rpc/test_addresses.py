@@ -10,9 +10,9 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config import load
-from heterorl.common.rpc import link
-from heterorl.common.rpc.link import Link
-from heterorl.common.rpc.options import channel_options
+from heterorl.common.rpc import channel
+from heterorl.common.rpc.channel import CoordinatorChannel
+from heterorl.common.rpc.transport_options import channel_options
 from heterorl.sampler.config import SamplerConfig
 from tests.support.certificates import Certificates
 
@@ -45,7 +45,7 @@ def test_configuration_takes_one_address_or_a_list():
 
 
 async def test_calls_go_to_the_address_that_listens(listening, closed):
-    link_ = Link(f"{closed},{listening}", tls=PLAIN, max_message_bytes=1 << 20)
+    link_ = CoordinatorChannel(f"{closed},{listening}", tls=PLAIN, max_message_bytes=1 << 20)
 
     async with link_.stubs():
         assert link_._address == listening
@@ -53,8 +53,8 @@ async def test_calls_go_to_the_address_that_listens(listening, closed):
 
 
 async def test_where_none_is_seen_to_listen_the_next_one_is_tried(closed, monkeypatch):
-    monkeypatch.setattr(link, "KNOCK_S", 0.5)
-    link_ = Link(f"{closed},localhost:1", tls=PLAIN, max_message_bytes=1 << 20)
+    monkeypatch.setattr(channel, "KNOCK_S", 0.5)
+    link_ = CoordinatorChannel(f"{closed},localhost:1", tls=PLAIN, max_message_bytes=1 << 20)
 
     seen = []
     for _ in range(2):
@@ -67,7 +67,7 @@ async def test_where_none_is_seen_to_listen_the_next_one_is_tried(closed, monkey
 
 def test_each_address_is_checked():
     with pytest.raises(ConfigError, match=r"b\.example"):
-        Link("127.0.0.1:1,b.example:2", tls=PLAIN, max_message_bytes=1 << 20)
+        CoordinatorChannel("127.0.0.1:1,b.example:2", tls=PLAIN, max_message_bytes=1 << 20)
 
 
 # ---- proxies of the environment
@@ -110,13 +110,15 @@ def test_calls_to_another_machine_go_through_the_proxy_and_one_line_says_so(prox
 
 async def test_link_with_certificates_to_this_machine_asks_for_no_proxy(tmp_path, proxy, monkeypatch):
     seen = []
-    opened = link.grpc.aio.secure_channel
+    opened = channel.grpc.aio.secure_channel
     monkeypatch.setattr(
-        link.grpc.aio,
+        channel.grpc.aio,
         "secure_channel",
         lambda *args, options: (seen.append(options), opened(*args, options=options))[1],
     )
-    link_ = Link("127.0.0.1:1", tls=Certificates(tmp_path / "ca").tls("sampler"), max_message_bytes=1 << 20)
+    link_ = CoordinatorChannel(
+        "127.0.0.1:1", tls=Certificates(tmp_path / "ca").tls("sampler"), max_message_bytes=1 << 20
+    )
     await link_.close()
 
     [options] = seen

@@ -8,7 +8,7 @@ import pytest
 FAULTS = """
 import resource, sys
 from concurrent.futures import ThreadPoolExecutor
-from heterorl.common.rpc.options import keep_freed_frames
+from heterorl.common.rpc.transport_options import keep_freed_frames
 if sys.argv[1] == "keep":
     assert keep_freed_frames()
 pool = ThreadPoolExecutor(1)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from heterorl.common.rpc.options import BURST_S, TokenBucket
+from heterorl.common.rpc.transport_options import BURST_S, TokenBucket
 
 
 class SleepClock:

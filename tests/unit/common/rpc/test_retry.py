@@ -16,8 +16,8 @@ from heterorl.common.errors import (
     Unauthenticated,
     Unreachable,
 )
+from heterorl.common.rpc.error_status import to_status
 from heterorl.common.rpc.retry import RetryPolicy, call
-from heterorl.common.rpc.status import to_status
 
 POLICY = RetryPolicy(base_s=0.1, cap_s=5.0, budget_s=30.0)
 

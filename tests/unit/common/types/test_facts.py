@@ -5,7 +5,7 @@ import random
 import pytest
 
 from heterorl.common.errors import InvalidRequest, RemoteError, StaleEpoch
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.run import (
     changed_facts,
     changed_steps,
@@ -101,7 +101,7 @@ class Old:
     def __init__(self, error):
         self.error = error
 
-    async def insist(self, call):
+    async def retry(self, call):
         raise self.error
 
 
@@ -113,8 +113,8 @@ async def test_coordinator_that_has_no_name_for_its_refusal_is_asked_once(caplog
             asked.append(values)
             raise RemoteError("UNIMPLEMENTED: unknown method", retry_after_s=5.0)
 
-    patience = Patience(clock=ManualClock(), rng=random.Random(0))
-    await describe_run(Earlier(), LearnerConfig(), epoch=1, patience=patience)
+    backoff = Backoff(clock=ManualClock(), rng=random.Random(0))
+    await describe_run(Earlier(), LearnerConfig(), epoch=1, backoff=backoff)
 
     assert len(asked) == 1
     assert "going on" in caplog.text
@@ -122,7 +122,7 @@ async def test_coordinator_that_has_no_name_for_its_refusal_is_asked_once(caplog
 
 async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):
     config = LearnerConfig()
-    await describe_run(None, config, epoch=1, patience=Old(InvalidRequest("UNIMPLEMENTED")))
+    await describe_run(None, config, epoch=1, backoff=Old(InvalidRequest("UNIMPLEMENTED")))
     assert "going on" in caplog.text
     with pytest.raises(StaleEpoch):
-        await describe_run(None, config, epoch=1, patience=Old(StaleEpoch("another")))
+        await describe_run(None, config, epoch=1, backoff=Old(StaleEpoch("another")))

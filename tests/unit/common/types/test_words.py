@@ -5,7 +5,7 @@ import grpc.aio
 import pytest
 
 from heterorl.common.errors import MalformedPayload, QuotaExceeded
-from heterorl.common.rpc.status import from_rpc_error, to_status
+from heterorl.common.rpc.error_status import from_rpc_error, to_status
 from heterorl.common.types.common import MAX_ASKED_S, peer_seconds, peer_words
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.v1 import policy_pb2

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
-from heterorl.common.weights.steps import compress, decompress
+from heterorl.common.weights.sparse_codec import compress, decompress
 
 DTYPES = (np.int8, np.int16, np.int32)
 

@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import LimitExceeded, MalformedPayload
 from heterorl.common.weights.codec import Method, apply_chunk
-from heterorl.common.weights.steps import compress
+from heterorl.common.weights.sparse_codec import compress
 from tests.support.arenas import encode_steps
 
 SIZE = 1000

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
-from heterorl.common.weights.dense import encode_dense, encode_planes
-from heterorl.common.weights.steps import compress
+from heterorl.common.weights.dense_codec import encode_dense, encode_planes
+from heterorl.common.weights.sparse_codec import compress
 from tests.support.arenas import encode_steps
 
 WIDTHS = (np.int8, np.int16, np.int32)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
-from heterorl.common.weights.steps import MAX_WINDOW_BYTES, compress, decompress
+from heterorl.common.weights.sparse_codec import MAX_WINDOW_BYTES, compress, decompress
 
 ROOT = Path(__file__).parents[4]
 MAGIC = b"\x28\xb5\x2f\xfd"
@@ -103,7 +103,7 @@ def test_bomb_is_refused_without_its_memory(stated):
     program = (
         "import resource, sys\n"
         "from heterorl.common.errors import CorruptData\n"
-        "from heterorl.common.weights.steps import decompress\n"
+        "from heterorl.common.weights.sparse_codec import decompress\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20),) * 2)\n"
         "try:\n"

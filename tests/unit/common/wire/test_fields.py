@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.rpc.roles import (
+from heterorl.common.rpc.maintenance import (
     Backup,
     Diagnosis,
     backup_from_pb,

@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2
 
 from heterorl.common import api
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
+from heterorl.common.identity.spiffe import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
 from heterorl.v1 import (

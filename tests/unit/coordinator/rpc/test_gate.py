@@ -1,6 +1,6 @@
 """What the gate shows of itself before it refuses anybody."""
 
-from heterorl.common.identity.identity import RefusalReason
+from heterorl.common.identity.spiffe import RefusalReason
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
 from heterorl.coordinator.rpc.access import Gate
 from tests.support.secure_run import refusals

@@ -3,8 +3,8 @@
 import contextlib
 
 from heterorl.common.errors import QuotaExceeded
-from heterorl.common.identity.identity import Identity, LocalPeer, Role
-from heterorl.common.rpc.budget import SHORT, SHORT_BYTES, Holder
+from heterorl.common.identity.spiffe import Identity, LocalPeer, Role
+from heterorl.common.rpc.server_limits import SHORT, SHORT_BYTES, Caller
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import Text, bound_of
 from heterorl.coordinator.rpc.door import Shares, holder_of
@@ -13,8 +13,8 @@ from tests.support.protos import METHODS, is_repeated
 HEARTBEAT = "/heterorl.v1.RunService/Heartbeat"
 DIAGNOSE = "/heterorl.v1.DiagnosisService/Diagnose"
 RENEW = "/heterorl.v1.PolicyService/RenewLease"
-EVIL, HONEST = (Holder(f"sampler {name}", False, is_proven=True) for name in ("evil", "honest"))
-LEARNER, OPERATOR = (Holder(f"{name} main", True, is_proven=True) for name in ("learner", "operator"))
+EVIL, HONEST = (Caller(f"sampler {name}", False, is_proven=True) for name in ("evil", "honest"))
+LEARNER, OPERATOR = (Caller(f"{name} main", True, is_proven=True) for name in ("learner", "operator"))
 _HELD = []
 """Places that are not given back."""
 
@@ -64,7 +64,7 @@ def test_one_site_takes_its_share_and_others_find_places():
 
 def test_all_sites_together_leave_places_to_the_learner_and_the_operator():
     shares = Shares(places=1024, per_site=32)
-    sites = [Holder(f"sampler {number}", False, is_proven=True) for number in range(100)]
+    sites = [Caller(f"sampler {number}", False, is_proven=True) for number in range(100)]
 
     assert sum(_take(shares, site, 32) for site in sites) == 896
     assert _take(shares, HONEST, 1) == 0
@@ -78,7 +78,7 @@ def test_smallest_server_keeps_a_place_for_both():
 
     assert _take(shares, EVIL, 10) == 3
     assert _take(shares, HONEST, 10) == 3
-    assert _take(shares, Holder("sampler third", False, is_proven=True), 1) == 0
+    assert _take(shares, Caller("sampler third", False, is_proven=True), 1) == 0
     assert _take(shares, LEARNER, 1, RENEW) == 1
     assert _take(shares, OPERATOR, 1, RENEW) == 1
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from heterorl.common.errors import InvalidRequest, QuotaExceeded
-from heterorl.common.process.federation import LIMITS
+from heterorl.common.process.pushed_metrics import LIMITS
 from heterorl.common.types.common import Series
 from heterorl.coordinator.sites import reported as reported_module
 from heterorl.coordinator.sites.reported import BETWEEN_S, KEPT_S, VARIETY, VARIETY_S, Reported

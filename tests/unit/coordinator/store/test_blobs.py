@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull
-from heterorl.common.pull.reader import PayloadReader
+from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.weights.payload_file import FRAME_BYTES
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.blobs import BlobStore

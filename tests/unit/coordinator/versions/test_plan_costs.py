@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.pull.fetch import MAX_OBJECT_BYTES, LinkEstimate
+from heterorl.common.pull.fetcher import MAX_OBJECT_BYTES, LinkEstimate
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.coordinator.versions.plans import plan_pull
 

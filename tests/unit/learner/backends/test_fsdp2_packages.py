@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyUnsupported
-from heterorl.common.model import packages
+from heterorl.common.model import library_versions
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.learner import learner_parts
 from heterorl.learner.backends import fsdp2, zero
@@ -123,8 +123,8 @@ def test_backend_whose_ranks_reduce_by_parameter_asks_for_the_experts_of_its_mod
 
 @pytest.mark.parametrize(("name", "found"), [("torch", "2.9.1"), ("transformers", "4.57.3")])
 def test_package_that_trains_wrongly_when_divided_is_refused_before_another_rank_begins(monkeypatch, name, found):
-    own = packages.installed
-    monkeypatch.setattr(packages, "installed", lambda asked: found if asked == name else own(asked))
+    own = library_versions.installed
+    monkeypatch.setattr(library_versions, "installed", lambda asked: found if asked == name else own(asked))
     monkeypatch.setattr(learner_parts, "LocalRanks", lambda _: pytest.fail("another rank begins"))
     config = LearnerConfig.model_validate(
         {"model_dir": "none", "sampling": {"max_new_tokens": 16}, "backend": {"kind": "fsdp2"}}

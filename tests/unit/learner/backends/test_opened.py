@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
-from heterorl.common.model.building import load_pretrained
+from heterorl.common.model.model_loading import load_pretrained
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends import loading
 from heterorl.learner.backends.loading import fill, open_model, replace_parameters

@@ -11,7 +11,7 @@ import transformers
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import Request, ScoredText, in_order
-from heterorl.common.model.routing import RouterReplay, routers_of, routing_shape
+from heterorl.common.model.router_replay import RouterReplay, routers_of, routing_shape
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.wire.seal import canonical, open_group, seal
 from heterorl.learner.checks.findings import SOUND

@@ -6,8 +6,8 @@ import pytest
 
 from heterorl.common.errors import UnknownVersion, UnsignedManifest
 from heterorl.common.identity.signing import Trust
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner.checks.verifier import RecentVersions
@@ -43,9 +43,9 @@ class Counting:
 
 
 def versions_of(api, tmp_path, *, keys=(), num_kept=2):
-    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=1e-2)
+    backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=1e-2)
     return RecentVersions(
-        api, spool=tmp_path / "checks", layout=LAYOUT, patience=patience, trust=Trust(keys), num_kept=num_kept
+        api, spool=tmp_path / "checks", layout=LAYOUT, backoff=backoff, trust=Trust(keys), num_kept=num_kept
     )
 
 

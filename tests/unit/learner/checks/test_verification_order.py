@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import RewardError, StaleEpoch, Unreachable
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.checks.findings import VerificationConfig
@@ -108,7 +108,7 @@ def feeding(api, inbox, task):
     return asyncio.create_task(
         feed(
             api, inbox, epoch=1, limits=Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0),
-            patience=Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-9, cap_s=1e-9), verifier=verifier,
+            backoff=Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-9, cap_s=1e-9), verifier=verifier,
         )
     )  # fmt: skip
 

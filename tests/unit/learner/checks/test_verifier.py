@@ -16,7 +16,7 @@ from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.generation.token_sampling import group_key
 from heterorl.common.model import tensors
 from heterorl.common.model.contract import LoraConfig
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.tasks.rewards.function_reward import FunctionReward, FunctionRewardTask
 from heterorl.common.types.rollout import (
     GIVEN,
@@ -439,7 +439,7 @@ async def test_feed_lets_only_sound_groups_in(site, honest):
 
     await feed(
         api, inbox, epoch=1, limits=Limits(group_size=4, vocab_size=100, max_sequence_tokens=0),
-        patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0), verifier=verifier,
+        backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0), verifier=verifier,
     )  # fmt: skip
 
     assert [group_id.sequence for group_id in inbox.held] == [1, 4]

@@ -19,9 +19,9 @@ from heterorl.common.errors import (
     StoreFull,
     Unreachable,
 )
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.policy import PayloadKind, PlanKind
 from heterorl.common.types.rollout import GroupId
@@ -61,7 +61,7 @@ class World:
         self.backend = backend or NumpyBackend()
         self.store = CheckpointStore(directory / "checkpoints")
         self.journal = TrainingLog(directory)
-        self.patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
+        self.backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
         self.publisher = Publisher(
             self.api,
             run_id="run",
@@ -70,7 +70,7 @@ class World:
             directory=directory / "payloads",
             store=self.store,
             journal=self.journal,
-            patience=self.patience,
+            backoff=self.backoff,
             snapshot_every_versions=options.get("snapshot_every_versions", 100),
             checkpoint_every_versions=options.get("checkpoint_every_versions", 1),
         )
@@ -87,12 +87,12 @@ class World:
             backend=self.backend,
             publisher=self.publisher,
             store=self.store,
-            restorer=Restorer(backend=self.backend, store=self.store, patience=self.patience),
+            restorer=Restorer(backend=self.backend, store=self.store, backoff=self.backoff),
             published=PublishedVersions(
-                api=self.api, layout=LAYOUT, spool=self.directory / "payloads" / "incoming", patience=self.patience
+                api=self.api, layout=LAYOUT, spool=self.directory / "payloads" / "incoming", backoff=self.backoff
             ),
             journal=self.journal,
-            patience=self.patience,
+            backoff=self.backoff,
             run_id="run",
             epoch=self.epoch,
             state_dir=self.directory,

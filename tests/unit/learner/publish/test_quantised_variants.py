@@ -22,9 +22,9 @@ from heterorl.common.errors import (
 )
 from heterorl.common.identity.signing import Trust, new_key
 from heterorl.common.model.quantise import SCALE, quantise, variant_layout
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PlanKind, VariantVersion
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
@@ -95,9 +95,9 @@ class World:
     def __init__(self, core, directory, *, epoch, api=None, names=NAMES, signer=None, **options):
         self.core, api = core, api or core
         self.backend = SparseBackend()
-        patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
+        backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
         trust = Trust(() if signer is None else (signer.public_key,))
-        shared = {"run_id": "run", "epoch": epoch, "directory": directory / "payloads", "patience": patience}
+        shared = {"run_id": "run", "epoch": epoch, "directory": directory / "payloads", "backoff": backoff}
         store, journal = CheckpointStore(directory / "checkpoints"), TrainingLog(directory)
         variants = Variants(api, names=names, layout=LAYOUT, trust=trust, threads=1, **shared)
         self.publisher = Publisher(
@@ -105,10 +105,10 @@ class World:
             snapshot_every_versions=options.get("snapshot_every_versions", 100),
             checkpoint_every_versions=options.get("checkpoint_every_versions", 1), **shared,
         )  # fmt: skip
-        parts = {"api": api, "backend": self.backend, "publisher": self.publisher, "epoch": epoch, "patience": patience}
-        parts["restorer"] = Restorer(backend=self.backend, store=store, patience=patience, variants=variants)
+        parts = {"api": api, "backend": self.backend, "publisher": self.publisher, "epoch": epoch, "backoff": backoff}
+        parts["restorer"] = Restorer(backend=self.backend, store=store, backoff=backoff, variants=variants)
         parts["published"] = PublishedVersions(
-            api=api, layout=LAYOUT, spool=directory / "payloads" / "incoming", patience=patience, trust=trust
+            api=api, layout=LAYOUT, spool=directory / "payloads" / "incoming", backoff=backoff, trust=trust
         )
         self.resumption = Resumption(
             store=store, journal=journal, run_id="run", state_dir=directory,

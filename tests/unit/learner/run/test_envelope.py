@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from heterorl.common.model import tensors
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.run.group_selection import GroupSelection
@@ -37,7 +37,7 @@ def selection_of(tmp_path, api, inbox, **verification):
         config=learner_config(tmp_path, verification=verification), api=api,
         backend=SimpleNamespace(torch_model=model),
         publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
-        patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
+        backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
         progress=new_step_timer(ManualClock()), epoch=1,
     )  # fmt: skip
 

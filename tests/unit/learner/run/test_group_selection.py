@@ -4,7 +4,7 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
-from heterorl.common.process.patience import Patience
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.types.rollout import DropReason, Span
 from heterorl.learner.run.group_selection import GroupSelection
 from heterorl.learner.run.inbox import Inbox
@@ -49,7 +49,7 @@ async def selection_of(tmp_path, groups, *, room, coming=(), head=0, **changes):
     return GroupSelection(
         config=learner_config(tmp_path, dynamic_sampling={"max_replaced_per_step": room}), api=Api(inbox, coming),
         backend=None, publisher=SimpleNamespace(position=SimpleNamespace(head_version=head)), inbox=inbox,
-        patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
+        backoff=Backoff(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
         progress=new_step_timer(ManualClock()), epoch=1, **changes,
     )  # fmt: skip
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import StateMismatch
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
 from heterorl.common.types.rollout import MAX_PART_VALUE, RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -122,9 +122,9 @@ async def test_upload_that_brings_nothing_is_not_repeated_without_a_pause(tmp_pa
     payload = PayloadRef(
         kind=PayloadKind.SNAPSHOT, from_version=-1, to_version=0, digest=bytes_digest(path.read_bytes()), num_bytes=100
     )
-    patience = Patience(clock=Waiting(), rng=random.Random(0), base_s=1.0, cap_s=8.0)
+    backoff = Backoff(clock=Waiting(), rng=random.Random(0), base_s=1.0, cap_s=8.0)
 
-    await upload(Deaf(), payload, path, epoch=1, patience=patience)
+    await upload(Deaf(), payload, path, epoch=1, backoff=backoff)
 
     assert len(slept) == 4, "before each upload but the first"
 

@@ -1,4 +1,4 @@
-"""Small parts of the learner: threads, patience, admission, the feed, the directory."""
+"""Small parts of the learner: threads, backoff, admission, the feed, the directory."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,7 @@ from heterorl.common.errors import (
     Unauthenticated,
     Unreachable,
 )
-from heterorl.common.process.patience import REMIND_S, Patience, is_transient
+from heterorl.common.process.backoff import REMIND_S, Backoff, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.checks.limits import Limits, judge
@@ -49,9 +49,9 @@ class NotingClock:
         self.slept.append(seconds)
 
 
-def patience(clock=None, **changes):
+def backoff(clock=None, **changes):
     values = {"clock": clock or NotingClock(), "rng": random.Random(0), "base_s": 1.0, "cap_s": 8.0, "asked_cap_s": 8.0}
-    return Patience(**{**values, **changes})
+    return Backoff(**{**values, **changes})
 
 
 async def test_cancelled_caller_waits_for_its_thread():
@@ -86,7 +86,7 @@ async def test_error_of_a_thread_reaches_its_caller():
 
 async def test_waits_grow_to_their_cap_and_begin_anew_after_a_success():
     clock = NotingClock()
-    waiting = patience(clock, rng=random.Random(3))
+    waiting = backoff(clock, rng=random.Random(3))
     upper = [1.0, 2.0, 4.0, 8.0, 8.0]
 
     for _ in upper:
@@ -102,8 +102,8 @@ async def test_waits_grow_to_their_cap_and_begin_anew_after_a_success():
 async def test_peers_own_delay_is_respected_up_to_the_cap():
     clock = NotingClock()
 
-    await patience(clock).wait(Unreachable("gone", retry_after_s=5.0))
-    await patience(clock).wait(Unreachable("gone", retry_after_s=1e9))
+    await backoff(clock).wait(Unreachable("gone", retry_after_s=5.0))
+    await backoff(clock).wait(Unreachable("gone", retry_after_s=1e9))
 
     # The drawn part is below 1 s here; 1e9 s is cut to 8 s.
     assert 5.0 <= clock.slept[0] <= 6.0
@@ -142,7 +142,7 @@ def test_only_what_waiting_can_change_is_repeated(error, expected):
     ],
 )
 async def test_wait_is_called_what_it_is(caplog, error, said):
-    await patience().wait(error)
+    await backoff().wait(error)
 
     (record,) = caplog.records
     assert record.getMessage().startswith(said)
@@ -151,7 +151,7 @@ async def test_wait_is_called_what_it_is(caplog, error, said):
 
 async def test_wait_is_said_again_when_it_is_for_something_else_or_after_a_while(caplog):
     clock = NotingClock()
-    waiting = patience(clock)
+    waiting = backoff(clock)
     full, silent = StoreFull("full", retry_after_s=5.0), Unreachable("gone")
 
     for error in (full, full, silent, silent, full):
@@ -166,7 +166,7 @@ async def test_wait_is_said_again_when_it_is_for_something_else_or_after_a_while
     assert len(caplog.records) == 4, "reminded once"
 
 
-async def test_insist_repeats_until_answered():
+async def test_retry_repeats_until_answered():
     answers = [Unreachable("lost"), TimeoutError(), 7]
 
     async def call():
@@ -175,7 +175,7 @@ async def test_insist_repeats_until_answered():
             raise answer
         return answer
 
-    assert await patience().insist(call) == 7
+    assert await backoff().retry(call) == 7
 
 
 def _with(value, **changes):
@@ -229,7 +229,7 @@ async def test_feed_opens_the_stream_again_with_what_is_held():
     inbox = Inbox(8)
     api = Streams(inbox, ([queued(1), queued(2)], Unreachable("cut")), ([queued(3)], None))
 
-    await feed(api, inbox, epoch=1, limits=LIMITS, patience=patience())
+    await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff())
 
     assert api.opened == [[], [1, 2], [1, 2, 3]]
 
@@ -240,7 +240,7 @@ async def test_feed_abandons_what_cannot_be_trained():
     bad = _with(bad, group=_with(bad.group, rollouts=bad.group.rollouts[:1]))
     api = Streams(inbox, ([queued(1), bad, queued(3)], None))
 
-    await feed(api, inbox, epoch=1, limits=LIMITS, patience=patience())
+    await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff())
 
     assert api.abandoned == [2]
     assert [group_id.sequence for group_id in inbox.held] == [1, 3]
@@ -251,7 +251,7 @@ async def test_feed_ends_when_the_epoch_is_over():
     api = Streams(inbox, ([], StaleEpoch("superseded")), ([queued(1)], None))
 
     with pytest.raises(StaleEpoch):
-        await feed(api, inbox, epoch=1, limits=LIMITS, patience=patience())
+        await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff())
 
 
 def test_state_directory_has_one_holder_at_a_time(tmp_path):
@@ -282,7 +282,7 @@ async def test_lease_is_waited_for_also_when_its_holder_names_no_end():
                 raise answer
             return answer
 
-    grant = await acquire(Holding(), holder="a", contract=make_contract(), request_id="r", patience=patience())
+    grant = await acquire(Holding(), holder="a", contract=make_contract(), request_id="r", backoff=backoff())
 
     assert grant.epoch == 2
 
@@ -307,7 +307,7 @@ async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
             return await self.answer()
 
     api = Overloaded()
-    grant = await acquire(api, holder="a", contract=make_contract(), request_id="r", patience=patience())
+    grant = await acquire(api, holder="a", contract=make_contract(), request_id="r", backoff=backoff())
     api.answers = [*overloaded]
 
     async def heard(renewed):
@@ -315,6 +315,6 @@ async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
         raise StaleEpoch("enough")
 
     with pytest.raises(StaleEpoch, match="enough"):
-        await renew(api, grant=grant, clock=NotingClock(), patience=patience(), on_grant=heard)
+        await renew(api, grant=grant, clock=NotingClock(), backoff=backoff(), on_grant=heard)
 
     assert api.answers == []

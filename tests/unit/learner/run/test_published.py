@@ -7,8 +7,8 @@ import pytest
 
 from heterorl.common.errors import StateMismatch
 from heterorl.common.identity.signing import Trust, new_key
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -35,7 +35,7 @@ def published(api, run, path):
         api=api,
         layout=LAYOUT,
         spool=path / "spool",
-        patience=Patience(clock=SystemClock(), rng=random.Random(0)),
+        backoff=Backoff(clock=SystemClock(), rng=random.Random(0)),
         trust=Trust([run.signer.public_key]),
     )
 

@@ -9,12 +9,12 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.fetch import MAX_COPIES
-from heterorl.common.pull.pull import Puller
+from heterorl.common.pull.fetcher import MAX_COPIES
+from heterorl.common.pull.puller import Puller
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.compose import compose, negate
-from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.payload import file_digest
+from heterorl.common.weights.payload_file import max_file_bytes
 from heterorl.common.wire.policy import manifest_from_bytes
 from tests.support.learner_world import (
     LAYOUT,

@@ -64,7 +64,7 @@ async def test_attempts_become_rare_and_a_success_forgets_them(world):
 
     # twelve draws of at most 1, 2, 4 ... 256, 300, 300, 300 s; at one draw a second it would be twelve
     assert world.clock.monotonic() - began > 60
-    assert world.sampler.generation.swap._patience.num_failures == 0
+    assert world.sampler.generation.swap._backoff.num_failures == 0
 
 
 async def test_engine_that_dies_in_a_batch_hands_its_work_back_and_loads_its_version_again(world):

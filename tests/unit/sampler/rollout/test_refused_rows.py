@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
 from heterorl.common.generation.inference_engine import NUM_SEQUENCES, canary_texts
-from heterorl.common.model.building import Room
+from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process import metrics
 from heterorl.common.tasks.rewards import answer_match
 from heterorl.common.tasks.task import close_task
@@ -265,7 +265,9 @@ async def test_rewards_that_all_fail_are_said_in_the_status(world):
 def test_start_refuses_data_that_is_refused_altogether_and_no_other(prompter, tmp_path):
     def tried(path, *, refused=(), long=(), vocab_size=3, max_new_tokens=8):
         task = rows_of(tmp_path / path, refused=refused, long=long)
-        try_prompts(task, prompter, room=Room(vocab_size=vocab_size, positions=512), max_new_tokens=max_new_tokens)
+        try_prompts(
+            task, prompter, room=TokenLimits(vocab_size=vocab_size, positions=512), max_new_tokens=max_new_tokens
+        )
 
     every = set(range(CONTRACT.num_prompts))
     tried("some.jsonl", refused=every - {0, 1}, long={1})

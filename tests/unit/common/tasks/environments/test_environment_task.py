@@ -5,7 +5,7 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused, RewardError
-from heterorl.common.model.building import Room
+from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process.config import load
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.environment_task import environment_of, environments_of, seed_of
@@ -192,7 +192,7 @@ def test_a_prompt_of_which_no_episode_begins_is_refused_and_ends_nothing(made, p
         with pytest.raises(PromptRefused, match=words):
             prompter.encode_prompt(prompt)
     with pytest.raises(ConfigError, match="all of 5 prompts that were tried are refused: no|prompt 4 has no text"):
-        try_prompts(mixed, prompter, room=Room(vocab_size=1000, positions=0), max_new_tokens=8)
+        try_prompts(mixed, prompter, room=TokenLimits(vocab_size=1000, positions=0), max_new_tokens=8)
     close_task(mixed)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process import descriptors
 from heterorl.common.process.files import make_directory
+from heterorl.common.rpc import server_limits
 
 
 @pytest.fixture
@@ -33,20 +33,20 @@ def exhausted(tmp_path):
 
 @pytest.mark.parametrize(("limit", "calls"), [(1 << 16, 1024), (3232, 1024), (1024, 288), (256, 32), (184, 8)])
 def test_fewer_descriptors_are_fewer_calls(limit, calls):
-    assert descriptors.calls_within(limit, wanted=1024) == calls
+    assert server_limits.calls_within(limit, wanted=1024) == calls
 
 
 def test_too_few_descriptors_name_the_key_and_the_number():
     with pytest.raises(ConfigError, match=r"max_concurrent_rpcs: 183 file .* at least 3232 \(ulimit -n"):
-        descriptors.calls_within(183, wanted=1024)
+        server_limits.calls_within(183, wanted=1024)
 
 
 @pytest.mark.process
 def test_limit_is_raised_to_what_the_system_allows():
     code = (
-        "import resource; from heterorl.common.process import descriptors;"
+        "import resource; from heterorl.common.rpc import server_limits;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 700));"
-        "print(descriptors.raise_limit(calls=1024), resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "print(server_limits.raise_limit(calls=1024), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.routing import (
+from heterorl.common.model.router_replay import (
     RoutedTokens,
     RouterRecorder,
     RouterReplay,

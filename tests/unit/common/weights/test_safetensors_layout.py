@@ -3,13 +3,13 @@
 import torch
 from safetensors.torch import load_file
 
-from heterorl.common.weights.file_plan import FilePlan
+from heterorl.common.weights.safetensors_layout import SafetensorsLayout
 
 
 def test_file_that_is_filled_in_any_order_is_a_safetensors_file(tmp_path):
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor(-0.0), "r": torch.arange(5, dtype=torch.uint8)}
     path = tmp_path / "x.safetensors"
-    plan = FilePlan([("b", "F32", (2, 3)), ("a", "F32", ()), ("r", "U8", (5,))])
+    plan = SafetensorsLayout([("b", "F32", (2, 3)), ("a", "F32", ()), ("r", "U8", (5,))])
 
     with path.open("wb") as file:
         file.write(plan.header)

@@ -19,12 +19,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import blake3
 
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import reserve, write_all
+from heterorl.common.process.threads import settle
 from heterorl.common.types.common import Digest
 
 SPLIT_BYTES = 4 << 20
@@ -219,24 +219,6 @@ class PieceWriter:
         with self._file:
             if durable:
                 os.fsync(self._file.fileno())
-
-
-async def settle(*tasks: asyncio.Future[Any]) -> None:
-    """Wait for tasks to end, however often the caller is cancelled meanwhile; then the cancellation goes on.
-
-    For what ends by itself soon and must not be left behind: a thread that writes to a file, say.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while waiting := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(waiting)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
-    if cancelled is not None:
-        raise cancelled
 
 
 def num_reserved(path: Path) -> int:

@@ -8,8 +8,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from heterorl.common.errors import DependencyMissing, DependencyUnsupported
-from heterorl.common.model import packages
-from heterorl.common.model.packages import ENGINES, LIBRARIES, check_engine
+from heterorl.common.model import library_versions
+from heterorl.common.model.library_versions import ENGINES, LIBRARIES, check_package
 from heterorl.doctor.check import Failure
 from heterorl.doctor.machine_checks import measure_versions
 
@@ -40,7 +40,7 @@ def test_library_that_trains_wrongly_is_refused_with_the_extra_that_brings_it(tm
     install(tmp_path, monkeypatch, "transformers", transformers="4.57.3")
 
     with pytest.raises(DependencyUnsupported, match=r"transformers 4.57.3 .* transformers >=5 .*heterorl\[learner\]"):
-        check_engine("transformers")
+        check_package("transformers")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.5+cu130", "0.32.1rc1"])
@@ -48,7 +48,7 @@ def test_library_that_trains_wrongly_is_refused_with_the_extra_that_brings_it(tm
 def test_version_within_the_bounds_is_named(tmp_path, monkeypatch, version, distribution):
     install(tmp_path, monkeypatch, "vllm", **{distribution: version})
 
-    assert check_engine("vllm") == version
+    assert check_package("vllm") == version
     assert measure_versions("vllm").engine == f"vllm {version}"
 
 
@@ -63,9 +63,9 @@ def test_all_distributions_are_searched_only_where_no_known_name_is_there(
         return {"vllm": [distribution]}
 
     install(tmp_path, monkeypatch, "vllm", **{distribution: "0.32.0"})
-    monkeypatch.setattr(packages, "packages_distributions", search)
+    monkeypatch.setattr(library_versions, "packages_distributions", search)
 
-    assert packages.installed("vllm") == "0.32.0"
+    assert library_versions.installed("vllm") == "0.32.0"
     assert len(searches) == num_searches
 
 
@@ -74,7 +74,7 @@ def test_another_version_is_refused_with_both(tmp_path, monkeypatch, version):
     install(tmp_path, monkeypatch, "vllm", vllm=version)
 
     with pytest.raises(DependencyUnsupported, match=rf"vllm {version} is installed; .* works with vllm >=0.32,<0.33"):
-        check_engine("vllm")
+        check_package("vllm")
     found = measure_versions("vllm").engine
     assert isinstance(found, Failure)
     assert f"vllm {version} is installed" in found.detail
@@ -84,14 +84,14 @@ def test_package_that_nobody_names_is_refused(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "vllm")
 
     with pytest.raises(DependencyUnsupported, match="unknown"):
-        check_engine("vllm")
+        check_package("vllm")
 
 
 def test_absent_package_is_missing(monkeypatch):
-    monkeypatch.setattr(packages, "find_spec", lambda _: None)
+    monkeypatch.setattr(library_versions, "find_spec", lambda _: None)
 
     with pytest.raises(DependencyMissing, match="deepspeed is not installed"):
-        check_engine("deepspeed")
+        check_package("deepspeed")
 
 
 def test_what_starts_an_engine_asks_first(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def wait_of(error: Exception) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Patience:
+class Backoff:
     """Waits that grow with failures in a row: drawn from [0, min(cap_s, base_s * 2^n)] on top of what is asked for.
 
     `asked_cap_s` bounds what a peer may ask for at once.
@@ -94,7 +94,7 @@ class Patience:
             self._say(error)
         await self.clock.sleep(delay_s)
 
-    async def insist(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def retry(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Repeat an idempotent call until it is answered.
 
         Raises:

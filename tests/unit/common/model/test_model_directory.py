@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.text.prompter import Prompter
 
 pytestmark = pytest.mark.process

@@ -25,7 +25,7 @@ import numpy as np
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.weights.arena import IntArray
-from heterorl.common.weights.steps import (
+from heterorl.common.weights.sparse_codec import (
     ESCAPE,
     MAX_WIDE_SHARE,
     SCAN_ELEMENTS,

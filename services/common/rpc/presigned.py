@@ -75,7 +75,7 @@ async def _guard(request: httpx2.Request) -> None:
     request.extensions["trace"] = _refuse_own
 
 
-class Connections:
+class UrlClient:
     """What a node may ask, and by which connections. Belongs to the event loop.
 
     Args:
@@ -168,10 +168,10 @@ class Address:
 _NEW = Address(url="", num_bytes=0)
 
 
-class DirectReads:
+class PresignedReads:
     """The addresses that a node knows. Belongs to the event loop."""
 
-    def __init__(self, connections: Connections, clock: Clock | None = None) -> None:
+    def __init__(self, connections: UrlClient, clock: Clock | None = None) -> None:
         self._connections = connections
         self._clock = clock or SystemClock()
         self._not_before = 0.0
@@ -270,10 +270,10 @@ class _OddFrames(Unreachable):
     """The frames are to blame, and no store."""
 
 
-class DirectWrites:
+class PresignedWrites:
     """Puts payloads, and leaves the store alone for a while after one that failed. Belongs to the event loop."""
 
-    def __init__(self, connections: Connections, clock: Clock | None = None) -> None:
+    def __init__(self, connections: UrlClient, clock: Clock | None = None) -> None:
         self._connections = connections
         self._clock = clock or SystemClock()
         self._not_before = 0.0

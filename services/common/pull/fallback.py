@@ -26,7 +26,7 @@ import enum
 from heterorl.common.errors import StateMismatch
 
 
-class Rung(enum.Enum):
+class PlanBasis(enum.Enum):
     """What a plan rests on."""
 
     MERGED = "merged deltas"
@@ -52,25 +52,29 @@ class Move(enum.Enum):
 
 MAX_REPLANS = 3
 """Times in one call that a plan is made anew because the coordinator no longer has one of its payloads."""
-TABLE: dict[Rung, dict[Failure, Move]] = {
-    Rung.MERGED: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.STRIKE},
-    Rung.SINGLES: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.AGAIN},
-    Rung.BASE: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.AGAIN},
-    Rung.SNAPSHOT: {Failure.DAMAGED: Move.END, Failure.GONE: Move.AGAIN},
+TABLE: dict[PlanBasis, dict[Failure, Move]] = {
+    PlanBasis.MERGED: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.STRIKE},
+    PlanBasis.SINGLES: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.AGAIN},
+    PlanBasis.BASE: {Failure.DAMAGED: Move.STRIKE, Failure.GONE: Move.AGAIN},
+    PlanBasis.SNAPSHOT: {Failure.DAMAGED: Move.END, Failure.GONE: Move.AGAIN},
 }
-BELOW = {Rung.MERGED: "from single deltas", Rung.SINGLES: "from a snapshot", Rung.BASE: "from a snapshot"}
+BELOW = {
+    PlanBasis.MERGED: "from single deltas",
+    PlanBasis.SINGLES: "from a snapshot",
+    PlanBasis.BASE: "from a snapshot",
+}
 """How a version is built when a rung is struck out, in words."""
 
 
-class Ladder:
+class Fallback:
     """Which rungs are open, and the one that the plan under way rests on."""
 
     def __init__(self) -> None:
-        self.rung = Rung.SNAPSHOT
-        self._struck: set[Rung] = set()
+        self.rung = PlanBasis.SNAPSHOT
+        self._struck: set[PlanBasis] = set()
         self._num_gone = 0
 
-    def is_open(self, rung: Rung) -> bool:
+    def is_open(self, rung: PlanBasis) -> bool:
         """Whether a plan may rest on a rung."""
         return rung not in self._struck
 
@@ -80,9 +84,9 @@ class Ladder:
 
     def begin(self, *, is_held: bool) -> None:
         """A plan is asked for, from what is held or from nothing."""
-        self.rung = Rung.SINGLES if is_held else Rung.SNAPSHOT
+        self.rung = PlanBasis.SINGLES if is_held else PlanBasis.SNAPSHOT
 
-    def rest_on(self, rung: Rung) -> None:
+    def rest_on(self, rung: PlanBasis) -> None:
         """The plan turns out to rest on a higher rung.
 
         Raises:
@@ -105,4 +109,4 @@ class Ladder:
 
     def built(self) -> None:
         """A version is there."""
-        self._struck = {Rung.BASE}
+        self._struck = {PlanBasis.BASE}

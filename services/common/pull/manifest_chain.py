@@ -21,7 +21,7 @@ MAX_BYTES = 256 << 20
 """Manifests of one way that are held at once: 850 of a model of 70e9 elements."""
 
 
-class Way:
+class ManifestChain:
     """The manifests of one plan at a time, of one variant."""
 
     def __init__(self, *, api: WeightsApi, variant: str) -> None:

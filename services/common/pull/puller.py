@@ -25,17 +25,17 @@ from heterorl.common.api import WeightsApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.fetch import Fetcher
-from heterorl.common.pull.ladder import BELOW, Failure, Ladder, Rung
-from heterorl.common.pull.way import Way
+from heterorl.common.pull.fallback import BELOW, Failure, Fallback, PlanBasis
+from heterorl.common.pull.fetcher import Fetcher
+from heterorl.common.pull.manifest_chain import ManifestChain
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PlanKind, PullPlan
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
 from heterorl.common.weights.payload import apply_payload
+from heterorl.common.weights.payload_file import max_file_bytes
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -87,14 +87,14 @@ class Puller:
         self._fetcher = Fetcher(
             api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes, on_frame=on_frame
         )
-        self.way = Way(api=api, variant=variant)
+        self.chain = ManifestChain(api=api, variant=variant)
         self.apply_s = 0.0
         """Seconds that applying and verifying took the last time; 0 before the first."""
         self.fetch_s = 0.0
         """Seconds that fetching took the last time."""
         self.fetched_bytes = 0
         """Bytes of the payloads of the last time."""
-        self._ladder = Ladder()
+        self._fallback = Fallback()
         self._load_base = base
         self._base: Arena | None = None
 
@@ -108,23 +108,23 @@ class Puller:
             Unreachable: the link broke or stalled; calling again goes on from the bytes received.
             CorruptData: even the snapshot fails its checks.
         """
-        self._ladder.begin_call()
+        self._fallback.begin_call()
         while True:
             try:
                 pulled = await self._pull(held, want_version, admit)
                 break
             except UnknownPayload as error:
                 # Deleted, or found damaged; the next plan does without it.
-                if not self._ladder.fail(Failure.GONE):
+                if not self._fallback.fail(Failure.GONE):
                     raise
                 _LOG.info("the plan for version %d is made anew: %s", want_version, error)
             except CorruptData as error:
                 self._discard(error)
-                if not self._ladder.fail(Failure.DAMAGED):
+                if not self._fallback.fail(Failure.DAMAGED):
                     raise
-                way = BELOW[self._ladder.rung]
+                way = BELOW[self._fallback.rung]
                 _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
-        self._ladder.built()
+        self._fallback.built()
         # Memory for the base is that of a whole state.
         self._base = None
         return pulled
@@ -135,15 +135,15 @@ class Puller:
         self._fetcher.keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:
-        if not self._ladder.is_open(Rung.SINGLES):
+        if not self._fallback.is_open(PlanBasis.SINGLES):
             held = None
-        self._ladder.begin(is_held=held is not None)
+        self._fallback.begin(is_held=held is not None)
         base_root = "" if held is not None else await self._base_root()
         plan = await self._api.plan_pull(
             have_version=NO_VERSION if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
-            accept_merged=self._ladder.is_open(Rung.MERGED),
+            accept_merged=self._fallback.is_open(PlanBasis.MERGED),
             base_root=base_root,
             object_bytes=self._fetcher.link.object_bytes,
             variant=self._variant,
@@ -151,11 +151,11 @@ class Puller:
         if base_root:
             held, plan = await self._from_base(plan, base_root)
         # Before the plan is judged: a wrong one is asked for again without what nobody signed.
-        is_from_base = self._ladder.rung is Rung.BASE
+        is_from_base = self._fallback.rung is PlanBasis.BASE
         if any(payload.kind is PayloadKind.MERGED for payload in plan.payloads):
-            self._ladder.rest_on(Rung.MERGED)
+            self._fallback.rest_on(PlanBasis.MERGED)
         self._check(plan, held=held, want_version=want_version)
-        self.way.begin(plan)
+        self.chain.begin(plan)
         if plan.kind is PlanKind.SAME and held is not None:
             if is_from_base:
                 if admit is not None:
@@ -167,7 +167,7 @@ class Puller:
             await admit(plan)
         judged = plan.manifests[-1]
         # Only now: the way of a version that is not to be built is not asked for.
-        plan = dataclasses.replace(plan, manifests=await self.way.manifests(plan))
+        plan = dataclasses.replace(plan, manifests=await self.chain.manifests(plan))
         self._fetcher.keep_only(plan.payloads)
         started = self._clock.monotonic()
         paths = [await self._fetcher.fetch(payload) for payload in plan.payloads]
@@ -179,7 +179,7 @@ class Puller:
         self.apply_s = self._clock.monotonic() - fetched
         metrics.APPLY_SECONDS.observe(self.apply_s)
         self._fetcher.keep_only(())
-        self.way.end()
+        self.chain.end()
         return pulled
 
     def _check(self, plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
@@ -191,7 +191,7 @@ class Puller:
         self._fetcher.check_way(plan.payloads)
 
     async def _base_root(self) -> Digest | str:
-        if not self._ladder.is_open(Rung.BASE):
+        if not self._fallback.is_open(PlanBasis.BASE):
             self._base = None
             return ""
         if self._base is None:
@@ -205,7 +205,7 @@ class Puller:
         """
         if plan.payloads and plan.payloads[0].kind is PayloadKind.SNAPSHOT:
             return None, plan
-        self._ladder.rest_on(Rung.BASE)
+        self._fallback.rest_on(PlanBasis.BASE)
         start = plan.payloads[0].from_version if plan.payloads else plan.target_version
         signed = await self._api.get_signed_manifest(version=start, variant=self._variant)
         manifest = manifest_from_bytes(signed.data)
@@ -286,21 +286,21 @@ class TrustedPuller:
         api: WeightsApi,
         spool: Path,
         layout: Layout,
-        patience: Patience,
+        backoff: Backoff,
         trust: Trust,
         threads: int = 1,
         variant: str = "",
     ) -> None:
-        self._patience = patience
+        self._backoff = backoff
         self._trust = trust
         self._puller = Puller(
             api=api,
             spool=spool,
             layout=layout,
-            clock=patience.clock,
+            clock=backoff.clock,
             threads=threads,
             variant=variant,
-            on_frame=patience.reset,
+            on_frame=backoff.reset,
         )
 
     async def pull(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
@@ -313,7 +313,7 @@ class TrustedPuller:
             CorruptData: even the snapshot fails its checks.
         """
         pull = functools.partial(self._puller.pull, held=held, want_version=version, admit=self._admit)
-        return await self._patience.insist(pull)
+        return await self._backoff.retry(pull)
 
     async def _admit(self, plan: PullPlan) -> None:
         self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from heterorl.common.errors import InvalidRequest, QuotaExceeded
+from heterorl.common.errors import ConfigError, InvalidRequest, QuotaExceeded
 
 OF_SITE = 0.75
 """Of a lane, the part that one site may have."""
@@ -21,7 +22,7 @@ RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class Caller:
     """Who is counted; `is_privileged` may also use what is kept from samplers."""
 
     name: str
@@ -36,12 +37,12 @@ class Holder:
         return self.site or self.name
 
 
-class Room:
+class Reservation:
     """What is taken for one message, bytes."""
 
     __slots__ = ("_lane", "holder", "num_bytes", "reading")
 
-    def __init__(self, lane: Lane, holder: Holder, num_bytes: int) -> None:
+    def __init__(self, lane: MessagePool, holder: Caller, num_bytes: int) -> None:
         self._lane = lane
         self.holder = holder
         self.num_bytes = num_bytes
@@ -56,7 +57,7 @@ class Room:
         self._lane.give_back(self, self.num_bytes)
 
 
-class Lane:
+class MessagePool:
     """Room for messages of one kind: bytes in memory at once, of all, of each site and of each holder.
 
     gRPC gives a message whole. How long it is, a server sees when it is here: room for the longest is taken before, and
@@ -72,7 +73,7 @@ class Lane:
     Args:
         total_bytes: of all holders.
         message_bytes: of the longest message, which each read needs.
-        of_holder: messages of that length which one holder may have.
+        of_caller: messages of that length which one holder may have.
         longest: bytes of a message beyond which it is refused.
         limit_s: longest that one may take; None is no limit.
         patience_s: how long a silent read is left alone.
@@ -80,11 +81,11 @@ class Lane:
     """
 
     def __init__(
-        self, *, total_bytes: float, message_bytes: int, of_holder: int, longest: int = 0, limit_s: float | None = None,
+        self, *, total_bytes: float, message_bytes: int, of_caller: int, longest: int = 0, limit_s: float | None = None,
         patience_s: float = math.inf, last_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._message_bytes = message_bytes
-        self._own_bytes = of_holder * message_bytes
+        self._own_bytes = of_caller * message_bytes
         self._free = max(total_bytes, self._own_bytes)
         self._site_bytes = max(OF_SITE * self._free, self._own_bytes)
         self._longest = longest or message_bytes
@@ -92,11 +93,11 @@ class Lane:
         self._patience_s = patience_s
         self._last_s = last_s
         self._last_ended_at = -math.inf
-        self._used: Counter[Holder] = Counter()
+        self._used: Counter[Caller] = Counter()
         self._of_site: Counter[str] = Counter()
-        self._waiting: dict[Holder, dict[asyncio.Future[None], None]] = {}
+        self._waiting: dict[Caller, dict[asyncio.Future[None], None]] = {}
         # Longest first.
-        self._silent: dict[Room, float] = {}
+        self._silent: dict[Reservation, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -104,8 +105,10 @@ class Lane:
         """Bytes that are taken now."""
         return self._used.total()
 
-    async def message(self, holder: Holder, read: Callable[[], Awaitable[Any]], *, times: int) -> tuple[Room, Any]:
-        """Wait for room and for a message; see `Budget.message`."""
+    async def message(
+        self, holder: Caller, read: Callable[[], Awaitable[Any]], *, times: int
+    ) -> tuple[Reservation, Any]:
+        """Wait for room and for a message; see `MemoryQuota.message`."""
         room = await self.room(holder)
         try:
             data = await self._arrival(room, read)
@@ -117,12 +120,12 @@ class Lane:
         room.shrink(times * len(data))
         return room, data
 
-    async def room(self, holder: Holder) -> Room:
+    async def room(self, holder: Caller) -> Reservation:
         """Wait for room for one message."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(holder, {})[turn] = None
         self._wake()
-        room = Room(self, holder, self._message_bytes)
+        room = Reservation(self, holder, self._message_bytes)
         try:
             await turn
         except BaseException:
@@ -134,7 +137,7 @@ class Lane:
             raise
         return room
 
-    async def _arrival(self, room: Room, read: Callable[[], Awaitable[Any]]) -> Any:
+    async def _arrival(self, room: Reservation, read: Callable[[], Awaitable[Any]]) -> Any:
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._limit_s) as room.reading:
@@ -148,7 +151,7 @@ class Lane:
             room.reading = None
             self._silent.pop(room, None)
 
-    def give_back(self, room: Room, num_bytes: int) -> None:
+    def give_back(self, room: Reservation, num_bytes: int) -> None:
         """Take bytes off a room and let those go on who wait for them."""
         if not num_bytes:
             return
@@ -156,7 +159,7 @@ class Lane:
         self._add(room.holder, -num_bytes)
         self._wake()
 
-    def _add(self, holder: Holder, num_bytes: int) -> None:
+    def _add(self, holder: Caller, num_bytes: int) -> None:
         self._free -= num_bytes
         self._used[holder] += num_bytes
         self._of_site[holder.owner] += num_bytes
@@ -166,16 +169,16 @@ class Lane:
         if not self._of_site[holder.owner]:
             del self._of_site[holder.owner]
 
-    def _leave(self, holder: Holder, turn: asyncio.Future[None]) -> None:
+    def _leave(self, holder: Caller, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(holder, {})
         turns.pop(turn, None)
         if not turns:
             self._waiting.pop(holder, None)
 
-    def _has_own(self, holder: Holder) -> bool:
+    def _has_own(self, holder: Caller) -> bool:
         return self._used[holder] + self._message_bytes <= self._own_bytes
 
-    def _is_full(self, holder: Holder) -> bool:
+    def _is_full(self, holder: Caller) -> bool:
         """Whether the site has all that one may have."""
         return self._of_site[holder.owner] + self._message_bytes > self._site_bytes
 
@@ -221,7 +224,7 @@ class Lane:
         if again < math.inf:
             self._timer = loop.call_at(again, self._hurry)
 
-    def _longest_silent(self, waiting: Holder) -> tuple[Room | None, float]:
+    def _longest_silent(self, waiting: Caller) -> tuple[Reservation | None, float]:
         """The read that may end for a holder, and when."""
         is_own_site = self._is_full(waiting)
         candidates = [
@@ -234,7 +237,7 @@ class Lane:
         if not candidates:
             return None, math.inf
 
-        def size(room: Room) -> tuple[bool, int, int]:
+        def size(room: Reservation) -> tuple[bool, int, int]:
             used = self._used[room.holder]
             return used >= 2 * self._message_bytes, self._of_site[room.holder.owner], used
 
@@ -262,7 +265,7 @@ SHORT = frozenset(
 )
 """Methods of samplers and relays whose longest request has at most SHORT_BYTES."""
 SHORT_BYTES = 1 << 16
-OF_HOLDER, OF_PRIVILEGED = 4, 16
+OF_CALLER, OF_PRIVILEGED = 4, 16
 """Messages of the largest size that one holder may have in a lane. A learner's streams are seldom written to."""
 SHORT_PART = 4
 """One byte in this many of the total is the short lane's."""
@@ -274,21 +277,21 @@ LAST_S = 30.0
 """Least time between two ends of a long read that is the last one of its holder."""
 
 
-class Budget:
+class MemoryQuota:
     """The lanes of one server. Belongs to the event loop."""
 
     def __init__(self, *, total_bytes: int, message_bytes: int) -> None:
         of_short = total_bytes // SHORT_PART
-        self.short = Lane(
-            total_bytes=of_short, message_bytes=message_bytes, of_holder=OF_HOLDER, longest=SHORT_BYTES,
+        self.short = MessagePool(
+            total_bytes=of_short, message_bytes=message_bytes, of_caller=OF_CALLER, longest=SHORT_BYTES,
             limit_s=SHORT_S, patience_s=SHORT_PATIENCE_S,
         )  # fmt: skip
-        self.long = Lane(
-            total_bytes=total_bytes - of_short, message_bytes=message_bytes, of_holder=OF_HOLDER, limit_s=LONG_S,
+        self.long = MessagePool(
+            total_bytes=total_bytes - of_short, message_bytes=message_bytes, of_caller=OF_CALLER, limit_s=LONG_S,
             patience_s=LONG_PATIENCE_S, last_s=LAST_S,
         )  # fmt: skip
         # A learner's streams may be silent for as long as a step takes.
-        self.privileged = Lane(total_bytes=math.inf, message_bytes=message_bytes, of_holder=OF_PRIVILEGED)
+        self.privileged = MessagePool(total_bytes=math.inf, message_bytes=message_bytes, of_caller=OF_PRIVILEGED)
 
     @property
     def num_bytes(self) -> int:
@@ -296,8 +299,8 @@ class Budget:
         return self.short.num_bytes + self.long.num_bytes + self.privileged.num_bytes
 
     async def message(
-        self, holder: Holder, method: str, read: Callable[[], Awaitable[Any]], *, times: int = 1
-    ) -> tuple[Room, Any]:
+        self, holder: Caller, method: str, read: Callable[[], Awaitable[Any]], *, times: int = 1
+    ) -> tuple[Reservation, Any]:
         """Wait for room, then for the message that `read` gives; returns it with its room, which the caller closes.
 
         At the end of a stream the message is gRPC's EOF, whose length is 0. `times` its bytes are what it will take.
@@ -308,3 +311,48 @@ class Budget:
         """
         lane = self.privileged if holder.is_privileged else self.short if method in SHORT else self.long
         return await lane.message(holder, read, times=times)
+
+
+PER_CALL = 3
+"""A call may bring a connection, and have a payload open, and the pass that proves it."""
+OWN = 160
+"""Database, log, listening sockets, certificates, metrics, directories."""
+ENOUGH = 1 << 16
+"""Asked of the system where it allows more still: some give a billion, and some programs count through them."""
+MIN_CALLS = 8
+
+
+def raise_limit(*, calls: int) -> int:
+    """Take as many descriptors as `calls` need and the system allows; returns how many there are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return ENOUGH
+    wanted = max(soft, ENOUGH, needed_for(calls))
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    except (OSError, ValueError):
+        # Some systems state more than they give.
+        return soft
+    return limit
+
+
+def needed_for(calls: int) -> int:
+    """Descriptors that a process with so many calls at once may need."""
+    return OWN + PER_CALL * calls
+
+
+def calls_within(limit: int, *, wanted: int) -> int:
+    """How many calls at once `limit` descriptors are enough for, at most `wanted`.
+
+    Raises:
+        ConfigError: not even for a few.
+    """
+    calls = min(wanted, (limit - OWN) // PER_CALL)
+    if calls < MIN_CALLS:
+        raise ConfigError(
+            "max_concurrent_rpcs",
+            f"{limit} file descriptors are not enough for {MIN_CALLS} calls at once",
+            action=f"allow at least {needed_for(wanted)} (ulimit -n, LimitNOFILE=), as {wanted} calls need",
+        )
+    return calls

@@ -27,9 +27,9 @@ import blake3
 import xxhash
 
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
-from heterorl.common.pull.spool import settle
+from heterorl.common.process.threads import settle
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.weights.payload_file import FRAME_BYTES
 
 MAX_BLOCKS = 1 << 20
 """Blocks of which checksums are kept: 8 MiB of memory for 1 TiB of payloads."""
@@ -42,7 +42,7 @@ class DamagedFile(CorruptData):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class FileIdentity:
     """What tells that a file was replaced or written to."""
 
     device: int
@@ -51,7 +51,7 @@ class Identity:
     mtime_ns: int
 
     @classmethod
-    def of(cls, descriptor: int) -> Identity:
+    def of(cls, descriptor: int) -> FileIdentity:
         """The identity of an open file."""
         stat = os.fstat(descriptor)
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -61,7 +61,7 @@ class Identity:
 class Proof:
     """A file that had the bytes of its name: which file, and the xxh3-64 of each of its blocks."""
 
-    identity: Identity
+    identity: FileIdentity
     checksums: array[int]
 
 
@@ -118,7 +118,7 @@ class PayloadReader:
             DamagedFile: it cannot be proved.
         """
         while True:
-            identity = Identity.of(file.fileno())
+            identity = FileIdentity.of(file.fileno())
             known = self._proofs.get(digest)
             if known is not None and known.identity == identity:
                 self._proofs.move_to_end(digest)
@@ -164,7 +164,7 @@ def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:
     hasher, checksums, offset = blake3.blake3(), array("Q"), 0
     block = memoryview(bytearray(FRAME_BYTES))
     try:
-        identity = Identity.of(descriptor)
+        identity = FileIdentity.of(descriptor)
         while num_read := _fill(descriptor, block, offset):
             if stopping.is_set():
                 raise Draining("the service is stopping", retry_after_s=1.0)

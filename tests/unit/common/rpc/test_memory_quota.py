@@ -1,4 +1,4 @@
-"""Room for messages: whose it is, who goes first, and which silent caller goes."""
+"""Reservation for messages: whose it is, who goes first, and which silent caller goes."""
 
 import asyncio
 import math
@@ -6,21 +6,21 @@ import math
 import pytest
 
 from heterorl.common.errors import InvalidRequest, QuotaExceeded
-from heterorl.common.rpc import budget as budget_module
-from heterorl.common.rpc.budget import OF_HOLDER, OF_PRIVILEGED, SHORT_BYTES, Budget, Holder, Lane
+from heterorl.common.rpc import server_limits as budget_module
+from heterorl.common.rpc.server_limits import OF_CALLER, OF_PRIVILEGED, SHORT_BYTES, Caller, MemoryQuota, MessagePool
 
-EVIL, HONEST = (Holder(f"sampler {name}", False, is_proven=True) for name in ("evil", "honest"))
-LEARNER = Holder("learner main", True, is_proven=True)
+EVIL, HONEST = (Caller(f"sampler {name}", False, is_proven=True) for name in ("evil", "honest"))
+LEARNER = Caller("learner main", True, is_proven=True)
 PUSH, BEAT = "/heterorl.v1.RolloutService/PushGroups", "/heterorl.v1.RunService/Heartbeat"
 MESSAGE = 100
 
 
 def of_site(site, number):
-    return Holder(f"sampler {site}.{number}", False, is_proven=True, site=site)
+    return Caller(f"sampler {site}.{number}", False, is_proven=True, site=site)
 
 
 def lane(messages, **changes):
-    return Lane(total_bytes=messages * MESSAGE, message_bytes=MESSAGE, of_holder=OF_HOLDER, **changes)
+    return MessagePool(total_bytes=messages * MESSAGE, message_bytes=MESSAGE, of_caller=OF_CALLER, **changes)
 
 
 async def never():
@@ -45,7 +45,7 @@ async def rooms(lane, holder, count):
     return found
 
 
-async def silent(lane, *holders, each=OF_HOLDER):
+async def silent(lane, *holders, each=OF_CALLER):
     """Reads that bring nothing, which have their room."""
     reads = [asyncio.create_task(lane.message(holder, never, times=1)) for holder in holders for _ in range(each)]
     for _ in range(3):
@@ -79,7 +79,7 @@ async def test_one_holder_waits_for_its_own_room_only():
     waiting = asyncio.create_task(shared.room(EVIL))
     await asyncio.sleep(0)
 
-    assert len(taken) == OF_HOLDER
+    assert len(taken) == OF_CALLER
     assert len(await rooms(shared, HONEST, 2)) == 2
     assert not waiting.done()
     taken[0].shrink(0)
@@ -96,8 +96,8 @@ async def test_one_site_leaves_a_quarter_of_a_lane_to_others():
 
 
 async def test_total_holds_for_samplers_and_never_for_the_learner():
-    budget = Budget(total_bytes=16 * MESSAGE, message_bytes=MESSAGE)
-    holders = [Holder(f"sampler {number}", False, is_proven=True) for number in range(10)]
+    budget = MemoryQuota(total_bytes=16 * MESSAGE, message_bytes=MESSAGE)
+    holders = [Caller(f"sampler {number}", False, is_proven=True) for number in range(10)]
 
     taken = [room for holder in holders for room in await rooms(budget.long, holder, 100)]
 
@@ -106,7 +106,7 @@ async def test_total_holds_for_samplers_and_never_for_the_learner():
     for room in taken:
         room.close()
         room.close()
-    assert len(await rooms(budget.long, HONEST, 100)) == OF_HOLDER
+    assert len(await rooms(budget.long, HONEST, 100)) == OF_CALLER
 
 
 async def test_small_messages_leave_room():
@@ -136,7 +136,7 @@ async def test_wait_that_is_cancelled_leaves_nothing_behind():
 
     assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 3
     assert shared.num_bytes == 0
-    assert len(await rooms(shared, EVIL, 9)) == OF_HOLDER
+    assert len(await rooms(shared, EVIL, 9)) == OF_CALLER
 
 
 async def test_room_goes_to_the_site_that_holds_least_and_then_by_arrival():
@@ -195,7 +195,7 @@ async def test_silent_reads_of_the_largest_holder_end_for_one_without_room():
     large = await silent(shared, EVIL)
 
     for number in range(2):
-        await shared.message(Holder(f"sampler {number}", False, is_proven=True), soon, times=20)
+        await shared.message(Caller(f"sampler {number}", False, is_proven=True), soon, times=20)
     assert (await ended(large), await ended(small)) == ([0, 1], [])
 
 
@@ -226,7 +226,7 @@ async def test_silent_read_ends_when_its_time_has_come():
 async def test_last_reads_of_their_holders_end_now_and_then():
     shared = lane(4, patience_s=0.0, last_s=3600.0)
     reads = await silent(
-        shared, *(Holder(f"sampler slow {number}", False, is_proven=True) for number in range(4)), each=1
+        shared, *(Caller(f"sampler slow {number}", False, is_proven=True) for number in range(4)), each=1
     )
 
     await shared.room(HONEST)
@@ -263,8 +263,8 @@ async def test_message_that_is_here_is_no_silent_one():
 
 
 async def test_short_messages_pass_whatever_fills_the_lane_of_long_ones():
-    budget = Budget(total_bytes=16 * MESSAGE, message_bytes=MESSAGE)
-    holders = [Holder(f"sampler {number}", False, is_proven=True) for number in range(9)]
+    budget = MemoryQuota(total_bytes=16 * MESSAGE, message_bytes=MESSAGE)
+    holders = [Caller(f"sampler {number}", False, is_proven=True) for number in range(9)]
     pushes = [asyncio.create_task(budget.message(holder, PUSH, never)) for holder in holders for _ in range(4)]
     await asyncio.sleep(0)
 
@@ -276,7 +276,7 @@ async def test_short_messages_pass_whatever_fills_the_lane_of_long_ones():
 
 async def test_limits_are_those_of_the_lanes(monkeypatch):
     monkeypatch.setattr(budget_module, "SHORT_S", 0.0)
-    budget = Budget(total_bytes=1 << 22, message_bytes=1 << 20)
+    budget = MemoryQuota(total_bytes=1 << 22, message_bytes=1 << 20)
 
     with pytest.raises(QuotaExceeded):
         await budget.message(EVIL, BEAT, never)

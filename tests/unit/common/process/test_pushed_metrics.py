@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process import metrics
-from heterorl.common.process.federation import UNWANTED_S, push_metrics, pushing
+from heterorl.common.process.pushed_metrics import UNWANTED_S, push_metrics, pushing
 from tests.support.clock import ManualClock
 
 REGISTRY = metrics.registry_of("sampler")

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from heterorl.common.errors import Unreachable
-from heterorl.common.rpc.direct import AGAIN_S, PUT_PAUSE_S, TRIES, Connections, DirectWrites
+from heterorl.common.rpc.presigned import AGAIN_S, PUT_PAUSE_S, TRIES, PresignedWrites, UrlClient
 from heterorl.common.types.policy import PutPlace
 from tests.support.clock import ManualClock
 
@@ -61,9 +61,9 @@ async def put(writes, url, num_bytes=None):
 
 @contextlib.asynccontextmanager
 async def put_by(allowed="any"):
-    clock, connections = ManualClock(), Connections(allowed)
+    clock, connections = ManualClock(), UrlClient(allowed)
     try:
-        yield DirectWrites(connections, clock), clock
+        yield PresignedWrites(connections, clock), clock
     finally:
         await connections.close()
 

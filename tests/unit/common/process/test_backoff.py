@@ -13,8 +13,8 @@ from heterorl.common.errors import (
     Unauthenticated,
     Unreachable,
 )
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import ring_or_time
-from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import peer_seconds
 from tests.support.clock import ManualClock
 
@@ -40,8 +40,8 @@ async def test_wait_ends_by_the_ring_or_by_time_and_leaves_no_task():
 def test_delays_are_drawn_from_nothing_up_to_a_bound_that_doubles_to_the_cap():
     rows = []
     for seed in range(400):
-        patience = Patience(clock=ManualClock(), rng=random.Random(seed), base_s=1.0, cap_s=8.0)
-        rows.append([patience.delay_s() for _ in range(6)])
+        backoff = Backoff(clock=ManualClock(), rng=random.Random(seed), base_s=1.0, cap_s=8.0)
+        rows.append([backoff.delay_s() for _ in range(6)])
 
     for number, longest in enumerate([1, 2, 4, 8, 8, 8]):
         drawn = [row[number] for row in rows]
@@ -51,13 +51,13 @@ def test_delays_are_drawn_from_nothing_up_to_a_bound_that_doubles_to_the_cap():
 
 
 def test_delay_is_never_less_than_the_peer_asks_for_and_starts_anew_after_a_success():
-    patience = Patience(clock=ManualClock(), rng=random.Random(0))
-    assert patience.next_delay(QuotaExceeded("full", retry_after_s=30.0)) >= 30.0
+    backoff = Backoff(clock=ManualClock(), rng=random.Random(0))
+    assert backoff.next_delay(QuotaExceeded("full", retry_after_s=30.0)) >= 30.0
     for _ in range(40):
-        assert patience.next_delay(Unreachable("cut")) <= 15.0
-    patience.reset()
+        assert backoff.next_delay(Unreachable("cut")) <= 15.0
+    backoff.reset()
 
-    assert patience.delay_s() <= 1.0
+    assert backoff.delay_s() <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_delay_is_never_less_than_the_peer_asks_for_and_starts_anew_after_a_succ
 )
 def test_refusal_that_no_repetition_changes_is_not_waited_for(error):
     with pytest.raises(type(error)):
-        Patience(clock=ManualClock(), rng=random.Random(0)).next_delay(error)
+        Backoff(clock=ManualClock(), rng=random.Random(0)).next_delay(error)
 
 
 def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
     assert (
-        Patience(clock=ManualClock(), rng=random.Random(0)).next_delay(Unauthenticated("expired", retry_after_s=5.0))
+        Backoff(clock=ManualClock(), rng=random.Random(0)).next_delay(Unauthenticated("expired", retry_after_s=5.0))
         >= 5.0
     )
 
@@ -82,4 +82,4 @@ def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
 )
 def test_wait_that_a_peer_asks_for_has_an_end(asked, waited):
     assert peer_seconds(asked) == waited
-    assert waited <= Patience(clock=ManualClock(), rng=random.Random(0)).delay_s(asked_s=asked) <= waited + 1.0
+    assert waited <= Backoff(clock=ManualClock(), rng=random.Random(0)).delay_s(asked_s=asked) <= waited + 1.0

@@ -21,8 +21,8 @@ from heterorl.common.errors import Unreachable
 from heterorl.common.identity.credentials import MaterialFiles, channel_credentials, read_material
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.process.address import addresses
-from heterorl.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, channel_options
-from heterorl.common.rpc.status import from_rpc_error
+from heterorl.common.rpc.error_status import from_rpc_error
+from heterorl.common.rpc.transport_options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, channel_options
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
@@ -62,14 +62,14 @@ class Stubs:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Lane:
+class _OpenChannel:
     channel: grpc.aio.Channel
     stubs: Stubs
     number: int
     num_calls: int = 0
 
 
-class Link:
+class CoordinatorChannel:
     """Channels to `address`."""
 
     def __init__(self, address: str, *, tls: TlsConfig, max_message_bytes: int) -> None:
@@ -89,7 +89,7 @@ class Link:
         """Largest message that this link sends."""
         self._files = None if tls.insecure else MaterialFiles(tls)
         self._lane = self._open()
-        self._retired: set[_Lane] = set()
+        self._retired: set[_OpenChannel] = set()
 
     async def send_up_to(self, num_bytes: int) -> None:
         """Send messages up to the other end's limit from now on; what is received keeps the limit of this end."""
@@ -120,7 +120,7 @@ class Link:
             yield lane.channel
 
     @contextlib.asynccontextmanager
-    async def _held(self) -> AsyncIterator[_Lane]:
+    async def _held(self) -> AsyncIterator[_OpenChannel]:
         lane = await self._current()
         lane.num_calls += 1
         try:
@@ -135,7 +135,7 @@ class Link:
             lane.num_calls -= 1
             await self._sweep()
 
-    async def _current(self) -> _Lane:
+    async def _current(self) -> _OpenChannel:
         if self._is_lost:
             self._is_lost = False
             await self._seek()
@@ -155,7 +155,7 @@ class Link:
             self._lane = self._open()
             await self._sweep()
 
-    def _open(self) -> _Lane:
+    def _open(self) -> _OpenChannel:
         options = channel_options(
             self._address,
             insecure=self._files is None,
@@ -168,7 +168,7 @@ class Link:
             material = self._files.current()
             channel = grpc.aio.secure_channel(self._address, channel_credentials(material), options=options)
             number = material.number
-        return _Lane(channel=channel, stubs=Stubs(channel), number=number)
+        return _OpenChannel(channel=channel, stubs=Stubs(channel), number=number)
 
     async def _sweep(self) -> None:
         for lane in [lane for lane in self._retired if lane.num_calls == 0]:

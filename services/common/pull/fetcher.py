@@ -21,12 +21,12 @@ from heterorl.common.api import WeightsApi
 from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
-from heterorl.common.pull.spool import Gap, Piece, PieceWriter, RunningDigest, find_gaps, join, num_reserved, settle
-from heterorl.common.rpc.calls import Calls
-from heterorl.common.rpc.roles import WeightCalls
+from heterorl.common.process.threads import settle
+from heterorl.common.pull.partial_download import Gap, Piece, PieceWriter, RunningDigest, find_gaps, join, num_reserved
+from heterorl.common.rpc.calls import Calls, WeightCalls
 from heterorl.common.types.common import file_name
 from heterorl.common.types.policy import PayloadRef
-from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.weights.payload_file import FRAME_BYTES
 
 MAX_OBJECT_BYTES = 1 << 40
 WEIGHT = 0.5

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload
-from heterorl.common.pull import ladder
-from heterorl.common.pull.ladder import MAX_REPLANS, TABLE, Failure, Ladder, Move, Rung
+from heterorl.common.pull import fallback
+from heterorl.common.pull.fallback import MAX_REPLANS, TABLE, Failure, Fallback, Move, PlanBasis
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from tests.support.merging import merging, published, puller
 
@@ -16,58 +16,58 @@ HEAD = 8
 
 
 def _at(rung):
-    found = Ladder()
+    found = Fallback()
     found.begin_call()
-    found.begin(is_held=rung is Rung.SINGLES)
-    if rung in (Rung.MERGED, Rung.BASE):
+    found.begin(is_held=rung is PlanBasis.SINGLES)
+    if rung in (PlanBasis.MERGED, PlanBasis.BASE):
         found.rest_on(rung)
     return found
 
 
 def test_table_is_complete_and_the_one_that_is_drawn():
-    lines = [line.split() for line in (ladder.__doc__ or "").splitlines()]
-    rows = {words[0]: words[-2:] for words in lines if words and words[0] in Rung.__members__}
+    lines = [line.split() for line in (fallback.__doc__ or "").splitlines()]
+    rows = {words[0]: words[-2:] for words in lines if words and words[0] in PlanBasis.__members__}
     drawn = {
-        (Rung[name], failure): Move[word]
+        (PlanBasis[name], failure): Move[word]
         for name, words in rows.items()
         for failure, word in zip(Failure, words, strict=True)
     }
 
-    assert drawn == {(rung, failure): TABLE[rung][failure] for rung, failure in itertools.product(Rung, Failure)}
+    assert drawn == {(rung, failure): TABLE[rung][failure] for rung, failure in itertools.product(PlanBasis, Failure)}
 
 
-@pytest.mark.parametrize(("rung", "failure"), list(itertools.product(Rung, Failure)))
+@pytest.mark.parametrize(("rung", "failure"), list(itertools.product(PlanBasis, Failure)))
 def test_each_entry_does_what_it_says(rung, failure):
     found = _at(rung)
     goes_on = found.fail(failure)
 
     move = TABLE[rung][failure]
     assert goes_on is (move is not Move.END)
-    struck = {each for each in Rung if not found.is_open(each)}
+    struck = {each for each in PlanBasis if not found.is_open(each)}
     assert struck == ({rung} if move is Move.STRIKE else set())
     found.built()
-    assert {each for each in Rung if not found.is_open(each)} == {Rung.BASE}
+    assert {each for each in PlanBasis if not found.is_open(each)} == {PlanBasis.BASE}
 
 
 def test_plans_are_made_anew_so_often_in_a_call_whatever_they_rest_on():
-    found = _at(Rung.MERGED)
+    found = _at(PlanBasis.MERGED)
     assert [found.fail(Failure.GONE) for _ in range(MAX_REPLANS + 1)] == [True] * MAX_REPLANS + [False]
     found.begin_call()
     assert found.fail(Failure.GONE)
 
 
 @pytest.mark.parametrize("failure", list(Failure))
-@pytest.mark.parametrize("offered", [Rung.MERGED, Rung.BASE])
+@pytest.mark.parametrize("offered", [PlanBasis.MERGED, PlanBasis.BASE])
 def test_call_ends_whatever_is_offered_again_and_again(offered, failure):
-    found = Ladder()
+    found = Fallback()
     found.begin_call()
     for number in itertools.count():
-        found.begin(is_held=found.is_open(Rung.SINGLES))
+        found.begin(is_held=found.is_open(PlanBasis.SINGLES))
         with contextlib.suppress(StateMismatch):
             found.rest_on(offered)
         if not found.fail(failure):
             break
-        assert number < len(Rung) + MAX_REPLANS
+        assert number < len(PlanBasis) + MAX_REPLANS
 
 
 class Hostile:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, PromptRefused, PromptTooLong
-from heterorl.common.model.directory import first_line
+from heterorl.common.model.model_directory import first_line
 from heterorl.common.types.common import Int32Array
 
 _HELD = "held"
@@ -36,7 +36,7 @@ _FAR = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class TokenLimits:
     """Tokens that a model knows; `positions` bounds a prompt with its completion, 0 is no bound.
 
     `key` of the configuration sets `positions`.
@@ -79,7 +79,7 @@ class Room:
             )
 
 
-def room_at(model_dir: str) -> Room:
+def token_limits_at(model_dir: str) -> TokenLimits:
     """The room of the model in a directory or on the hub, without its weights.
 
     Raises:
@@ -88,16 +88,16 @@ def room_at(model_dir: str) -> Room:
     from transformers import AutoConfig
 
     try:
-        return room_of(AutoConfig.from_pretrained(model_dir))
+        return token_limits_of(AutoConfig.from_pretrained(model_dir))
     except (OSError, ValueError) as error:
         raise ConfigError("model_dir", f"cannot read config.json of {model_dir}: {first_line(error)}") from error
 
 
-def room_of(config: Any) -> Room:
+def token_limits_of(config: Any) -> TokenLimits:
     """The room of a model's configuration; a model that reads more than text has one of text inside."""
     text, window = config.get_text_config(), window_of(config)
     positions = int(getattr(text, "max_position_embeddings", None) or 0)
-    return Room(vocab_size=int(text.vocab_size), positions=window.tokens if window else max(0, positions))
+    return TokenLimits(vocab_size=int(text.vocab_size), positions=window.tokens if window else max(0, positions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

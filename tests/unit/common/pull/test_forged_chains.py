@@ -8,10 +8,10 @@ import pytest
 
 from heterorl.common.errors import CorruptData, StateMismatch, WrongSignature
 from heterorl.common.identity.signing import Trust, new_key
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.process.patience import Patience
-from heterorl.common.pull.pull import Puller, TrustedPuller
-from heterorl.common.pull.way import Way
+from heterorl.common.pull.manifest_chain import ManifestChain
+from heterorl.common.pull.puller import Puller, TrustedPuller
 from heterorl.common.types.policy import PlanKind, PullPlan, SignedManifest
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
@@ -40,7 +40,7 @@ def trusting(api, run, path, *, variant=""):
         api=api,
         spool=path / "spool",
         layout=LAYOUT,
-        patience=Patience(clock=SystemClock(), rng=random.Random(0)),
+        backoff=Backoff(clock=SystemClock(), rng=random.Random(0)),
         trust=Trust([run.signer.public_key]),
         variant=variant,
     )
@@ -67,7 +67,7 @@ async def test_way_is_answered_by_place_and_never_by_what_a_manifest_claims(worl
     core, _, _ = world
     api, _ = await _forger(world, is_held=False)
     signed = await core.get_signed_manifest(version=HEAD)
-    way = Way(api=api, variant="")
+    way = ManifestChain(api=api, variant="")
     plan = dataclasses.replace(api.way(signed), manifests=(signed.data,))
     way.begin(plan)
     await way.list(HEAD - 1, HEAD)
@@ -84,8 +84,8 @@ async def test_what_was_built_is_compared_with_what_was_judged(world, monkeypatc
     async def forged(self, plan):
         return api.manifests
 
-    monkeypatch.setattr(Way, "begin", lambda self, plan: None)
-    monkeypatch.setattr(Way, "manifests", forged)
+    monkeypatch.setattr(ManifestChain, "begin", lambda self, plan: None)
+    monkeypatch.setattr(ManifestChain, "manifests", forged)
     with pytest.raises(StateMismatch) as refused:
         await trusting(api, run, path).pull(HEAD, held=held)
     assert "not the manifest that was judged" in caplog.text + str(refused.value)
@@ -143,8 +143,8 @@ async def test_base_model_is_compared_with_what_was_judged(same, monkeypatch, ca
     api, pull = same
     way = [dataclasses.replace(api.payloads[1], from_version=HEAD)]
     api.plan = lambda signed: api.same(signed, payloads=tuple(way), manifests=(signed.data,))
-    monkeypatch.setattr("heterorl.common.pull.pull._check_plan", lambda plan, **_: None)
-    monkeypatch.setattr(Way, "begin", lambda self, plan: None)
+    monkeypatch.setattr("heterorl.common.pull.puller._check_plan", lambda plan, **_: None)
+    monkeypatch.setattr(ManifestChain, "begin", lambda self, plan: None)
 
     with pytest.raises(CorruptData):
         await pull()

@@ -8,10 +8,10 @@ import blake3
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.pull import reader as served
-from heterorl.common.pull.reader import DamagedFile, Identity, PayloadReader
+from heterorl.common.pull import payload_reader as served
+from heterorl.common.pull.payload_reader import DamagedFile, FileIdentity, PayloadReader
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.container import FRAME_BYTES
+from heterorl.common.weights.payload_file import FRAME_BYTES
 
 DATA = random.Random(0).randbytes(5 * FRAME_BYTES + 1234)
 
@@ -99,7 +99,7 @@ async def test_damage_at_2000_places_that_no_file_time_shows_is_never_sent(tmp_p
     reader, chooser = PayloadReader(), random.Random(2)
     await content(reader, digest, path)
     proof = reader._proofs[digest]
-    monkeypatch.setattr(Identity, "of", lambda _descriptor: proof.identity)
+    monkeypatch.setattr(FileIdentity, "of", lambda _descriptor: proof.identity)
 
     with path.open("r+b", buffering=0) as file:
         for _ in range(2000):

@@ -16,7 +16,7 @@ Entry = tuple[str, str, tuple[int, ...]]
 """Name, type as the format calls it, and shape of a tensor."""
 
 
-class FilePlan:
+class SafetensorsLayout:
     """Where everything is in a safetensors file that is yet to be written."""
 
     def __init__(self, table: Sequence[Entry], *, metadata: Mapping[str, str] = MappingProxyType({})) -> None:

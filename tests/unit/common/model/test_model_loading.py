@@ -9,7 +9,7 @@ from torch import nn
 
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.model.adapters import attach
-from heterorl.common.model.building import load_pretrained
+from heterorl.common.model.model_loading import load_pretrained
 from heterorl.common.types.common import Digest, LoraSettings
 from heterorl.learner.backends.loading import empty_model
 from tests.support.training import tiny_model

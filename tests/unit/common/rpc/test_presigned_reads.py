@@ -6,8 +6,8 @@ import contextlib
 import pytest
 
 from heterorl.common.errors import Unreachable
-from heterorl.common.rpc import direct as reads
-from heterorl.common.rpc.direct import Connections
+from heterorl.common.rpc import presigned as reads
+from heterorl.common.rpc.presigned import UrlClient
 
 
 async def _drops():
@@ -49,9 +49,9 @@ async def read(direct, url):
 
 
 async def test_range_that_begins_elsewhere_is_refused():
-    connections = Connections("any")
+    connections = UrlClient("any")
     async with store(10) as (right, _), store(9) as (wrong, _):
-        direct = reads.DirectReads(connections)
+        direct = reads.PresignedReads(connections)
         assert await read(direct, right) == b"bytes"
         with pytest.raises(Unreachable, match="answers 206"):
             await read(direct, wrong)
@@ -61,9 +61,9 @@ async def test_range_that_begins_elsewhere_is_refused():
 async def test_requests_carry_no_cookie_and_go_by_no_proxy_of_the_environment(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
-    connections = Connections("any")
+    connections = UrlClient("any")
     async with store(10) as (url, heads):
-        direct = reads.DirectReads(connections)
+        direct = reads.PresignedReads(connections)
         assert [await read(direct, url) for _ in range(2)] == [b"bytes"] * 2
     await connections.close()
 
@@ -87,9 +87,9 @@ OWN = [
 def test_addresses_of_the_machine_itself_are_asked_only_where_any_are(host):
     url = f"https://{host}/payloads/1"
 
-    assert Connections("https").allows(url) == (host not in OWN)
-    assert Connections("any").allows(url)
-    assert not Connections("none").allows(url)
+    assert UrlClient("https").allows(url) == (host not in OWN)
+    assert UrlClient("any").allows(url)
+    assert not UrlClient("none").allows(url)
 
 
 @pytest.mark.parametrize(
@@ -98,24 +98,24 @@ def test_addresses_of_the_machine_itself_are_asked_only_where_any_are(host):
      ("bobjects.example", False), ("10.0.0.7", True), ("10.0.0.8", False), ("other.example", False)],
 )  # fmt: skip
 def test_addresses_of_named_hosts_alone_are_asked(host, is_asked):
-    connections = Connections("https", ["s3.example", "*.Objects.example", "10.0.0.7"])
+    connections = UrlClient("https", ["s3.example", "*.Objects.example", "10.0.0.7"])
 
     assert connections.allows(f"https://{host}/payloads/1") == is_asked
     assert not connections.allows(f"http://{host}/payloads/1")
 
 
 def test_this_machine_is_asked_where_it_is_named():
-    assert Connections("https", ["127.0.0.1"]).allows("https://127.0.0.1:9000/p")
+    assert UrlClient("https", ["127.0.0.1"]).allows("https://127.0.0.1:9000/p")
 
 
 async def test_a_name_that_resolves_to_this_machine_is_sent_nothing():
-    foreign, own = Connections("https"), Connections("any")
+    foreign, own = UrlClient("https"), UrlClient("any")
     async with store(10) as (url, heads):
         # What `allows` has let through is a name; what it resolves to shows when the connection is there.
         with pytest.raises(Unreachable, match="resolves to this machine or its link"):
-            await read(reads.DirectReads(foreign), url)
+            await read(reads.PresignedReads(foreign), url)
         assert heads == []
-        assert await read(reads.DirectReads(own), url) == b"bytes"
+        assert await read(reads.PresignedReads(own), url) == b"bytes"
     await foreign.close()
     await own.close()
 
@@ -123,8 +123,8 @@ async def test_a_name_that_resolves_to_this_machine_is_sent_nothing():
 async def test_a_proxy_of_the_environment_takes_what_named_hosts_are_asked(monkeypatch):
     async with store(10) as (url, heads):
         monkeypatch.setenv("HTTP_PROXY", url.rpartition("/")[0])
-        connections = Connections("any", ["payloads.example"])
-        assert await read(reads.DirectReads(connections), "http://payloads.example/p") == b"bytes"
+        connections = UrlClient("any", ["payloads.example"])
+        assert await read(reads.PresignedReads(connections), "http://payloads.example/p") == b"bytes"
         await connections.close()
 
     assert heads[0].startswith(b"get http://payloads.example/p ")

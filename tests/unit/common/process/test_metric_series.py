@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.process import federation as series_room
 from heterorl.common.process import metrics
-from heterorl.common.process.federation import LIMITS, Limit, lines_of, page, rendered, series_of
+from heterorl.common.process import pushed_metrics as series_room
+from heterorl.common.process.pushed_metrics import LIMITS, Limit, lines_of, page, rendered, series_of
 from heterorl.common.types.common import Series
 
 OF_A = {"run": "r", "service": "sampler", "instance": "site-a", "site": "site-a"}
@@ -151,6 +151,6 @@ def test_what_a_push_adds_to_the_page_is_bounded(monkeypatch):
 
     # As bytes on the page count, and not as they came.
     limits = {"sampler": dataclasses.replace(MOST, rendered=size - 1)}
-    monkeypatch.setattr("heterorl.common.process.federation.LIMITS", limits)
+    monkeypatch.setattr("heterorl.common.process.pushed_metrics.LIMITS", limits)
     with pytest.raises(InvalidRequest, match="on the page"):
         rendered(pushed, service="sampler", added=OF_A)

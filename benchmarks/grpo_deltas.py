@@ -33,7 +33,7 @@ from heterorl.common.weights.payload import apply_payload, write_delta, write_sn
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GrpoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.group_builder import GroupBuilder
 
 BURN_IN = 16
 DONE = "done.json"
@@ -170,7 +170,7 @@ def _train(recipe: Recipe, directory: Path) -> None:
         batch_rows=recipe.groups * recipe.group_size,
         end_token_ids=prompter.end_token_ids,
     )
-    maker = RolloutMaker(
+    maker = GroupBuilder(
         engine=engine,
         task=_task(),
         prompter=prompter,
@@ -206,7 +206,7 @@ def _train(recipe: Recipe, directory: Path) -> None:
     shutil.rmtree(state)
 
 
-def _step(backend: TorchBackend, maker: RolloutMaker, recipe: Recipe, *, step: int) -> None:
+def _step(backend: TorchBackend, maker: GroupBuilder, recipe: Recipe, *, step: int) -> None:
     """One GRPO step on rollouts of the weights as published; repeated until some group has both rewards."""
     arena = Arena(backend.layout)
     backend.store(arena)

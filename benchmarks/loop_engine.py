@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from heterorl.common.generation.inference_engine import Finished, Request
-from heterorl.sampler.assembly import assemble
+from heterorl.sampler.components import load_components
 from heterorl.sampler.config import SamplerConfig
 
 
@@ -43,7 +43,7 @@ def span_of(ends: Sequence[tuple[float, int]]) -> Span:
 def main() -> None:
     """Run a job and print its span."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    parts = assemble(SamplerConfig.model_validate(job["sampler"]), scores_here=True)
+    parts = load_components(SamplerConfig.model_validate(job["sampler"]), scores_here=True)
     try:
         base = parts.base()
         assert base is not None

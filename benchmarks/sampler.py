@@ -28,8 +28,8 @@ from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import VllmEngineConfig
-from heterorl.sampler.vllm.engine import VllmEngine
-from heterorl.sampler.vllm.source import VllmSource
+from heterorl.sampler.vllm.shared_model import SharedModel
+from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, NUM_SWAPS = 8, 8, 64, 8
 EOS = 1
@@ -98,7 +98,7 @@ def main() -> None:
             return engine, engine.base(), engine.vocab_size
 
         def vllm() -> Made:
-            source = VllmSource(**common, weights_dir=Path(name))
+            source = SharedModel(**common, weights_dir=Path(name))
             options = VllmEngineConfig(compute_dtype="fp32", batch_rows=num_rows, kv_cache_bytes=256 << 20)
             return VllmEngine(source, end_token_ids=(EOS,), settings=options), source.base(), source.vocab_size
 

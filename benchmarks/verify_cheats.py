@@ -21,7 +21,7 @@ from heterorl.common.types.common import Digest, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.learner.checks.replay import Replayer
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.group_builder import GroupBuilder
 
 SEED = 7
 Cheated = tuple[list[Group], list[list[bool]]]
@@ -59,7 +59,7 @@ class Site:
 
     def generate(self, engine: HfEngine, numbers: Sequence[int], *, seed: int = SEED) -> list[Group]:
         """Groups of the assignments with these numbers, by the sampler's own code."""
-        maker = RolloutMaker(
+        maker = GroupBuilder(
             task=self.task,
             prompter=self.prompter,
             site=SiteId("bench"),

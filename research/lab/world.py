@@ -37,10 +37,10 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_parts import Parts, assemble
 from heterorl.sampler import app as sampler_app
-from heterorl.sampler.assembly import assemble as assemble_sampler
+from heterorl.sampler.components import load_components as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.record import VersionRecord, record_name
+from heterorl.sampler.trust_record import TrustRecord, record_name
 from heterorl_research.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl_research.lab.cell import Cell
 from heterorl_research.lab.inline_store import InlineDatabase
@@ -149,7 +149,7 @@ def _sampler(
         dataclasses.replace(parts, engine=engine, canary=()),
         api=_link(cell, _gated(cell, number, coordinator), config.site),
         outbox=outbox,
-        record=VersionRecord(config.state_dir / record_name("")),
+        record=TrustRecord(config.state_dir / record_name("")),
         clock=clock,
         rng=random.Random(f"{cell.seed}/{config.site}/jitter"),
     )

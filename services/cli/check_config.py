@@ -109,7 +109,7 @@ def left_to_the_run(service: Service, config: Any) -> tuple[str, ...]:
     """The keys that a sampler with a [join] section takes from the run it joins."""
     if service != "sampler":
         return ()
-    from heterorl.sampler.joining import missing_keys
+    from heterorl.sampler.adoption import missing_keys
 
     return missing_keys(config)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
     from heterorl.common.tasks.task import Prompt
     from heterorl.common.types.evaluation import PromptResult
-    from heterorl.evaluation.run import Row
+    from heterorl.evaluation.evaluate_sets import Row
     from heterorl.evaluation.subject import OpenSet, Subject
     from heterorl.sampler.config import SamplerConfig
 
@@ -82,7 +82,7 @@ def evaluate(
 
     sets = configured(loaded, names=only or (), **changes)
     rows = _evaluate(subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets)
-    from heterorl.evaluation.view import as_json, tables
+    from heterorl.evaluation.result_tables import as_json, tables
 
     if out is not None:
         try:
@@ -100,7 +100,7 @@ def _evaluate(
 ) -> list[Row]:
     from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task import close_task
-    from heterorl.evaluation.run import evaluate_all
+    from heterorl.evaluation.evaluate_sets import evaluate_all
     from heterorl.evaluation.subject import open_model, open_set, open_versions, prompter_of
 
     # A set is the run's, whatever is evaluated on it: its prompts are counted by the run's tokenizer.

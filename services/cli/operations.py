@@ -101,7 +101,7 @@ def accept_rewind(
     if not run or not number.isdecimal():
         raise ConfigError("RUN:VERSION", f"{rewind} is no run and version", action="write it as math-run:120")
     loaded = load_service("sampler", config, set_ or ())
-    from heterorl.sampler.record import agree, differences
+    from heterorl.sampler.trust_record import agree, differences
 
     found = differences(loaded.state_dir, run=run, to_version=int(number))
     for words in found:

@@ -43,7 +43,7 @@ from heterorl.demo.config import (
 from heterorl.demo.demo_results import Ending, Record, broken_promises, measure, start_accuracy, verdict, write_report
 from heterorl.demo.processes import Child, Interruption, start, stop_together
 from heterorl.report.figures import newest_accuracy, sparkline
-from heterorl.sampler.record import record_name
+from heterorl.sampler.trust_record import record_name
 
 REFRESH_S = 0.5
 LINE_S = 5.0

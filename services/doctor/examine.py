@@ -98,7 +98,7 @@ async def examine(target: DoctorTarget, *, wall_time: Callable[[], float] = time
 
 async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> Contract | Failure:
     """The contract of a node that takes from the run what its file leaves out."""
-    from heterorl.sampler.joining import adopt
+    from heterorl.sampler.adoption import adopt
 
     if diagnosis is None or not diagnosis.statement:
         return Failure(kind="model", detail="the run has not stated what this file leaves out; ask again when it has")

@@ -36,8 +36,8 @@ from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines, take_variant
-from heterorl.sampler.evaluation.drawing import SiteSet
-from heterorl.sampler.evaluation.drawing import open_set as open_site_set
+from heterorl.sampler.prompt_evaluator import SiteSet
+from heterorl.sampler.prompt_evaluator import open_set as open_site_set
 
 FROM_TASK = "task"
 """Name of the set that is made of the run's own task where none is configured."""

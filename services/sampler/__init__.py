@@ -1,5 +1,5 @@
-"""The sampler: pulls versions, generates groups for leased work, spools them, delivers them.
+"""The sampler: pulls policy versions, generates groups for leased work, stores and delivers them.
 
-`app` holds the loops; `sync` keeps the weights where `delay` lets them be, `rollout` makes groups, `outbox` delivers
-them, `vllm` is one of two engines. Open `app` first.
+`app` holds the loops; `weight_sync` pulls what `delay` lets through, `rollout` makes groups, `outbox` delivers them.
+Open `app` first.
 """

@@ -48,19 +48,19 @@ from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
-from heterorl.sampler.assembly import Parts, assemble
+from heterorl.sampler.adoption import adopted
+from heterorl.sampler.components import Components, load_components
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
-from heterorl.sampler.evaluation.work import EvaluationWork
-from heterorl.sampler.joining import adopted
+from heterorl.sampler.evaluation_loop import EvaluationLoop
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.record import VersionRecord, record_name
-from heterorl.sampler.rollout.drafts import UnderWay
-from heterorl.sampler.rollout.generate import Generation
-from heterorl.sampler.rollout.maker import RolloutMaker
-from heterorl.sampler.session import Session
-from heterorl.sampler.sync import PolicySync
+from heterorl.sampler.rollout.generation_loop import GenerationLoop
+from heterorl.sampler.rollout.group_builder import GroupBuilder
+from heterorl.sampler.rollout.in_flight_groups import InFlightNote
+from heterorl.sampler.site_session import Session
+from heterorl.sampler.trust_record import TrustRecord, record_name
+from heterorl.sampler.weight_sync import WeightSync
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,18 +116,18 @@ def build(
 ) -> Sampler:
     """Load what the configuration names and join it to a coordinator. Blocking; the caller closes the outbox."""
     # Before the model is loaded: what is wrong with state_dir is said at once.
-    record = VersionRecord(config.state_dir / record_name(config.variant))
-    parts = assemble(config)
+    record = TrustRecord(config.state_dir / record_name(config.variant))
+    parts = load_components(config)
     return join(config, parts, api=api, outbox=outbox, record=record, clock=clock, rng=rng or random.Random())
 
 
 def join(
     config: SamplerConfig,
-    parts: Parts,
+    parts: Components,
     *,
     api: SamplerApi,
     outbox: Outbox,
-    record: VersionRecord,
+    record: TrustRecord,
     clock: Clock,
     rng: random.Random,
 ) -> Sampler:
@@ -151,7 +151,7 @@ def join(
         # While bytes arrive the link works, and the next failure is the first of a row.
         on_frame=backoff.reset,
     )
-    policy = PolicySync(
+    policy = WeightSync(
         api=api,
         puller=puller,
         visibility=Visibility(config.delay, seed=config.seed),
@@ -167,25 +167,25 @@ def join(
         dtype=parts.engine.dtype, max_delay_versions=max_delay_versions(config.delay),
         max_delay_s=max_delay_s(config.delay), variant=config.variant, work_ahead_s=config.work_ahead_s,
     )  # fmt: skip
-    under_way = UnderWay(config.state_dir)
+    in_flight = InFlightNote(config.state_dir)
     # Before the first registration, which says what this process can still answer.
     left = outbox.turns.take(since=now() - parts.contract.trajectory_s)
     session = Session(
         api=api, registration=registration, outbox=outbox, record=record, heartbeat_s=config.heartbeat_s, clock=clock,
-        bell=bell, numbering=numbering, rng=rng, left=under_way.left,
+        bell=bell, numbering=numbering, rng=rng, left=in_flight.left,
     )  # fmt: skip
-    maker = RolloutMaker(
+    builder = GroupBuilder(
         task=parts.task, prompter=parts.prompter, site=site, incarnation=outbox.incarnation,
         group_size=config.group_size, clock=clock, is_seeded=config.seeded_sampling,
         min_members=parts.contract.min_members, max_new_tokens=parts.contract.sampling.max_new_tokens,
         max_trajectory_tokens=parts.contract.max_trajectory_tokens, conversations=parts.conversations,
     )  # fmt: skip
-    generation = Generation(
+    generation = GenerationLoop(
         config=config,
         api=api,
         engine=parts.engine,
         canary=parts.canary,
-        maker=maker,
+        builder=builder,
         outbox=outbox,
         policy=policy,
         session=session,
@@ -194,19 +194,19 @@ def join(
         numbering=numbering,
         rng=rng,
         now=now,
-        under_way=under_way,
+        in_flight=in_flight,
         left=left,
     )
     evaluation = None
     if parts.sets:
-        evaluation = EvaluationWork(
-            config=config, api=api, sets=parts.sets, engine=parts.engine, generation=generation, maker=maker,
+        evaluation = EvaluationLoop(
+            config=config, api=api, sets=parts.sets, engine=parts.engine, generation=generation, builder=builder,
             policy=policy, session=session, clock=clock, bell=bell, rng=rng,
         )  # fmt: skip
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
         session=session, policy=policy, generation=generation, delivery=delivery, outbox=outbox, evaluation=evaluation,
-        under_way=under_way, close=parts.close,
+        in_flight=in_flight, close=parts.close,
     )  # fmt: skip
 
 
@@ -215,12 +215,12 @@ class Sampler:
     """The joined parts of one sampler."""
 
     session: Session
-    policy: PolicySync
-    generation: Generation
+    policy: WeightSync
+    generation: GenerationLoop
     delivery: Delivery
     outbox: Outbox
-    evaluation: EvaluationWork | None
-    under_way: UnderWay
+    evaluation: EvaluationLoop | None
+    in_flight: InFlightNote
     close: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -242,8 +242,8 @@ class Sampler:
                 ]
                 on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if self.generation.num_under_way:
-                    _LOG.info("stopping: %d groups are under way", self.generation.num_under_way)
+                if self.generation.num_in_flight:
+                    _LOG.info("stopping: %d groups are under way", self.generation.num_in_flight)
                 if not ends[0].done():
                     await self.generation.stop()
                     if self.evaluation is not None:
@@ -252,15 +252,15 @@ class Sampler:
                     task.cancel()
         except BaseExceptionGroup as group:
             raise cause_of(group) from group
-        self.under_way.clear()
+        self.in_flight.clear()
         await self._say_end()
 
     async def _say_end(self) -> None:
         level = self.outbox.level()
-        if self.generation.spooling.num_waiting:
+        if self.generation.outbox_writer.num_waiting:
             _LOG.error(
                 "%d groups are lost, there was no room to spool them: %s; their prompts are handed out again",
-                self.generation.spooling.num_waiting, self.generation.spooling.problem,
+                self.generation.outbox_writer.num_waiting, self.generation.outbox_writer.problem,
             )  # fmt: skip
         left = f"{level.num_groups} groups ({decimal(level.num_bytes)}) are spooled, the next start delivers them"
         _LOG.info(

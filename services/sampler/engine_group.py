@@ -36,11 +36,11 @@ class _Member:
     number: int
     engine: Engine
     is_out: bool = False
-    under_way: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, int] = field(default_factory=dict)
 
     @property
     def load_share(self) -> float:
-        return sum(self.under_way.values()) / self.engine.max_running
+        return sum(self.in_flight.values()) / self.engine.max_running
 
 
 class EngineGroup:
@@ -122,7 +122,7 @@ class EngineGroup:
                 except EngineError as error:
                     self._put_out(member, error)
                     continue
-                member.under_way[number] = request.num_completions
+                member.in_flight[number] = request.num_completions
                 self._keys[number] = request.key
                 self._news.notify_all()
                 return
@@ -178,7 +178,7 @@ class EngineGroup:
         """Wait in the engine while it has something under way."""
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._is_closed or member.under_way)
+                self._news.wait_for(lambda: self._is_closed or member.in_flight)
                 if self._is_closed:
                     return
             try:
@@ -198,17 +198,17 @@ class EngineGroup:
 
     def _note(self, member: _Member, one: Finished | Lost) -> None:
         # What was cancelled meanwhile has no key any more.
-        if one.key not in member.under_way:
+        if one.key not in member.in_flight:
             return
         self._ended.append(replace(one, key=self._keys[one.key]))
-        member.under_way[one.key] -= 1
-        if isinstance(one, Lost) or not member.under_way[one.key]:
-            del member.under_way[one.key], self._keys[one.key]
+        member.in_flight[one.key] -= 1
+        if isinstance(one, Lost) or not member.in_flight[one.key]:
+            del member.in_flight[one.key], self._keys[one.key]
 
     def _put_out(self, member: _Member, error: EngineError) -> None:
         """Give an engine nothing more; tell of what it had, unless it was the last."""
         with self._news:
-            lost, member.under_way = list(member.under_way), {}
+            lost, member.in_flight = list(member.in_flight), {}
             if not member.is_out:
                 _LOG.error(
                     "engine %d of %d is out until it has loaded a version: %s",
@@ -230,7 +230,7 @@ class EngineGroup:
         self._num_cancels += 1
         self._ended, self._keys, self._failure = [], {}, None
         for member in self._members:
-            member.under_way = {}
+            member.in_flight = {}
             with suppress(EngineError):
                 member.engine.cancel()
         self._news.notify_all()

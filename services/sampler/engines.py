@@ -18,8 +18,8 @@ from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import HfEngineConfig, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.engine_group import EngineGroup
-from heterorl.sampler.vllm.engine import VllmEngine
-from heterorl.sampler.vllm.source import VllmSource
+from heterorl.sampler.vllm.shared_model import SharedModel
+from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def _vllm(
         raise ConfigError(
             "sampling.router_replay", "vLLM's routing is not recorded", action='use engine hf, or set it to "none"'
         )
-    source = VllmSource(
+    source = SharedModel(
         model_dir=config.model_dir,
         published_dtype=config.published_dtype,
         sampling=sampling,
@@ -119,7 +119,7 @@ def vllm_settings(settings: VllmEngineConfig) -> list[VllmEngineConfig]:
 
 
 def start_vllm(
-    source: VllmSource, settings: Sequence[VllmEngineConfig], *, end_token_ids: Sequence[int]
+    source: SharedModel, settings: Sequence[VllmEngineConfig], *, end_token_ids: Sequence[int]
 ) -> tuple[Engine, Callable[[], None]]:
     """Start an engine for each of the settings, side by side; and what ends all of them and the source.
 

@@ -17,9 +17,9 @@ from heterorl.common.api import OperatorApi
 from heterorl.common.errors import OperatorError, RemoteError, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.run import RunStatus
-from heterorl.track.feed import EvaluationFeed, Feed
-from heterorl.track.rows import read_table
+from heterorl.track.step_feed import EvaluationFeed, StepFeed
 from heterorl.track.tracker import Mark, Tracker, mark_of
+from heterorl.track.tracker_rows import read_table
 
 ValueT = TypeVar("ValueT")
 _LOG = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class _Slot:
         self._open, self._api, self._pace = open_, api, pace
         self._was_open = False
         self._tracker: Tracker | None = None
-        self._feeds: tuple[Feed, EvaluationFeed] | None = None
+        self._feeds: tuple[StepFeed, EvaluationFeed] | None = None
         self._table = -1
 
     async def write(self, status: RunStatus) -> None:
@@ -158,7 +158,7 @@ class _Slot:
         if tracker is not None:
             await asyncio.to_thread(tracker.close)
 
-    async def _begin(self, status: RunStatus) -> tuple[Tracker, tuple[Feed, EvaluationFeed]]:
+    async def _begin(self, status: RunStatus) -> tuple[Tracker, tuple[StepFeed, EvaluationFeed]]:
         # Packages of trackers block, and take seconds to import.
         try:
             tracker = self._tracker = await asyncio.to_thread(self._open, status)
@@ -175,7 +175,7 @@ class _Slot:
                 action="it is of another history of that name: choose another name by --run",
             )
         self.sent.mark, self._table = had.steps, had.table
-        return tracker, (Feed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
+        return tracker, (StepFeed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
 
     async def _write_table(self, tracker: Tracker, head: int) -> None:
         every = self._pace.samples_every

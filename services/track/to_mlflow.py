@@ -15,8 +15,8 @@ from mlflow.tracking import MlflowClient
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.rows import COLUMNS, TextTable, evaluation_row, row_of
 from heterorl.track.tracker import Had, Mark, Place
+from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of
 
 _ACTION = "check MLFLOW_TRACKING_URI and its server; it is tried again"
 _TAG, _SETS, _TABLE = "heterorl_run", "heterorl_evaluated", "heterorl_samples"

@@ -22,8 +22,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
 from heterorl.track.tracker import Had, Mark, Place, mark_of
+from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
 
 _ACTION = "see that the directory can be written; it is tried again"
 

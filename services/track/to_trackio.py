@@ -14,8 +14,8 @@ from trackio.sqlite_storage import SQLiteStorage
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
 from heterorl.track.tracker import Had, Mark, Place
+from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of
 
 _ACTION = "see that TRACKIO_DIR can be written; it is tried again"
 _TABLE = "samples/version"

@@ -16,8 +16,8 @@ from wandb.proto import wandb_internal_pb2
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.track.rows import COLUMNS, TextTable, evaluation_row, row_of, set_of, version_name
 from heterorl.track.tracker import Had, Mark, Place
+from heterorl.track.tracker_rows import COLUMNS, TextTable, evaluation_row, row_of, set_of, version_name
 
 _ACTION = "check `wandb login`, WANDB_API_KEY and the network, or set WANDB_MODE=offline; it is tried again"
 _TABLE = "samples/version"

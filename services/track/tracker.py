@@ -16,7 +16,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import RunStatus
-from heterorl.track.rows import TextTable
+from heterorl.track.tracker_rows import TextTable
 
 
 @dataclass(frozen=True, slots=True, order=True)

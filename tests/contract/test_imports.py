@@ -27,11 +27,11 @@ FOLDERS = {"heterorl": "services", "heterorl_research": "research"}
 LOOPS = [
     "common/pull/puller.py",
     "sampler/outbox/delivery.py",
-    "sampler/rollout/generate.py",
-    "sampler/sync.py",
-    "sampler/record.py",
-    "sampler/rollout/maker.py",
-    "sampler/session.py",
+    "sampler/rollout/generation_loop.py",
+    "sampler/weight_sync.py",
+    "sampler/trust_record.py",
+    "sampler/rollout/group_builder.py",
+    "sampler/site_session.py",
 ]
 """These wait, but by the clock they are given, so that a virtual one can drive them."""
 

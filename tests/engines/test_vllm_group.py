@@ -6,7 +6,7 @@ import pytest
 from heterorl.common.generation.inference_engine import Finished, Lost, Request, generate_all
 from heterorl.sampler.config import VllmEngineConfig
 from heterorl.sampler.engines import start_vllm
-from heterorl.sampler.vllm import source as weights
+from heterorl.sampler.vllm import shared_model as weights
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, semantics, vllm_source, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -49,7 +49,7 @@ def test_one_engine_is_killed_and_the_other_goes_on(tmp_path, monkeypatch):
 
         for key in range(12):
             group.submit(request(key))
-        shares = [set(member.under_way) for member in group._members]
+        shares = [set(member.in_flight) for member in group._members]
         assert all(shares)
         ended = group.collect()
         pids = sorted(children() - before)

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import EngineDied, EngineError, StaleWeights
 from heterorl.common.types.rollout import Span
-from heterorl.sampler.vllm import source as weights
+from heterorl.sampler.vllm import shared_model as weights
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -29,8 +29,8 @@ from heterorl.coordinator.payloads import index
 from heterorl.coordinator.versions.chain import Chain
 from heterorl.learner.run import lease as incarnation
 from heterorl.sampler.delay import NoDelay, Visibility
-from heterorl.sampler.record import VersionRecord
-from heterorl.sampler.sync import PolicySync
+from heterorl.sampler.trust_record import TrustRecord
+from heterorl.sampler.weight_sync import WeightSync
 from tests.support.crashes import Disk, Image
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator
 from tests.support.merging import LARGER, RandomRun, keeping, published, puller, stored_files
@@ -291,9 +291,9 @@ class Following:
     """A sampler's weights as its process keeps them, over one state directory."""
 
     def __init__(self, api, directory: Path) -> None:
-        self.record = VersionRecord(directory / "site" / "versions.jsonl")
+        self.record = TrustRecord(directory / "site" / "versions.jsonl")
         self.bell = Bell()
-        self.sync = PolicySync(
+        self.sync = WeightSync(
             api=api,
             puller=Puller(api=api, spool=directory / "site" / "spool", layout=LARGER, clock=SystemClock()),
             visibility=Visibility(NoDelay(kind="none"), seed=0),

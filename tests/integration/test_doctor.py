@@ -34,7 +34,7 @@ from heterorl.doctor.check import Failure, Level
 from heterorl.doctor.examine import DoctorTarget, Limits, examine
 from heterorl.doctor.link_checks import Connected, connect, in_daemon_thread
 from heterorl.learner.config import LearnerConfig
-from heterorl.sampler.assembly import assemble
+from heterorl.sampler.components import load_components
 from heterorl.sampler.config import SamplerConfig
 from heterorl.v1 import run_pb2_grpc
 from tests.support.certificates import Certificates, paths
@@ -345,7 +345,7 @@ def test_contract_without_weights_is_the_one_that_a_sampler_states(model_dir, tm
     config = SamplerConfig(
         model_dir=str(model_dir), state_dir=tmp_path, lora=lora, sampling={"max_new_tokens": 8}, task=SUMS
     )
-    stated = assemble(config).contract
+    stated = load_components(config).contract
     base = NO_LORA if not lora else dataclasses.replace(stated.lora, base_digest=Digest(""))
 
     measured = machine_checks.measure_contract(config, published_dtype="bf16")
@@ -364,7 +364,7 @@ def test_contract_of_a_node_with_an_environment_is_that_of_its_sampler_or_says_w
         model_dir=str(chat), state_dir=tmp_path, use_chat_template=True, sampling={"max_new_tokens": 8},
         task={"name": "seeds", "environment": "guess:Guess", "environment_path": str(tmp_path), "max_turns": 5},
     )  # fmt: skip
-    parts = assemble(config)
+    parts = load_components(config)
     parts.close()
 
     assert machine_checks.measure_contract(config, published_dtype="bf16") == parts.contract

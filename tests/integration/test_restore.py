@@ -19,7 +19,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.restore import EPOCHS_BEYOND, restore
-from heterorl.sampler.record import RunReplaced
+from heterorl.sampler.trust_record import RunReplaced
 from tests.support.clock import ManualClock
 from tests.support.debian import postgres_binaries
 from tests.support.policy_site import sampling, serving

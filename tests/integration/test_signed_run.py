@@ -22,7 +22,7 @@ from heterorl.common.identity.signing import Trust, load_signer, new_key, signed
 from heterorl.common.types.policy import PayloadKind, SignedManifest
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.sampler.delay import FixedDelay
-from heterorl.sampler.record import RunReplaced
+from heterorl.sampler.trust_record import RunReplaced
 from tests.support.forging import Forger
 from tests.support.learner_world import fill, learn, learner_config, rows
 from tests.support.merging import LARGER, RandomRun, merging

@@ -19,7 +19,7 @@ from heterorl.common.wire.seal import open_group, seal
 from heterorl.learner.step_metrics import observe_step
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.group_builder import GroupBuilder
 from tests.support.run import INCARNATION, REPORT, SITE, credits_of
 from tests.support.secure_run import SecureRun
 
@@ -53,7 +53,7 @@ class FreeTask:
 
 def made(work, state_root):
     """The group of an assignment, all of whose completions are the same."""
-    maker = RolloutMaker(
+    maker = GroupBuilder(
         task=FreeTask(), prompter=Words(), site=SiteId(SITE), incarnation=INCARNATION, group_size=2, clock=SystemClock()
     )
     (draft,), _ = maker.begin([work], version=0, state_root=state_root)

@@ -19,8 +19,8 @@ from heterorl.common.generation.inference_engine import Completion, Finished, Lo
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
-from heterorl.sampler.rollout.drafts import Draft
-from heterorl.sampler.rollout.maker import Refused, RolloutMaker
+from heterorl.sampler.rollout.group_builder import GroupBuilder, Refused
+from heterorl.sampler.rollout.in_flight_groups import GroupDraft
 
 
 def answered(engine: HfEngine, prompter: Prompter, prompt: Prompt, completion: Completion) -> Completion:
@@ -32,10 +32,12 @@ def answered(engine: HfEngine, prompter: Prompter, prompt: Prompt, completion: C
 
 
 def main() -> None:
-    begin, collect = RolloutMaker.begin, HfEngine.collect
+    begin, collect = GroupBuilder.begin, HfEngine.collect
     asked: dict[int, tuple[Prompter, Prompt]] = {}
 
-    def watched(self: RolloutMaker, work: Sequence[WorkAssignment], **named: Any) -> tuple[list[Draft], list[Refused]]:
+    def watched(
+        self: GroupBuilder, work: Sequence[WorkAssignment], **named: Any
+    ) -> tuple[list[GroupDraft], list[Refused]]:
         drafts, refused = begin(self, work, **named)
         asked.update({draft.key: (self.prompter, draft.prompt) for draft in drafts})
         return drafts, refused
@@ -48,7 +50,7 @@ def main() -> None:
             for one in collect(self)
         ]
 
-    RolloutMaker.begin = watched  # type: ignore[method-assign]
+    GroupBuilder.begin = watched  # type: ignore[method-assign]
     HfEngine.collect = doctored  # type: ignore[method-assign]
     sys.argv.insert(1, "sampler")
     cli.main()

@@ -54,7 +54,7 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
     from heterorl.sampler.config import VllmEngineConfig
-    from heterorl.sampler.vllm.engine import VllmEngine
+    from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
     ends = values.pop("end_token_ids", (EOS,))
@@ -73,9 +73,9 @@ def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
 
 
 def vllm_source(model_dir: Path, weights_dir: Path, *, lora: LoraConfig = ALL_WEIGHTS, **changes: Any) -> Any:
-    from heterorl.sampler.vllm.source import VllmSource
+    from heterorl.sampler.vllm.shared_model import SharedModel
 
-    return VllmSource(
+    return SharedModel(
         model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), weights_dir=weights_dir,
         lora=lora,
     )  # fmt: skip

@@ -19,8 +19,8 @@ from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.sampler.delay import NoDelay, Visibility
-from heterorl.sampler.record import VersionRecord
-from heterorl.sampler.sync import PolicySync
+from heterorl.sampler.trust_record import TrustRecord
+from heterorl.sampler.weight_sync import WeightSync
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.run import LAYOUT
@@ -85,18 +85,18 @@ class Heard(logging.Handler):
 async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
     """The policy half of a sampler process with a state directory of its own."""
     bell, api, heard = Bell(), Counting(client), Heard()
-    policy = PolicySync(
+    policy = WeightSync(
         api=api,
         puller=Puller(api=api, spool=directory / "incoming", layout=layout, clock=SystemClock()),
         visibility=Visibility(delay, seed=0),
-        record=VersionRecord(directory / "versions.jsonl"),
+        record=TrustRecord(directory / "versions.jsonl"),
         trust=Trust(keys),
         clock=SystemClock(),
         bell=bell,
         rng=random.Random(0),
         backoff=Backoff(clock=SystemClock(), rng=random.Random(0)),
     )
-    logger = logging.getLogger("heterorl.sampler.sync")
+    logger = logging.getLogger("heterorl.sampler.weight_sync")
     logger.addHandler(heard)
     tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(policy.sync())]
 

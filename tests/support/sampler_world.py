@@ -25,11 +25,11 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.sampler.app import Sampler, join
-from heterorl.sampler.assembly import Parts
+from heterorl.sampler.components import Components
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.evaluation.drawing import SiteSet
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.record import VersionRecord
+from heterorl.sampler.prompt_evaluator import SiteSet
+from heterorl.sampler.trust_record import TrustRecord
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, LAYOUT, SITE, Run
 
@@ -260,12 +260,12 @@ class World:
         config = SamplerConfig(**{**values, **self.settings})
         self.engine = SilentEngine(max_running=2 * CONTRACT.group_size)
         self.outbox = Outbox(config.state_dir)
-        parts = Parts(
+        parts = Components(
             engine=self.engine, task=self.task, prompter=self.prompter, contract=self.run.contract,
             canary=self.canary, sets=self.sets, conversations=self.conversations,
         )  # fmt: skip
         api: Any = self.link
-        record = VersionRecord(config.state_dir / "versions.jsonl")
+        record = TrustRecord(config.state_dir / "versions.jsonl")
         self.sampler: Sampler = join(
             config,
             parts,

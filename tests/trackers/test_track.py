@@ -25,12 +25,12 @@ from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, Si
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.sample import RolloutNote, SampleNote
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.track.rows import TextTable, evaluation_row, row_of
 from heterorl.track.to_mlflow import Mlflow
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio
 from heterorl.track.to_wandb import read_back, rows_in, rows_of_run
 from heterorl.track.tracker import Had, Mark, Place
+from heterorl.track.tracker_rows import TextTable, evaluation_row, row_of
 from tests.support.evaluations import evaluation
 from tests.support.run import INCARNATION, REPORT, SITE, Run
 

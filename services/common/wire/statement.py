@@ -1,7 +1,7 @@
 """The configuration behind a contract as bytes: canonical JSON that a learner states and a joining sampler adopts.
 
 Guarantees: the length is checked before anything is parsed; what is read has known keys, no numbers that are not
-finite, and one form only. Whether a node follows a statement is for its own file to say (heterorl.sampler.joining).
+finite, and one form only. Whether a node follows a statement is for its own file to say (heterorl.sampler.adoption).
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.seal import read_sealed, seal
 from heterorl.sampler.delay import DelayConfig, group_delay_s
-from heterorl.sampler.outbox.spool_file import NAME, lock_spool, open_spool, set_aside, typed
-from heterorl.sampler.outbox.turns import Turns
+from heterorl.sampler.outbox.outbox_file import NAME, lock_outbox, open_outbox_file, set_aside, typed
+from heterorl.sampler.outbox.turn_store import TurnStore
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
@@ -47,7 +47,7 @@ class Outbox:
 
     def __init__(self, directory: Path, *, site: str = "") -> None:
         make_directory(directory)
-        self._lock_file = lock_spool(directory / "lock")
+        self._lock_file = lock_outbox(directory / "lock")
         self._mutex = threading.Lock()
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}
@@ -58,10 +58,10 @@ class Outbox:
         self._site = ""
         self.incarnation = ""
         try:
-            self._connection = open_spool(directory)
+            self._connection = open_outbox_file(directory)
             try:
                 self._own(site)
-                self.turns = Turns(self._transaction)
+                self.turns = TurnStore(self._transaction)
             except BaseException:
                 self._connection.close()
                 raise
@@ -206,7 +206,7 @@ class Outbox:
                     'start a sampler with site = "%s", that site\'s certificate and this file as %s in its state_dir',
                     num_groups, owner, site, kept, owner, NAME,
                 )  # fmt: skip
-            self._connection = open_spool(self._path.parent)
+            self._connection = open_outbox_file(self._path.parent)
             self._count()
         self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
         self.next_sequence = int(self._meta("next_sequence", "1"))
@@ -305,7 +305,7 @@ class Outbox:
                 raise
 
 
-class Spooling:
+class OutboxWriter:
     """One outbox's way in; `problem` is why nothing is generated, empty while all is well."""
 
     def __init__(

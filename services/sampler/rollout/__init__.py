@@ -1,4 +1,4 @@
-"""From leased work to groups: swap, tokenise, generate, decode, score.
+"""Leased work becomes groups: the engine generates, rewards score, the outbox takes each group.
 
-Open `generate` first: the loop.
+Open `generation_loop` first.
 """

@@ -1,4 +1,4 @@
-"""vLLM behind the Engine Protocol: a process of its own whose weights are swapped in place.
+"""vLLM behind the Engine Protocol: a process whose weights are swapped in place.
 
-Open `engine` first; `worker` runs inside vLLM.
+Open `vllm_engine` first; `arena_worker` runs inside vLLM's workers.
 """

@@ -8,8 +8,8 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.evaluation import results_from_pb
-from heterorl.evaluation.run import evaluate_set
-from heterorl.sampler.evaluation.drawing import SiteSet, blocks_of, seed_of
+from heterorl.evaluation.evaluate_sets import evaluate_set
+from heterorl.sampler.prompt_evaluator import SiteSet, blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2
 
 
@@ -53,17 +53,17 @@ class Machine:
     version = -1
 
     def __init__(self, lost=False):
-        self.under_way, self.requests, self.most, self.lost, self.num_cancels = [], [], 0, lost, 0
+        self.in_flight, self.requests, self.most, self.lost, self.num_cancels = [], [], 0, lost, 0
 
     def submit(self, request):
         if request.prompt.size > 2:
             raise PromptTooLong("engine.max_model_len", "too long")
-        self.under_way += [(request, member) for member in range(request.num_completions)]
+        self.in_flight += [(request, member) for member in range(request.num_completions)]
         self.requests.append(request)
-        self.most = max(self.most, len(self.under_way))
+        self.most = max(self.most, len(self.in_flight))
 
     def collect(self):
-        request, member = self.under_way.pop()
+        request, member = self.in_flight.pop()
         if self.lost:
             return [Lost(key=request.key)]
         number = request.prompt[1:2]
@@ -74,7 +74,7 @@ class Machine:
 
     def cancel(self):
         self.num_cancels += 1
-        self.under_way = []
+        self.in_flight = []
 
 
 def evaluated(engine, task=None, *, prompter=None, indices=range(5), **changes):
@@ -153,7 +153,7 @@ def test_an_engine_that_gives_up_is_said_and_left_empty():
     with pytest.raises(EngineError):
         evaluated(engine)
     assert engine.num_cancels
-    assert engine.under_way == []
+    assert engine.in_flight == []
 
 
 class Long(Echo):

@@ -9,8 +9,8 @@ from heterorl.common.model.contract import statement_of
 from heterorl.common.process.config import load
 from heterorl.common.wire.statement import statement_from_bytes
 from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.adoption import adopt, missing_keys
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.joining import adopt, missing_keys
 from tests.support.run import CONTRACT
 from tests.support.statements import statement
 

@@ -5,8 +5,8 @@ from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.sources.dataset_files import load_directory
+from heterorl.sampler.adoption import check_consent
 from heterorl.sampler.config import JoinConfig
-from heterorl.sampler.joining import check_consent
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import UnknownVersion, UnprovenDescent
 from heterorl.common.types.policy import Manifest
 from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
-from heterorl.sampler.record import MAX_AT_ONCE, RunReplaced, SeenVersion, check_descent
+from heterorl.sampler.trust_record import MAX_AT_ONCE, RunReplaced, SeenVersion, check_descent
 
 FIRST = Manifest(
     run_id="run", epoch=1, version=0, parent_version=-1, parent_digest="", layout_id="1" * 64, chunk_digests=(),

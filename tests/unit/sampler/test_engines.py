@@ -8,7 +8,7 @@ from heterorl.sampler import engines
 from heterorl.sampler.config import OWN_ARGUMENTS, SamplerConfig, VllmEngineConfig
 from heterorl.sampler.engine_group import EngineGroup
 from heterorl.sampler.engines import build_engines, start_vllm, vllm_settings
-from heterorl.sampler.vllm.arguments import engine_arguments
+from heterorl.sampler.vllm.vllm_arguments import engine_arguments
 from tests.support.engines import EOS, semantics, write_model
 
 

@@ -5,14 +5,14 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.errors import HeterorlError
-from heterorl.sampler import record as rewind
-from heterorl.sampler.record import RunReplaced, SeenVersion, VersionRecord, check_head
+from heterorl.sampler import trust_record as rewind
+from heterorl.sampler.trust_record import RunReplaced, SeenVersion, TrustRecord, check_head
 
 ROOT = "a" * 64
 
 
 def write(path, versions, run="run"):
-    record = VersionRecord(path)
+    record = TrustRecord(path)
     for version in versions:
         record.note(
             SeenVersion(
@@ -32,7 +32,7 @@ def test_record_keeps_what_is_not_above_and_all_of_it_beside(tmp_path):
     before = path.read_bytes()
 
     assert [seen.version for seen in record.rewind(5)] == [7]
-    assert VersionRecord(path).newest == record.newest
+    assert TrustRecord(path).newest == record.newest
     assert (record.highest_version, sorted(record.versions)) == (5, [0, 4, 5])
     assert (tmp_path / "versions.jsonl.above-5").read_bytes() == before
     assert record.rewind(5) == []
@@ -62,7 +62,7 @@ def test_what_is_left_is_said_before_and_holds_for_every_variant(tmp_path):
 
     rewind.agree(tmp_path, run="run", to_version=5)
     assert rewind.differences(tmp_path, run="run", to_version=5) == []
-    assert VersionRecord(tmp_path / "versions.old.jsonl").highest_version == 2
+    assert TrustRecord(tmp_path / "versions.old.jsonl").highest_version == 2
 
 
 def test_what_is_forgotten_is_one_line_however_much_it_is(tmp_path, caplog):
@@ -96,5 +96,5 @@ def test_command_asks_and_changes_nothing_without_a_yes(tmp_path):
     result = command(tmp_path, "run:5", typed="y\n")
     assert result.exit_code == 0, result.output
     assert "version 7, state aaaaaaaaaaaa" in result.output
-    assert VersionRecord(path).highest_version == 5
+    assert TrustRecord(path).highest_version == 5
     assert isinstance(command(tmp_path, "run:5", "--yes").exception, HeterorlError), "nothing is left to agree to"

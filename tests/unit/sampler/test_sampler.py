@@ -19,7 +19,7 @@ from heterorl.common.types.policy import HeadUpdate
 from heterorl.common.types.rollout import PushOutcome, PushStatus, WorkAssignment, WorkGrant
 from heterorl.common.types.run import Command
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.record import RunReplaced
+from heterorl.sampler.trust_record import RunReplaced
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 
@@ -404,7 +404,7 @@ async def test_full_disk_pauses_generation_which_goes_on_by_itself(world, caplog
     (status,) = (await world.core.get_status()).sites
     assert status.problem == world.sampler.generation.reported().problem
     assert caplog.text.count("GENERATION PAUSES, 2 groups wait in memory: no space left under /site/state") == 1
-    waiting = world.sampler.generation.spooling.num_waiting
+    waiting = world.sampler.generation.outbox_writer.num_waiting
     is_full = False
     await world.until(lambda: world.engine.num_batches > num_batches)
 

@@ -96,7 +96,7 @@ def test_absent_package_is_missing(monkeypatch):
 
 def test_what_starts_an_engine_asks_first(tmp_path, monkeypatch):
     from heterorl.learner.backends.zero import import_deepspeed
-    from heterorl.sampler.vllm.process import import_vllm
+    from heterorl.sampler.vllm.vllm_process import import_vllm
 
     install(tmp_path, monkeypatch, "vllm", vllm="0.1.0")
     (tmp_path / "zero").mkdir()

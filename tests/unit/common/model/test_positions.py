@@ -21,7 +21,7 @@ from heterorl.learner.backends.loading import empty_model, fill, open_model
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.micro_batch import collate
 from heterorl.learner.train.model import learner_logprobs, load_model
-from heterorl.sampler.vllm.source import VllmSource
+from heterorl.sampler.vllm.shared_model import SharedModel
 from tests.support.families import write_family
 from tests.support.training import SAMPLING, VOCAB_SIZE, tiny_model
 
@@ -131,7 +131,7 @@ def test_positions_that_cannot_be_held_are_refused(tmp_path):
 
 def _source(tmp_path, rope):
     tiny_model(family="Llama", rope_parameters=rope).save_pretrained(tmp_path / "model")
-    return VllmSource(
+    return SharedModel(
         model_dir=str(tmp_path / "model"), published_dtype="bf16", sampling=SAMPLING, weights_dir=tmp_path / "weights"
     )
 

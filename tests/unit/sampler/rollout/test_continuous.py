@@ -59,7 +59,7 @@ class SlowTask:
 
 async def test_next_group_begins_while_others_are_under_way_and_the_engine_never_runs_dry(world):
     await generating(world, groups=4)
-    drafts, lowest = world.sampler.generation.harvest.drafts, []
+    drafts, lowest = world.sampler.generation.collector.drafts, []
     real = world.engine.collect
 
     def collect():
@@ -79,10 +79,10 @@ async def test_next_group_begins_while_others_are_under_way_and_the_engine_never
 async def test_work_is_leased_ahead_and_an_outage_idles_nothing(world):
     await generating(world, groups=20)
     generation = world.sampler.generation
-    await world.until(lambda: len(generation.reserve) >= 0.75 * generation.reserve.target > 10)
+    await world.until(lambda: len(generation.prefetch) >= 0.75 * generation.prefetch.target > 10)
     world.link.is_down = True
-    held, made = len(generation.reserve), world.outbox.next_sequence
-    await world.until(lambda: not len(generation.reserve) and not generation.num_under_way)
+    held, made = len(generation.prefetch), world.outbox.next_sequence
+    await world.until(lambda: not len(generation.prefetch) and not generation.num_in_flight)
 
     assert world.outbox.next_sequence >= made + held
     last = world.outbox.next_sequence - 1
@@ -95,27 +95,27 @@ async def test_work_is_leased_ahead_and_an_outage_idles_nothing(world):
 async def test_slow_reward_of_one_group_holds_neither_the_engine_nor_other_groups(world):
     world.task = SlowTask(world.task)
     await generating(world)
-    under_way = next(iter(world.sampler.generation.harvest.drafts))
-    world.task.slow = {under_way.assignment.prompt_index}
+    in_flight = next(iter(world.sampler.generation.collector.drafts))
+    world.task.slow = {in_flight.assignment.prompt_index}
     made, batches = world.outbox.next_sequence, world.engine.num_batches
     await world.until(lambda: world.outbox.next_sequence > made + 6)
 
     assert world.engine.num_batches > batches + 6 * SIZE
-    assert under_way in list(world.sampler.generation.harvest.drafts)
+    assert in_flight in list(world.sampler.generation.collector.drafts)
     world.task.fails = True
     failed = world.link.calls["abandon_work"]
     world.task.go.set()
     await world.until(lambda: world.link.calls["abandon_work"] == failed + 1)
-    assert under_way not in list(world.sampler.generation.harvest.drafts)
+    assert in_flight not in list(world.sampler.generation.collector.drafts)
 
 
 async def test_rewards_that_come_too_slowly_stop_the_engine_before_memory_fills(world):
     world.task = SlowTask(world.task)
     await generating(world)
     world.task.slow = set(range(CONTRACT.num_prompts))
-    drafts = world.sampler.generation.harvest.drafts
+    drafts = world.sampler.generation.collector.drafts
     await world.until(lambda: not drafts.num_running)
-    unscored, speed = drafts.num_unscored, world.sampler.generation.harvest.groups
+    unscored, speed = drafts.num_unscored, world.sampler.generation.collector.groups
     before = speed.per_s
     await world.passed(60.0, step_s=1.0)
 
@@ -150,7 +150,7 @@ async def test_swap_that_drains_waits_for_what_is_under_way_and_lets_nothing_mor
 async def test_one_engine_of_several_is_started_again_beside_what_the_others_do(world):
     world.settings |= {"swap": "drain"}
     await generating(world)
-    drafts = world.sampler.generation.harvest.drafts
+    drafts = world.sampler.generation.collector.drafts
     await world.until(lambda: drafts.num_running)
     world.engine.is_whole = False
 
@@ -185,7 +185,7 @@ async def test_swap_beside_what_is_under_way_gives_each_group_its_oldest_root_an
 async def test_engine_that_dies_loses_what_it_computed_and_keeps_what_only_waits_for_rewards(world):
     world.task = SlowTask(world.task)
     await generating(world)
-    drafts = world.sampler.generation.harvest.drafts
+    drafts = world.sampler.generation.collector.drafts
     scored = next(iter(drafts))
     world.task.slow = {scored.assignment.prompt_index}
     await world.until(lambda: len(scored.completions) == SIZE)

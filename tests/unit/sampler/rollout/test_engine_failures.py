@@ -9,7 +9,7 @@ from heterorl.common.errors import EngineDied, StaleWeights
 from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
-from heterorl.sampler.rollout.drafts import MAX_NOTED, NAME, UnderWay
+from heterorl.sampler.rollout.in_flight_groups import MAX_NOTED, NAME, InFlightNote
 from tests.support.sampler_world import World
 
 
@@ -120,7 +120,7 @@ async def killed_in_a_batch(world):
     world.start()
     world.engine.proceed.clear()
     await world.until(lambda: world.engine.is_held)
-    held = [draft.assignment.id for draft in world.sampler.generation.harvest.drafts]
+    held = [draft.assignment.id for draft in world.sampler.generation.collector.drafts]
     world.kill()
     world.engine.proceed.set()
     return held
@@ -155,14 +155,14 @@ async def test_a_process_that_ends_in_order_accuses_no_row(world):
 
 
 def test_note_of_what_is_under_way(tmp_path):
-    assert UnderWay(tmp_path).left == ()
-    UnderWay(tmp_path).note(range(MAX_NOTED + 2))
-    left = UnderWay(tmp_path).left
+    assert InFlightNote(tmp_path).left == ()
+    InFlightNote(tmp_path).note(range(MAX_NOTED + 2))
+    left = InFlightNote(tmp_path).left
     assert (left[0], len(left)) == (MAX_NOTED + 1, MAX_NOTED)
 
     for damaged in (b"", b"[1, ", b"{}", b'["1", true, -1, 1.5]', b"\xff"):
         (tmp_path / NAME).write_bytes(damaged)
-        assert UnderWay(tmp_path).left == ()
-    UnderWay(tmp_path).clear()
-    UnderWay(tmp_path).clear()
-    assert UnderWay(tmp_path / "gone").note([1]) is None
+        assert InFlightNote(tmp_path).left == ()
+    InFlightNote(tmp_path).clear()
+    InFlightNote(tmp_path).clear()
+    assert InFlightNote(tmp_path / "gone").note([1]) is None

@@ -48,9 +48,11 @@ def rows_of(path, *, refused, long=()):
         ask = [{"role": "user", "content": f"q {index}" + " q" * (5000 if index in long else 0)}]
         rows.append({"messages": ask * (2 if index in refused else 1), "answer": "2"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = path.with_name("held-out.jsonl")
-    held_out.write_text(json.dumps({"messages": [{"role": "user", "content": "q held out"}], "answer": "2"}) + "\n")
-    config = TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out), data={"messages": "messages"})
+    evaluation_requests = path.with_name("held-out.jsonl")
+    evaluation_requests.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "q held out"}], "answer": "2"}) + "\n"
+    )
+    config = TaskConfig(name=f"jsonl:{path}", evaluation_path=str(evaluation_requests), data={"messages": "messages"})
     return build_task(config)
 
 
@@ -181,10 +183,10 @@ def math_rows(path, *, unreadable):
     numbers = range(CONTRACT.num_prompts)
     answers = ["x is 5" if number in unreadable else "7" for number in numbers]
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": answers[n]}) + "\n" for n in numbers))
-    held_out = path.with_name("held-out.jsonl")
-    held_out.write_text(json.dumps({"prompt": "held out", "answer": "1"}) + "\n")
+    evaluation_requests = path.with_name("held-out.jsonl")
+    evaluation_requests.write_text(json.dumps({"prompt": "held out", "answer": "1"}) + "\n")
     config = TaskConfig(
-        name=f"jsonl:{path}", evaluation_path=str(held_out), match="math_verify", reward_timeout_s=0.5
+        name=f"jsonl:{path}", evaluation_path=str(evaluation_requests), match="math_verify", reward_timeout_s=0.5
     )  # fmt: skip
     # Processor time alone, however long it takes by the clock.
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignment  # fmt: skip
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.group_builder import GroupBuilder
 from tests.support.sampler_world import World
 
 ROOT = Digest("ab" * 32)
@@ -64,7 +64,7 @@ def parts(tmp_path_factory):
 
 def maker_of(parts):
     _, prompter = parts
-    return RolloutMaker(
+    return GroupBuilder(
         task=LengthTask(), prompter=prompter, site=SiteId("eu-1"), incarnation="abcd", group_size=4,
         clock=SystemClock(),
     )  # fmt: skip
@@ -74,52 +74,52 @@ def work(*indices):
     return [WorkAssignment(id=100 + index, prompt_index=index, seed=1000 + index, lease_s=60.0) for index in indices]
 
 
-def made(parts, maker, assignments):
+def made(parts, builder, assignments):
     """Their groups, and the assignments that gave none."""
     engine, _ = parts
-    drafts, _ = maker.begin(assignments, version=5, state_root=ROOT)
+    drafts, _ = builder.begin(assignments, version=5, state_root=ROOT)
     members = generate_all(
         engine,
         [draft.prompt_token_ids for draft in drafts],
         seeds=[draft.seed for draft in drafts],
-        num_per_prompt=maker.group_size,
+        num_per_prompt=builder.group_size,
     )
     groups, failed = [], []
     for draft, completions in zip(drafts, members, strict=True):
         draft.completions = dict(enumerate(completions))
         try:
             draft.scores = {
-                number: maker.score_all(draft.prompt, [one])[0] for number, one in draft.completions.items()
+                number: builder.score_all(draft.prompt, [one])[0] for number, one in draft.completions.items()
             }
         except RewardError:
             failed.append(draft.assignment.id)
             continue
-        groups.append(maker.group(draft, state_roots={5: ROOT}))
+        groups.append(builder.group(draft, state_roots={5: ROOT}))
     return groups, failed
 
 
 def test_each_assignment_gives_one_group_that_says_where_it_comes_from(parts):
-    maker = maker_of(parts)
+    builder = maker_of(parts)
 
-    groups, failed = made(parts, maker, work(3, 7))
+    groups, failed = made(parts, builder, work(3, 7))
 
     assert failed == []
     assert {(group.id.site, group.id.incarnation) for group in groups} == {("eu-1", "abcd")}
     assert [(group.assignment, group.prompt_index) for group in groups] == [(103, 3), (107, 7)]
-    assert [maker.prompter.decode(group.prompt_token_ids) for group in groups] == ["3+1=", "7+1="]
+    assert [builder.prompter.decode(group.prompt_token_ids) for group in groups] == ["3+1=", "7+1="]
     assert all(group.state_root == ROOT and group.oldest_version == 5 for group in groups)
     assert all(len(group.rollouts) == 4 for group in groups)
 
 
 def test_scored_text_is_the_completion_without_its_end_and_the_reward_is_the_sum_of_its_parts(parts):
-    maker = maker_of(parts)
+    builder = maker_of(parts)
 
-    groups, _ = made(parts, maker, work(*range(8)))
+    groups, _ = made(parts, builder, work(*range(8)))
 
     rows = [(group.prompt_index, row) for group in groups for row in group.rollouts]
     assert {row.finish_reason for _, row in rows} == {FinishReason.EOS, FinishReason.LENGTH}
-    assert [index for index, _ in maker.task.seen] == [index for index, _ in rows]
-    for (_, text), (_, row) in zip(maker.task.seen, rows, strict=True):
+    assert [index for index, _ in builder.task.seen] == [index for index, _ in rows]
+    for (_, text), (_, row) in zip(builder.task.seen, rows, strict=True):
         assert EOS not in text
         assert [(part.name, part.value) for part in row.reward_parts] == [("length", len(text) / 8), ("bonus", 0.25)]
         assert row.reward == len(text) / 8 + 0.25
@@ -155,9 +155,9 @@ async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, cap
     )
     for worker in task._reward.pool.workers:
         worker.timeout_s = 4.0
-    maker = dataclasses.replace(maker_of(parts), task=task)
+    builder = dataclasses.replace(maker_of(parts), task=task)
     world = await World.open(tmp_path / "world")
-    world.task, world.prompter = task, maker.prompter
+    world.task, world.prompter = task, builder.prompter
     world.settings = {"work_ahead_s": 10.0, "swap": "in_flight"}
     await world.run.publish()
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from heterorl.common.types.rollout import RewardPart
-from heterorl.sampler.rollout.maker import Scorer
+from heterorl.sampler.rollout.group_builder import Scorer
 
 
 class Maker:
@@ -23,13 +23,13 @@ class Maker:
 async def test_members_are_scored_as_they_end_or_together():
     draft = SimpleNamespace(prompt=None, completions={1: "bb"})
     for by_group, first, last in ((False, (1,), (0,)), (True, (), (0, 1))):
-        maker = Maker(by_group)
-        scorer = Scorer(maker)
+        builder = Maker(by_group)
+        scorer = Scorer(builder)
         draft.completions = {1: "bb"}
         assert scorer.ready(draft, 1) == first
         draft.completions[0] = "a"
         assert scorer.ready(draft, 0) == last
         rows = await scorer.score(None, [draft.completions[member] for member in last])
         assert [row[0].value for row in rows] == [len(draft.completions[member]) for member in last]
-        assert maker.asked == [[draft.completions[member] for member in last]]
+        assert builder.asked == [[draft.completions[member] for member in last]]
         scorer.close()

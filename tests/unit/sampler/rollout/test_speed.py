@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.sampler.rollout.work import GroupRate, TokenRate
+from heterorl.sampler.rollout.prefetch import GroupRate, TokenRate
 
 
 def test_tokens_are_those_of_the_last_minute():

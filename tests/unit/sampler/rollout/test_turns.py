@@ -202,7 +202,7 @@ async def test_no_more_groups_begin_than_can_play(play):
     await world.until(lambda: len(games.opened) == 2 * SIZE)
     await world.passed(5.0)
 
-    assert world.sampler.generation.num_under_way == 2
+    assert world.sampler.generation.num_in_flight == 2
     games.go.set()
     await world.until_acknowledged(6)
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from heterorl.common.errors import EngineDied
-from heterorl.sampler.vllm.engine import VllmEngine
+from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
 
 def engine_with(num_open):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.sampler.vllm.source import PrivateDirectory, remove_left
+from heterorl.sampler.vllm.shared_model import PrivateDirectory, remove_left
 
 OWNER = """
 import pathlib, sys
-from heterorl.sampler.vllm.source import PrivateDirectory
+from heterorl.sampler.vllm.shared_model import PrivateDirectory
 directory = PrivateDirectory(pathlib.Path(sys.argv[1]), prefix="weights")
 (directory.path / "model.safetensors").write_bytes(bytes(1000))
 print(directory.path, flush=True)

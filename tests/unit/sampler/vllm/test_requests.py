@@ -6,7 +6,7 @@ import pytest
 from heterorl.common.errors import PromptTooLong
 from heterorl.common.generation.inference_engine import Request
 from heterorl.common.model.model_loading import TokenLimits
-from heterorl.sampler.vllm.engine import VllmEngine
+from heterorl.sampler.vllm.vllm_engine import VllmEngine
 from tests.support.engines import semantics
 
 

@@ -1,0 +1,113 @@
+"""From a configuration to what a sampler loads: task, tokenizer, engine, contract. Blocking; loads models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from heterorl.common.generation.inference_engine import Engine, ScoredText, canary_texts
+from heterorl.common.model.contract import build_contract
+from heterorl.common.model.model_directory import check_model_dir
+from heterorl.common.model.model_loading import token_limits_at
+from heterorl.common.tasks.sources.dataset_files import NOTES
+from heterorl.common.tasks.task import Task, close_task
+from heterorl.common.tasks.task_config import build_task, score_in_workers
+from heterorl.common.text.conversation import Conversations, open_conversations, try_answers, try_prompts, try_reward
+from heterorl.common.text.prompter import Prompter
+from heterorl.common.types.common import Contract
+from heterorl.common.weights.arena import Arena
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.engines import build_engines, take_variant
+from heterorl.sampler.prompt_evaluator import SiteSet, open_set, with_workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """What `heterorl.sampler.app.join` needs beside a coordinator and an outbox."""
+
+    engine: Engine
+    task: Task
+    prompter: Prompter
+    contract: Contract
+    base: Callable[[], Arena | None] = lambda: None
+    """Weights of model_dir in the published type, until the engine loads others."""
+    canary: tuple[ScoredText, ...] = ()
+    """What the engine is compared with the learner on; none: it is not."""
+    sets: tuple[SiteSet, ...] = ()
+    """What it can evaluate."""
+    conversations: Conversations | None = None
+    """The environments of the task; None where no prompt has one."""
+    close: Callable[[], None] = lambda: None
+    """Ends what the engine runs outside this process."""
+
+
+def load_components(config: SamplerConfig, *, scores_here: bool = False) -> Components:
+    """Load model, tokenizer and task; with `scores_here` the task's own score is computed in this process.
+
+    Raises:
+        ConfigError: one of them cannot be loaded.
+        DependencyMissing: the engine's package is not installed.
+        EngineDied: the engine's own process does not start.
+    """
+    check_model_dir(config.model_dir)
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    prompter = Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
+    settings = with_workers(config.task)
+    task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
+    task = task if scores_here else score_in_workers(task, settings)
+    # Before the model is loaded and before anybody counts on this site.
+    try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
+    try_answers(task)
+    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
+    tool_parser = config.task.tool_parser
+    conversations = open_conversations(task, prompter, end_token_ids=end_token_ids, tool_parser=tool_parser)
+    try_reward(task, prompter)
+    sets = tuple(
+        open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter, end_token_ids)
+        for each in config.evaluation
+    )
+    for each in sets:
+        try_reward(each.task, prompter)
+    sampling = config.sampling.semantics()
+    engines = build_engines(config, sampling, end_token_ids=end_token_ids)
+    # The contract is the trained weights': a variant is another form of the same run.
+    taken = take_variant(engines, config.variant)
+    contract = build_contract(
+        text=prompter.digests,
+        task=task,
+        layout_id=engines.engine.layout.layout_id,
+        vocab_size=engines.vocab_size,
+        group_size=config.group_size,
+        max_turns=config.task.max_turns_of_all,
+        trajectory_s=config.task.trajectory_s_of_all,
+        max_trajectory_tokens=config.sampling.max_trajectory_tokens,
+        min_members=config.sampling.members(config.group_size),
+        sampling=sampling,
+        end_token_ids=end_token_ids,
+        lora=engines.lora,
+        routed_token_bytes=engines.routed_token_bytes,
+    )
+
+    def close() -> None:
+        for each in (task, *(one.task for one in sets)):
+            close_task(each)
+        engines.close()
+
+    return Components(
+        engine=taken.engine,
+        task=task,
+        prompter=prompter,
+        contract=contract,
+        conversations=conversations,
+        base=taken.base,
+        canary=canary_texts(task, prompter),
+        sets=sets,
+        close=close,
+    )

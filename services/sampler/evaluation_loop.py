@@ -1,0 +1,249 @@
+"""The loop that evaluates: leases held-out prompts of the version that the engine has, draws, delivers.
+
+    run  waits for a verified version, for work, for the engine, for the coordinator; unblocked by sync, time, the
+         engine, the coordinator; ends when the run drains and has nothing left for this site
+
+While it holds prompts the engine keeps their version and rollouts go on beside them; newer weights wait until there are
+no more prompts, `evaluation_hold_s` at most. A drained site waits as long for the last version.
+
+Guarantees: what is delivered was drawn by the evaluated version alone; a prompt that gives nothing is handed back; a
+set that this site cannot draw is not asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Sequence
+
+from heterorl.common.api import SamplerApi
+from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, MessageTooLarge, RemoteError
+from heterorl.common.generation.inference_engine import Engine
+from heterorl.common.process.backoff import Backoff
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.process.threads import cause_of
+from heterorl.common.types.common import Digest
+from heterorl.common.types.evaluation import (
+    MAX_HELD_OUT,
+    MAX_RESULT_SAMPLES,
+    EvaluationSpec,
+    PromptResult,
+    without_texts,
+)
+from heterorl.common.types.rollout import WorkAssignment, WorkGrant
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.prompt_evaluator import BLOCK, PromptEvaluator, SiteSet
+from heterorl.sampler.rollout.generation_loop import GenerationLoop
+from heterorl.sampler.rollout.group_builder import GroupBuilder
+from heterorl.sampler.rollout.prefetch import WorkClient
+from heterorl.sampler.site_session import Session
+from heterorl.sampler.weight_sync import WeightSync
+
+_LOG = logging.getLogger(__name__)
+PAUSE_S = 2.0
+"""At least, after a question that found nothing or a set that was not drawn."""
+MAX_FAILURES = 8
+"""In a row, before a sampler that drains ends without the evaluation: about a minute of waiting."""
+HAND_BACK_S = 3.0
+"""What a stop waits for a coordinator that takes prompts back."""
+
+
+class EvaluationLoop:
+    """Evaluation beside the rollouts of one engine."""
+
+    def __init__(
+        self,
+        *,
+        config: SamplerConfig,
+        api: SamplerApi,
+        sets: Sequence[SiteSet],
+        engine: Engine,
+        generation: GenerationLoop,
+        builder: GroupBuilder,
+        policy: WeightSync,
+        session: Session,
+        clock: Clock,
+        bell: Bell,
+        rng: random.Random,
+    ) -> None:
+        self._config = config
+        self._api = api
+        self._sets = {each.name: each for each in sets}
+        self._generation = generation
+        self._evaluation_requests = generation.evaluation_requests
+        self._evaluator = PromptEvaluator(
+            engine=engine, evaluation_requests=generation.evaluation_requests, builder=builder,
+            share=config.evaluation_share, max_trajectory_tokens=config.sampling.max_trajectory_tokens,
+            news=generation.news,
+        )  # fmt: skip
+        self._work = WorkClient(api=api, session=session, clock=clock, rng=rng, name="evaluate")
+        self._policy = policy
+        self._session = session
+        self._clock = clock
+        self._bell = bell
+        self._backoff = Backoff(clock=clock, rng=rng)
+        self._held: set[int] = set()
+        self._drawn: list[PromptResult] = []
+        self._pushing = asyncio.Lock()
+        self._num_samples = BLOCK
+        """Completions of a prompt of the set that was drawn last."""
+        self._kept_version, self._kept_until = -1, math.inf
+        """The version that was evaluated last, and when newer weights need not wait for it any longer."""
+        self._drained_at = math.inf
+        self._num_failures = 0
+        """Questions and deliveries that failed since one was taken."""
+        self._is_over = False
+        """Whether the coordinator said that the run has nothing left for this site."""
+        self._evaluation_requests.is_expected = True
+
+    async def run(self) -> None:
+        """Evaluate until the run drains and nothing is left."""
+        try:
+            while True:
+                version = self._generation.swap.version
+                if version >= 0:
+                    await self._evaluate(version)
+                if self._session.is_draining and self._may_end(version):
+                    return
+                await self._pause(version)
+        finally:
+            self._evaluator.close()
+            self._evaluation_requests.is_expected = False
+            self._release()
+
+    async def hand_back(self) -> None:
+        """Hand back what is under way, as long as a stop may take; where that fails it expires."""
+        try:
+            async with asyncio.timeout(HAND_BACK_S):
+                await self._give_back()
+        except TimeoutError:
+            _LOG.info("held-out prompts are left to expire: the coordinator does not answer")
+
+    def _may_end(self, version: int) -> bool:
+        """Whether a sampler that drains need not wait for an evaluation."""
+        now = self._clock.monotonic()
+        self._drained_at = min(self._drained_at, now)
+        if version < 0 or self._is_over:
+            return True
+        is_late = not self._num_failures and now - self._drained_at >= self._config.evaluation_hold_s
+        if is_late or self._num_failures >= MAX_FAILURES:
+            why = "its weights did not come" if is_late else f"nothing came of it {MAX_FAILURES} times"
+            _LOG.warning("draining without the last evaluation: %s", why)
+            return True
+        return False
+
+    async def _evaluate(self, version: int) -> None:
+        """Evaluate a version as long as there are prompts, and newer weights may wait."""
+        if version != self._kept_version:
+            self._kept_version, self._kept_until = version, math.inf
+        try:
+            while not self._is_late(version):
+                grant = await self._lease(version)
+                if grant is None or not await self._deliver(grant):
+                    return
+        finally:
+            self._release()
+
+    def _is_late(self, version: int) -> bool:
+        """Whether newer weights have waited long enough."""
+        is_held_long = self._clock.monotonic() >= self._kept_until and not self._session.is_draining
+        return is_held_long and self._policy.take(version) is not None
+
+    def _release(self) -> None:
+        self._evaluation_requests.keeps_version = False
+        self._generation.news.ring()
+
+    async def _lease(self, version: int) -> WorkGrant | None:
+        """Prompts of the version that the engine has, which it keeps from now on; None where there are none."""
+        if not self._sets:
+            self._is_over = True
+            return None
+        wanted = max(1, self._evaluator.num_rows // self._num_samples)
+        stated = [each.stated for each in self._sets.values()]
+        grant = await self._work.ask(version, wanted, num_prompts=MAX_HELD_OUT, sets=stated)
+        self._is_over = grant is not None and not grant.assignments and not grant.retry_after_s
+        if grant is None:
+            self._num_failures += 1
+            return None
+        if not grant.assignments:
+            return None
+        self._held |= {each.id for each in grant.assignments}
+        spec, is_there = grant.evaluation, self._generation.swap.version == version and not self._generation.is_swapping
+        if spec is None or spec.task_set not in self._sets or spec.version != version or not is_there:
+            await self._give_back()
+            return None
+        self._evaluation_requests.keeps_version = True
+        self._kept_until = min(self._kept_until, self._clock.monotonic() + self._config.evaluation_hold_s)
+        self._num_samples = spec.draws.num_samples
+        return grant
+
+    async def _deliver(self, grant: WorkGrant) -> bool:
+        """Draw prompts together and deliver each when it is whole; whether the engine can go on."""
+        spec = grant.evaluation
+        assert spec is not None, "they are held-out prompts"
+        of = self._sets[spec.task_set]
+        self._drawn = []
+        _LOG.debug("%d prompts of set %s are drawn with version %d", len(grant.assignments), of.name, spec.version)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for each in grant.assignments:
+                    tasks.create_task(self._prompt(spec, of, each))
+        except ExceptionGroup as group:
+            error = cause_of(group)
+            if not isinstance(error, ConfigError | EngineError | RemoteError):
+                raise
+            if isinstance(error, ConfigError | InvalidRequest | MessageTooLarge):
+                # Drawn again it would fail again; another site's engine may have more room.
+                self._sets.pop(of.name, None)
+                _LOG.error("set %s is not evaluated here: %s", of.name, error)
+            else:
+                _LOG.warning("held-out prompts are handed back: %s", error)
+            self._num_failures += 1
+            await self._give_back()
+            return False
+        self._num_failures = 0
+        return True
+
+    async def _prompt(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> None:
+        self._drawn.append(await self._evaluator.result(spec, of, assignment))
+        # What ended while another delivery was under way goes together.
+        async with self._pushing:
+            while self._drawn:
+                some = self._drawn[: max(1, MAX_RESULT_SAMPLES // spec.draws.num_samples)]
+                await self._push(spec.state_root, some)
+                self._held -= {each.assignment for each in some}
+                del self._drawn[: len(some)]
+
+    async def _push(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
+        try:
+            await self._pushed(state_root, results)
+        except MessageTooLarge as error:
+            # Texts are for people to read; what a prompt is drawn for are the numbers.
+            _LOG.warning("%d results are delivered without their texts: %s", len(results), error)
+            await self._pushed(state_root, [without_texts(result) for result in results])
+
+    async def _pushed(self, state_root: Digest, results: Sequence[PromptResult]) -> None:
+        await self._backoff.retry(
+            lambda: self._api.push_evaluation(
+                site=self._session.registration.site,
+                incarnation=self._session.registration.incarnation,
+                state_root=state_root,
+                results=results,
+            )
+        )
+
+    async def _give_back(self) -> None:
+        held, self._held = sorted(self._held), set()
+        await self._work.abandon(held)
+
+    async def _pause(self, version: int) -> None:
+        """Wait until it is time to ask again, the engine has another version, or the run drains."""
+        until = max(self._work.ask_time, self._clock.monotonic() + PAUSE_S)
+        was_draining = self._session.is_draining
+        while self._session.is_draining == was_draining and self._generation.swap.version == version:
+            ticket, left_s = self._bell.ticket(), until - self._clock.monotonic()
+            if left_s <= 0:
+                return
+            await ring_or_time(ticket, clock=self._clock, seconds=left_s)

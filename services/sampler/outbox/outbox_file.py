@@ -1,0 +1,166 @@
+"""The SQLite file of an outbox: opened durably, or set aside when it cannot be believed; never deleted.
+
+A file that is damaged, or that holds another site's groups, is moved to the directory set-aside beside it and a new one
+begins: a person can look at it, and nothing that was generated is lost without a word.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+import secrets
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import BinaryIO
+
+from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, HeterorlError
+from heterorl.common.process import metrics
+from heterorl.common.process.files import make_directory, sync_directory, try_lock
+
+_LOG = logging.getLogger(__name__)
+NAME = "outbox.sqlite"
+SET_ASIDE = "set-aside"
+NO_ROOM_BYTES = 1 << 20
+"""SQLite says of some writes to a full disk that they failed: with less room than this it was the room."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (
+    sequence INTEGER PRIMARY KEY, release REAL NOT NULL, num_bytes INTEGER NOT NULL, payload BLOB NOT NULL,
+    checksum BLOB NOT NULL, assignment INTEGER);
+CREATE TABLE IF NOT EXISTS set_aside (
+    sequence INTEGER PRIMARY KEY, reason TEXT NOT NULL, payload BLOB NOT NULL, checksum BLOB);
+CREATE TABLE IF NOT EXISTS turns (
+    assignment INTEGER NOT NULL, member INTEGER NOT NULL, number INTEGER NOT NULL, seed TEXT NOT NULL,
+    begun REAL NOT NULL, resumed INTEGER NOT NULL, payload BLOB NOT NULL, checksum BLOB NOT NULL,
+    PRIMARY KEY (assignment, member, number));
+"""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+_FORMAT = 2
+"""Of the groups in a file, stated in it; an earlier release states none."""
+
+
+class _EarlierFormat(Exception):
+    """The file's groups are in the format of an earlier release."""
+
+
+class _DamagedFile(Exception):
+    """The bytes are no database, or one whose pages contradict each other."""
+
+
+def lock_outbox(path: Path) -> BinaryIO:
+    """Take a spool for this process.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    file = path.open("wb")
+    if not try_lock(file):
+        file.close()
+        action = "stop the other process or give each sampler its own state_dir"
+        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action)
+    return file
+
+
+def open_outbox_file(directory: Path) -> sqlite3.Connection:
+    """Open the file of a directory; a damaged one is set aside first.
+
+    Raises:
+        DiskFull, ConfigError, CorruptStore: it cannot be opened, and its bytes are not to blame.
+    """
+    path = directory / NAME
+    try:
+        return _connect(path)
+    except _EarlierFormat:
+        kept = set_aside(path, "earlier-release")
+        metrics.OUTBOX_SET_ASIDE.labels("file").inc()
+        _LOG.error(
+            "the outbox is of an earlier release, whose groups this one cannot read: it is kept as %s and a new one "
+            "begins; the prompts of what was not delivered are handed out again",
+            kept,
+        )
+    except _DamagedFile as error:
+        kept = set_aside(path, "damaged")
+        metrics.OUTBOX_SET_ASIDE.labels("file").inc()
+        _LOG.error(
+            "THE OUTBOX IS DAMAGED (%s): it is kept as %s and a new one begins; what was not delivered is in it "
+            "(`sqlite3 FILE .recover` reads what can be read), its prompts are handed out again",
+            error, kept,
+        )  # fmt: skip
+    try:
+        return _connect(path)
+    except _DamagedFile as error:
+        raise CorruptStore(f"{path}: {error}, and it is a new file", action="check the disk of state_dir") from error
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Move a file with its log out of the way; returns where it is now."""
+    parent = path.parent / SET_ASIDE
+    make_directory(parent)
+    instant = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    words = re.sub(r"[^A-Za-z0-9._-]", "_", reason)[:80]
+    # By chance too: a clock that stands still must not let one file replace another.
+    target = parent / f"{path.stem}-{words}-{instant}-{secrets.token_hex(4)}{path.suffix}"
+    for suffix in ("", "-wal"):
+        before = path.with_name(path.name + suffix)
+        if before.exists():
+            before.rename(target.with_name(target.name + suffix))
+    path.with_name(path.name + "-shm").unlink(missing_ok=True)
+    sync_directory(parent)
+    sync_directory(path.parent)
+    return target
+
+
+def typed(error: sqlite3.Error, path: Path) -> HeterorlError:
+    """What SQLite's failure means for the person who runs this process."""
+    code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return DiskFull(str(path.parent))
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and _has_no_room(path.parent):
+        return DiskFull(str(path.parent))
+    if code in _DAMAGED:
+        return CorruptStore(f"{path}: {error}", action="restart: the file is set aside and a new one begins")
+    if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return ConfigError("state_dir", f"{path} cannot be written: {error}", action="check its owner and permissions")
+    return CorruptStore(f"{path}: {error}", action="check the disk of state_dir, then restart")
+
+
+def _has_no_room(directory: Path) -> bool:
+    return shutil.disk_usage(directory).free < NO_ROOM_BYTES
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection: sqlite3.Connection | None = None
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        connection.execute("PRAGMA synchronous=FULL")
+        level = connection.execute("PRAGMA synchronous").fetchone()[0]
+        if (mode, level) != ("wal", 2):
+            raise CorruptStore(
+                f"{path}: durable mode refused (journal {mode}, synchronous {level})",
+                action="put state_dir on a local file system",
+            )
+        # Now, not in the middle of a run: a page that is wrong is found before anything is added.
+        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise _DamagedFile(verdict)
+        is_new = not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not is_new and connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+            raise _EarlierFormat
+        connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT;")
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, sqlite3.Error):
+            if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF in _DAMAGED:
+                raise _DamagedFile(str(error)) from error
+            raise typed(error, path) from error
+        raise
+    # SQLite makes its log's name durable, not that of the database itself.
+    sync_directory(path.parent)
+    sync_directory(path.parent.parent)
+    return connection

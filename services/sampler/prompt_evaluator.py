@@ -1,0 +1,367 @@
+"""Sets that a site has the data of; draws and scores their prompts beside rollouts, in a share of the engine's rows.
+
+    draw   waits for rows of the share, then for its completions; unblocked by the engine
+    play   waits for an environment that answers a turn; unblocked by it, and by its time limit
+    score  waits for a process that computes rewards; unblocked by it, and by its time limit
+
+Guarantees: a completion of another version than the evaluated one is never scored; what the engine lost is said, not
+counted; a member that its environment loses has no reward. The requests of a prompt depend on the
+set's draws and the prompt's index alone, so versions compare, and every site draws the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from heterorl.common.errors import ConfigError, EngineError, PromptRefused, RewardError
+from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
+from heterorl.common.generation.inference_engine import Completion, Engine, Finished, Request
+from heterorl.common.process.clock import Bell
+from heterorl.common.tasks.task import Measure, Prompt, Task, check_answer
+from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+from heterorl.common.text.conversation import Conversations, open_conversations
+from heterorl.common.text.prompter import Prompter
+from heterorl.common.text.token_text import TokenTexts
+from heterorl.common.text.tool_calls import Parser
+from heterorl.common.types.common import Int32Array
+from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSet, EvaluationSpec, PromptResult, ScoredSample
+from heterorl.common.types.rollout import FinishReason, Span, WorkAssignment, total_reward
+from heterorl.common.types.sample import shown_answer
+from heterorl.sampler.rollout.episode_runner import EpisodeRunner, Turn
+from heterorl.sampler.rollout.group_builder import GroupBuilder
+from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests, GroupDraft
+
+REWARD_WORKERS = 4
+"""Where nobody says how many: completions end faster at a sampler than one process scores them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteSet:
+    """A set and its task."""
+
+    name: str
+    task: Task
+    tool_parser: Parser | Literal["auto"] = "auto"
+    conversations: Conversations | None = None
+    """The environments of the task; None where no prompt has one."""
+
+    def played(self, prompter: Prompter, end_token_ids: Collection[int]) -> Self:
+        """The set with its environments, tried.
+
+        Raises:
+            ConfigError: one of them fails, or the template does not write what it says.
+        """
+        conversations = open_conversations(
+            self.task, prompter, end_token_ids=end_token_ids, tool_parser=self.tool_parser
+        )
+        return replace(self, conversations=conversations)
+
+    @property
+    def stated(self) -> EvaluationSet:
+        """What the coordinator is told of it."""
+        return EvaluationSet(name=self.name, task_digest=self.task.digest, num_prompts=self.task.num_evaluation_prompts)
+
+
+def with_workers(config: TaskConfig) -> TaskConfig:
+    """A sampler's task: with its own number of processes where none is stated."""
+    if "reward_workers" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"reward_workers": REWARD_WORKERS})
+
+
+def open_set(config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None) -> SiteSet:
+    """Load a set's task.
+
+    Args:
+        config: of the set.
+        measure: counts a prompt's tokens, for sets whose prompts are bounded.
+        notes: file that keeps which commits branches of the hub stood at; None keeps none.
+
+    Raises:
+        ConfigError: its data cannot be read, or holds out nothing.
+    """
+    settings = with_workers(config.task)
+    task = score_in_workers(build_task(settings, measure=measure, notes=notes), settings)
+    if not task.num_evaluation_prompts:
+        raise ConfigError(f"evaluation.{config.name}.task", "has no held-out prompts")
+    return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)
+
+
+BLOCK = 8
+"""Completions of one request: a small engine need not hold all of a prompt at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Some completions of one prompt: `count` from number `first` on."""
+
+    first: int
+    count: int
+
+
+def blocks_of(draws: EvaluationDraws) -> Iterator[Block]:
+    """The requests that one prompt is made of."""
+    for first in range(0, draws.num_samples, BLOCK):
+        yield Block(first=first, count=min(BLOCK, draws.num_samples - first))
+
+
+def request_of(draws: EvaluationDraws, block: Block, *, key: int, prompt_index: int, prompt: Int32Array) -> Request:
+    """What an engine is asked for one block of a prompt."""
+    return Request(
+        key=key,
+        prompt=prompt,
+        seed=seed_of(draws, prompt_index=prompt_index, first=block.first),
+        num_completions=block.count,
+        sampling=draws.sampling,
+    )
+
+
+def seed_of(draws: EvaluationDraws, *, prompt_index: int, first: int) -> int:
+    """Seed of a block, 63 bits: close seeds of two sets share no stream."""
+    name = f"evaluation/{draws.seed}/{prompt_index}/{first}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
+_UNSCORED = ScoredSample(reward=None, num_tokens=0, is_truncated=False)
+
+
+class PromptEvaluator:
+    """Held-out prompts in, results out."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        evaluation_requests: EvaluationRequests,
+        builder: GroupBuilder,
+        share: float,
+        max_trajectory_tokens: int,
+        news: Bell,
+    ) -> None:
+        """Join it.
+
+        Args:
+            engine: that computes completions.
+            evaluation_requests: what evaluations have in the engine.
+            builder: whose tokenizer, clock and keys of requests are the site's.
+            share: of the engine's rows, while rollouts are made too; 1 is all of them and a little more.
+            max_trajectory_tokens: of a completion of several turns, drawn and given.
+            news: rings when anything happened in the engine.
+        """
+        self.refused: dict[tuple[str, int], PromptRefused] = {}
+        """Why prompts cannot be drawn, by set and index."""
+        rows = engine.max_running
+        self.num_rows = rows + rows // 4 if share >= 1 else max(1, int(rows * share))
+        """Completions that it may have in the engine at once; a single request may be larger."""
+        self._engine = engine
+        self._evaluation_requests = evaluation_requests
+        self._builder = builder
+        self._max_trajectory_tokens = max_trajectory_tokens
+        self._news = news
+        prompter = builder.prompter
+        raw = functools.partial(prompter.decode, keeps_special=True)
+        self._texts = TokenTexts(decode=prompter.decode, decode_given=raw)
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._runners: dict[tuple[str, int], EpisodeRunner] = {}
+
+    async def result(self, spec: EvaluationSpec, of: SiteSet, assignment: WorkAssignment) -> PromptResult:
+        """Draw and score a prompt; where it is refused none of its completions has a reward.
+
+        Raises:
+            ConfigError: the engine has no room for such completions.
+            EngineError: the engine lost some of it, or drew with another version.
+        """
+        index = assignment.prompt_index
+        prompt = of.task.evaluation_prompt(index)
+        samples: dict[int, ScoredSample] = {}
+        try:
+            draft = await asyncio.to_thread(self._draft, spec, of, prompt, assignment)
+            try:
+                await _together(self._block(spec, of, draft, block, samples) for block in blocks_of(spec.draws))
+            finally:
+                for runner in self._runners.values():
+                    runner.drop(draft.key)
+            self.refused.pop((of.name, index), None)
+        except PromptRefused as error:
+            if (of.name, index) not in self.refused:
+                _LOG.warning("held-out prompt %d cannot be drawn: %s", index, error)
+            self.refused[of.name, index] = error
+            samples = dict.fromkeys(range(spec.draws.num_samples), _UNSCORED)
+        return PromptResult(
+            prompt_index=index,
+            samples=tuple(samples[number] for number in range(spec.draws.num_samples)),
+            prompt=prompt.shown,
+            answer=shown_answer(prompt.answer),
+            assignment=assignment.id,
+        )
+
+    def close(self) -> None:
+        """Wait for no reward and no environment any longer."""
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+        for runner in self._runners.values():
+            runner.close()
+
+    def _draft(self, spec: EvaluationSpec, of: SiteSet, prompt: Prompt, assignment: WorkAssignment) -> GroupDraft:
+        check_answer(of.task, prompt)
+        conversation = of.conversations.of(prompt) if of.conversations else None
+        with self._builder.lock:
+            ids = conversation.encode(prompt) if conversation else self._builder.prompter.encode_prompt(prompt)
+        return GroupDraft(
+            key=next(self._builder.keys),
+            assignment=assignment,
+            prompt=prompt,
+            prompt_token_ids=ids,
+            seed=seed_of(spec.draws, prompt_index=assignment.prompt_index, first=0),
+            version=spec.version,
+            source="evaluation",
+            begun_at=math.inf,
+            conversation=conversation,
+        )
+
+    async def _block(
+        self, spec: EvaluationSpec, of: SiteSet, draft: GroupDraft, block: Block, samples: dict[int, ScoredSample]
+    ) -> None:
+        """Draw and score some completions of a prompt."""
+        key, index = next(self._builder.keys), draft.assignment.prompt_index
+        request = request_of(spec.draws, block, key=key, prompt_index=index, prompt=draft.prompt_token_ids)
+        drawn = await self._drawn(spec, draft, request)
+        if draft.conversation is not None:
+            await _together(
+                self._play(spec, of, draft, block.first + one.member, one.completion, samples) for one in drawn
+            )
+            return
+        for one in drawn:
+            text, reward = await self._in_thread(of, self._score, of, draft.prompt, one.completion)
+            samples[block.first + one.member] = _scored(one.completion, text, reward)
+
+    async def _play(
+        self,
+        spec: EvaluationSpec,
+        of: SiteSet,
+        draft: GroupDraft,
+        number: int,
+        completion: Completion,
+        samples: dict[int, ScoredSample],
+    ) -> None:
+        """Lead a completion through its environment, from its first turn on."""
+        runner = self._runner(spec, of)
+        came = await runner.play(draft, number, completion)
+        while isinstance(came, Turn):
+            request = Request(
+                key=next(self._builder.keys), prompt=came.context, seed=came.seed, num_completions=1,
+                sampling=spec.draws.sampling,
+            )  # fmt: skip
+            try:
+                (one,) = await self._drawn(spec, draft, request)
+            except PromptRefused:
+                came = await runner.end(draft, number, FinishReason.CONTEXT)
+            else:
+                came = await runner.play(draft, number, one.completion)
+        is_lost = not came.completion.finish_reason.is_trainable
+        text = await self._in_thread(of, self._read, came.completion)
+        samples[number] = _scored(came.completion, text, None if is_lost else total_reward(came.parts))
+
+    def _runner(self, spec: EvaluationSpec, of: SiteSet) -> EpisodeRunner:
+        assert of.conversations is not None, "the prompt has an environment"
+        name = of.name, spec.draws.max_new_tokens
+        if name not in self._runners:
+            self._runners[name] = EpisodeRunner(
+                max_live=of.conversations.max_live, max_new_tokens=spec.draws.max_new_tokens,
+                max_trajectory_tokens=self._max_trajectory_tokens, clock=self._builder.clock,
+            )  # fmt: skip
+        return self._runners[name]
+
+    async def _drawn(self, spec: EvaluationSpec, draft: GroupDraft, request: Request) -> list[Finished]:
+        count, evaluation_requests = request.num_completions, self._evaluation_requests
+        while evaluation_requests.num_running and evaluation_requests.num_running + count > self.num_rows:
+            await self._news.ticket().wait()
+        draft.begun_at = min(draft.begun_at, self._builder.clock.monotonic())
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        ended: list[Finished] = []
+
+        def on_end(one: Finished | None) -> None:
+            if one is not None:
+                ended.append(one)
+            if done.done():
+                return
+            if one is None or len(ended) == count:
+                done.set_result(one is not None)
+
+        evaluation_requests.begin(request.key, count, on_end)
+        # Its thread cannot be cancelled: a caller that is still learns whether the engine took it.
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, request))
+        submitting.add_done_callback(lambda found: self._note_submitted(request, found))
+        await asyncio.shield(submitting)
+        self._news.ring()
+        if not await done:
+            raise EngineError("the engine lost what was evaluated")
+        return [replace(one, completion=_of_version(spec.version, one.completion)) for one in ended]
+
+    def _note_submitted(self, request: Request, found: asyncio.Future[None]) -> None:
+        if found.cancelled() or found.exception() is not None:
+            self._evaluation_requests.drop(request.key)
+
+    async def _in_thread(self, of: SiteSet, function: Callable[..., _T], *arguments: Any) -> _T:
+        threads = self._threads.get(of.name)
+        if threads is None:
+            num_workers = int(getattr(of.task, "num_workers", 1))
+            threads = self._threads[of.name] = ThreadPoolExecutor(num_workers, thread_name_prefix="evaluate")
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+    def _read(self, completion: Completion) -> str:
+        with self._builder.lock:
+            return self._texts.read(completion.token_ids, completion.spans)[0]
+
+    def _score(self, of: SiteSet, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:
+        with self._builder.lock:
+            text = self._builder.prompter.decode(completion.token_ids)
+        try:
+            return text, total_reward(of.task.score(prompt, text))
+        except RewardError as error:
+            _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
+            return text, None
+
+
+def _scored(completion: Completion, text: str, reward: float | None) -> ScoredSample:
+    """A completion, of one turn or more; its reward is None where none could be computed."""
+    return ScoredSample(
+        reward=None if reward is None or math.isnan(reward) else reward,
+        num_tokens=sum(span.end - span.start for span in completion.spans if span.is_drawn),
+        is_truncated=completion.finish_reason in _CUT,
+        text=text,
+    )
+
+
+def _of_version(version: int, completion: Completion) -> Completion:
+    """The completion as one span of a version; files of a model, which have none, count as version 0.
+
+    Raises:
+        EngineError: another version drew some of it.
+    """
+    drawn_by = {span.version for span in completion.spans}
+    if version >= 0 and drawn_by != {version}:
+        raise EngineError(f"held-out completions of version {version} were drawn by {sorted(drawn_by)}")
+    return replace(completion, spans=(Span(version=max(0, version), start=0, end=completion.token_ids.size),))
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all; where one fails the others end too."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,297 @@
+"""Members of groups in their environments: each turn that ended is stepped, and another turn or an end comes of it.
+
+    play   waits for a place among the live episodes, then for the environment; unblocked by it, and by its time limit
+
+Guarantees: whatever an environment does, the event loop, the engine and the other members go on, and its failure is the
+end of one member; drawn ids stay as they were drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from heterorl.common.errors import EnvironmentFailed, EpisodeError, PromptRefused, RewardError, ToolLost
+from heterorl.common.generation.inference_engine import Completion
+from heterorl.common.process import metrics
+from heterorl.common.process.clock import Clock
+from heterorl.common.tasks.environments.episodes import Episode
+from heterorl.common.text.conversation import Conversation
+from heterorl.common.types.common import Int32Array
+from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart, Span, total_reward
+from heterorl.sampler.rollout.in_flight_groups import GroupDraft
+
+_LOG = logging.getLogger(__name__)
+MAX_LINES = 100
+"""Lost members that are named in the log."""
+Note = Callable[[GroupDraft, int, int, Int32Array, Completion], None]
+"""Told of a group, its member, the turn's number from 0, what was given in front of it, and the turn."""
+_NONE = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """A member whose next turn can be drawn: `context` is what it reads, `seed` of its draws."""
+
+    draft: GroupDraft
+    member: int
+    context: Int32Array
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class End:
+    """A member that ended: all that it said and heard, and the parts of its reward; none of a lost member."""
+
+    draft: GroupDraft
+    member: int
+    completion: Completion
+    parts: tuple[RewardPart, ...] = ()
+
+
+class _Member:
+    """One member's tokens behind its prompt, and its episode."""
+
+    def __init__(self, draft: GroupDraft) -> None:
+        self.draft = draft
+        self.turns: list[Completion] = []
+        self.given: list[Int32Array] = []
+        self.episode: Episode | None = None
+        self.was_lost = False
+        """Whether the engine has lost the turn that is under way."""
+        self.asked_at = draft.begun_at
+        """When the engine was asked for that turn."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.size for part in self.parts())
+
+    def parts(self) -> list[Int32Array]:
+        parts = []
+        for number, turn in enumerate(self.turns):
+            parts += [turn.token_ids, *self.given[number : number + 1]]
+        return parts
+
+    def ended(self, reason: FinishReason) -> Completion:
+        """All of it, up to the last drawn token."""
+        spans: list[Span] = []
+        start = 0
+        for number, turn in enumerate(self.turns):
+            if number:
+                size = self.given[number - 1].size
+                spans.append(Span(version=GIVEN, start=start, end=start + size))
+                start += size
+            spans += [dataclasses.replace(s, start=start + s.start, end=start + s.end) for s in turn.spans]
+            start += turn.token_ids.size
+        return Completion(
+            token_ids=np.concatenate([np.zeros(0, np.int32), *self.parts()])[:start],
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in self.turns)]),
+            finish_reason=reason,
+            spans=tuple(spans),
+        )
+
+
+class EpisodeRunner:
+    """The live episodes of one engine's members."""
+
+    def __init__(
+        self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock,
+        note: Note = lambda *_: None,
+    ) -> None:  # fmt: skip
+        """Play at most `max_live` episodes at once; `note` is told of each turn that ended.
+
+        `max_new_tokens` bounds a turn, `max_trajectory_tokens` all that a rollout says and hears.
+        """
+        self._note = note
+        self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens
+        self._clock = clock
+        self._room = asyncio.Semaphore(max_live)
+        self._threads = ThreadPoolExecutor(max_live, thread_name_prefix="episode")
+        self._members: dict[tuple[int, int], _Member] = {}
+        self._is_closed = False
+        self._num_lost = 0
+
+    async def play(self, draft: GroupDraft, number: int, completion: Completion) -> Turn | End:
+        """What comes of a turn that ended."""
+        member = self._members.setdefault((draft.key, number), _Member(draft))
+        metrics.TURNS.labels(draft.source).inc()
+        self._spend(member, "model", member.asked_at)
+        member.turns.append(completion)
+        member.was_lost = False
+        self._note(draft, number, len(member.turns) - 1, member.given[-1] if member.given else _NONE, completion)
+        return await self._go_on(member, number)
+
+    async def resume(
+        self, draft: GroupDraft, number: int, turns: Sequence[tuple[Int32Array, Completion]]
+    ) -> Turn | End:
+        """What comes of a member of an earlier process: its environment is stepped through the turns that were drawn.
+
+        `turns` has what was given in front of each turn, and the turn.
+        """
+        member = self._members[draft.key, number] = _Member(draft)
+        try:
+            for given, turn in turns:
+                if member.turns:
+                    await self._repeat(member, given)
+                member.turns.append(turn)
+        except (EpisodeError, PromptRefused) as error:
+            return self._lost(draft, number, error)
+        return await self._go_on(member, number) if turns else self._turn(draft, number)
+
+    async def end(self, draft: GroupDraft, number: int, reason: FinishReason) -> End:
+        """Score a member, also where a limit ended it."""
+        member = self._members[draft.key, number]
+        assert member.episode is not None, "it took a step"
+        try:
+            parts = await self._call(member.episode.score)
+            total_reward(parts)
+        except (EpisodeError, RewardError) as error:
+            return self._lost(draft, number, error)
+        return self._ended(draft, number, member, reason, parts)
+
+    def again(self, draft: GroupDraft, number: int) -> Turn | End:
+        """The turn that the engine lost, once more; an end where that was lost before."""
+        member = self._members[draft.key, number]
+        if not member.was_lost:
+            member.was_lost = True
+            return self._turn(draft, number)
+        return self._ended(draft, number, member, FinishReason.ENGINE_FAILED)
+
+    def drop(self, key: int) -> None:
+        """Forget the members of a group that was given up."""
+        for name in [name for name in self._members if name[0] == key]:
+            self._forget(*name)
+
+    def close(self) -> None:
+        """Ask for nothing more; what is being asked ends with the environment's processes."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _turn(self, draft: GroupDraft, number: int) -> Turn:
+        member = self._members[draft.key, number]
+        member.asked_at = self._clock.monotonic()
+        name = f"heterorl-turn-1/{draft.seed}/{number}/{len(member.turns)}"
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+        context = np.concatenate([draft.prompt_token_ids, *member.parts()])
+        return Turn(draft=draft, member=number, context=context, seed=seed)
+
+    async def _go_on(self, member: _Member, number: int) -> Turn | End:
+        """Show the last turn to the environment: another turn, or the end."""
+        since = self._clock.monotonic()
+        try:
+            reason = await self._step(member)
+        except (EpisodeError, PromptRefused) as error:
+            return self._lost(member.draft, number, error)
+        finally:
+            self._spend(member, "tools", since)
+        return self._turn(member.draft, number) if reason is None else await self.end(member.draft, number, reason)
+
+    async def _repeat(self, member: _Member, given: Int32Array) -> None:
+        """Show the last turn again, which was answered by `given` before.
+
+        Raises:
+            EnvironmentFailed: it is answered otherwise now.
+        """
+        said = await self._answer(member)
+        if said is None or not np.array_equal(said, given):
+            raise EnvironmentFailed(
+                f"turn {len(member.turns)} is answered otherwise than before this process started; an environment that"
+                " row, seed and actions do not decide says is_deterministic = False"
+            )
+        member.given.append(given)
+
+    async def _answer(self, member: _Member) -> Int32Array | None:
+        conversation, turn = member.draft.conversation, member.turns[-1]
+        assert conversation is not None, "its group has turns"
+        episode = member.episode or await self._open(member, conversation)
+        given: Int32Array | None = await self._call(lambda: conversation.step(episode, turn.token_ids))
+        return given
+
+    async def _step(self, member: _Member) -> FinishReason | None:
+        """Show the last turn to the environment; why the member has ended, or None where another turn follows."""
+        given = await self._answer(member)
+        if given is None:
+            return member.turns[-1].finish_reason
+        conversation = member.draft.conversation
+        assert conversation is not None, "its group has turns"
+        seconds = self._clock.monotonic() - member.draft.begun_at
+        if (reason := conversation.spec.limits.reached(num_turns=len(member.turns), seconds=seconds)) is not None:
+            return reason
+        if member.num_tokens + given.size + self._max_new_tokens > self._max_trajectory_tokens:
+            return FinishReason.CONTEXT
+        member.given.append(given)
+        return None
+
+    async def _open(self, member: _Member, conversation: Conversation) -> Episode:
+        await self._room.acquire()
+        if self._is_closed:
+            raise ToolLost("the sampler ends")
+        loop = asyncio.get_running_loop()
+        opening = self._threads.submit(conversation.spec.open)
+        try:
+            member.episode = await asyncio.shield(asyncio.wrap_future(opening))
+        except asyncio.CancelledError:
+            # Its thread goes on, and what it opens has no other owner.
+            opening.add_done_callback(lambda opened: self._close_opened(opened, loop))
+            raise
+        except BaseException:
+            self._room.release()
+            raise
+        return member.episode
+
+    def _lost(self, draft: GroupDraft, number: int, error: Exception) -> End:
+        reason = FinishReason.ENVIRONMENT_FAILED
+        if isinstance(error, ToolLost):
+            reason = FinishReason.TOOL_LOST
+        elif isinstance(error, RewardError):
+            reason = FinishReason.REWARD_FAILED
+        self._num_lost += 1
+        if self._num_lost <= MAX_LINES:
+            _LOG.warning("prompt %d, member %d is lost, %s: %s", draft.prompt.index, number, reason.value, error)
+        member = self._members.get((draft.key, number)) or _Member(draft)
+        return self._ended(draft, number, member, reason)
+
+    def _ended(
+        self, draft: GroupDraft, number: int, member: _Member, reason: FinishReason, parts: tuple[RewardPart, ...] = ()
+    ) -> End:
+        completion = member.ended(reason)
+        num_drawn = completion.logprobs.size
+        metrics.TRAJECTORIES.labels(draft.source, reason.value).inc()
+        metrics.TRAJECTORY_TOKENS.labels(draft.source, "drawn").inc(num_drawn)
+        metrics.TRAJECTORY_TOKENS.labels(draft.source, "given").inc(completion.token_ids.size - num_drawn)
+        self._forget(draft.key, number)
+        return End(draft=draft, member=number, completion=completion, parts=parts)
+
+    def _spend(self, member: _Member, part: str, since: float) -> None:
+        metrics.TRAJECTORY_SECONDS.labels(member.draft.source, part).inc(max(0.0, self._clock.monotonic() - since))
+
+    def _forget(self, key: int, number: int) -> None:
+        member = self._members.pop((key, number), None)
+        if member is not None and member.episode is not None and not self._is_closed:
+            loop, episode = asyncio.get_running_loop(), member.episode
+            closing = self._threads.submit(episode.close)
+            closing.add_done_callback(lambda _: self._release(loop))
+
+    def _close_opened(self, opened: Future[Episode], loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(BaseException):
+            opened.result().close()
+        self._release(loop)
+
+    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
+        # The loop may have ended with the process.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._room.release)
+
+    async def _call(self, function: Callable[..., Any]) -> Any:
+        if self._is_closed:
+            raise ToolLost("the sampler ends")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)

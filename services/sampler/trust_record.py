@@ -1,0 +1,315 @@
+"""The durable record of the versions that this sampler verified, and what may follow them.
+
+    versions.jsonl            what holds: a row for each version, with the fields of `SeenVersion`
+    versions.VARIANT.jsonl    the same of a variant, whose states are others under the same numbers
+    versions.jsonl.above-5    what held before a person agreed that the run went back to version 5
+
+Guarantees: a row is on disk before its version can be generated with; a version seen once is never accepted with
+another state or manifest, and a head below a version seen is never followed, also after a restart: only a person at
+this site may agree that the run went back, by `heterorl accept-rewind`. A coordinator that was restored from a backup,
+and one that an attacker runs, look the same from here: both offer less than there was. So no coordinator is asked. A
+row torn by a crash is cut off: its version is verified again. Rows of an earlier program state neither digest, run nor
+signature; then less is held against what comes.
+
+A version may follow only if it descends from the one used last, or names that as abandoned. A manifest names its parent
+by digest, so the way from the new version back to the remembered one is a chain of manifests that the first vouches
+for. Numbers are dense and never reused: a manifest of version v with parent p < v - 1 is itself the record that
+versions p + 1 to v - 1 are abandoned, and the new version's signature covers that record too.
+
+    remembered h, new v, chain v -> ... -> m, m the oldest manifest above h
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, UnknownVersion, UnprovenDescent
+from heterorl.common.process.files import make_directory, replacing, sync_directory
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION, Manifest
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+
+_LOG = logging.getLogger(__name__)
+Fetch = Callable[[int, int], Awaitable[Sequence[bytes]]]
+"""From the oldest and the newest of a range of versions to their manifests, newest first, as many as fit one answer."""
+MAX_AT_ONCE = 256
+"""Manifests asked for at once, so that a long way back costs few round trips."""
+NOTHING_ABANDONED = range(0)
+
+
+class RunReplaced(OperatorError):
+    """The coordinator contradicts what this sampler verified before: its versions were lost, or are another run's."""
+
+    action = (
+        "ask the run's operator; where the run was restored from a backup, of version V, agree once on this machine by"
+        " `heterorl accept-rewind RUN:V --config sampler.toml`, and start again"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenVersion:
+    """A version that this sampler verified; empty where a row does not say.
+
+    `signed_by` is the public key that signed its manifest, or "unsigned" where no key was trusted.
+
+    Example: SeenVersion(version=7, state_root=root, manifest_digest=digest, run_id="run", signed_by="ed25519:...")
+    """
+
+    version: int
+    state_root: Digest
+    manifest_digest: str = ""
+    run_id: str = ""
+    signed_by: str = ""
+
+
+class TrustRecord:
+    """Rows of one file. Blocking; call from threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: dict[int, SeenVersion] = {}
+        if path.exists():
+            self._read()
+        else:
+            make_directory(path.parent)
+            path.touch()
+            # Without this a power cut could take the whole file, fsynced rows and all.
+            sync_directory(path.parent)
+
+    @property
+    def versions(self) -> Collection[int]:
+        """Numbers of the versions that were verified."""
+        return self._seen.keys()
+
+    def rewind(self, to_version: int) -> list[SeenVersion]:
+        """Forget what was seen above a version, where a person says that the run went back; returns what is forgotten.
+
+        Durable when it returns; the record as it was is kept beside it.
+        """
+        forgotten = [seen for version, seen in sorted(self._seen.items()) if version > to_version]
+        if forgotten:
+            kept = {version: seen for version, seen in self._seen.items() if version <= to_version}
+            _keep_beside(self.path, f"{self.path.name}.above-{to_version}")
+            with replacing(self.path, is_durable=True) as file:
+                file.write(b"".join(map(_row, kept.values())))
+            self._seen = kept
+        return forgotten
+
+    @property
+    def newest(self) -> SeenVersion | None:
+        """The highest version ever verified."""
+        return self._seen[max(self._seen)] if self._seen else None
+
+    @property
+    def highest_version(self) -> int:
+        """Number of the highest version ever verified; NO_VERSION for none."""
+        return max(self._seen, default=NO_VERSION)
+
+    def note(self, seen: SeenVersion) -> None:
+        """Append a verified version; durable when it returns.
+
+        Raises:
+            RunReplaced: the version was seen with another state or another manifest.
+            DiskFull: the row is not written.
+        """
+        known = self._seen.get(seen.version)
+        if known == seen:
+            return
+        if known is not None:
+            _check_same(known, seen)
+        row = _row(seen)
+        with self.path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                if file.write(row) != len(row):
+                    raise OSError(errno.ENOSPC, "short write")
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(before)
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise DiskFull(str(self.path.parent)) from error
+                raise
+        self._seen[seen.version] = seen
+
+    def _read(self) -> None:
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            try:
+                seen = _parse(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                action = "move it away; versions seen before are then not recognised"
+                raise CorruptStore(f"{self.path}, line {number}: {error}", action=action) from error
+            self._seen[seen.version] = seen
+        if whole != len(data):
+            os.truncate(self.path, whole)
+
+
+def _row(seen: SeenVersion) -> bytes:
+    return (json.dumps(dataclasses.asdict(seen)) + "\n").encode("ascii")
+
+
+def _keep_beside(path: Path, name: str) -> None:
+    """Give a file a second name, one that is free."""
+    for number in itertools.count(1):
+        try:
+            path.with_name(name if number == 1 else f"{name}.{number}").hardlink_to(path)
+        except FileExistsError:
+            continue
+        sync_directory(path.parent)
+        return
+
+
+def _check_same(known: SeenVersion, seen: SeenVersion) -> None:
+    if known.state_root != seen.state_root:
+        before, now = known.state_root[:12], seen.state_root[:12]
+        raise RunReplaced(f"version {seen.version} had state {before} before and has {now} now")
+    if known.manifest_digest and known.manifest_digest != seen.manifest_digest:
+        raise RunReplaced(f"version {seen.version} has another manifest than before")
+
+
+def _parse(row: dict[str, Any]) -> SeenVersion:
+    return SeenVersion(
+        version=int(row["version"]),
+        state_root=Digest(str(row["state_root"])),
+        manifest_digest=str(row.get("manifest_digest", "")),
+        run_id=str(row.get("run_id", "")),
+        signed_by=str(row.get("signed_by", "")),
+    )
+
+
+def record_name(variant: str) -> str:
+    """Name of the file in the state directory."""
+    return f"versions.{variant}.jsonl" if variant else "versions.jsonl"
+
+
+def check_head(head_version: int, *, seen_version: int) -> None:
+    """Refuse a head below the newest version that this sampler knew of before it asked.
+
+    Raises:
+        RunReplaced: versions that existed are gone.
+    """
+    if head_version < seen_version:
+        raise RunReplaced(f"the head is version {head_version}, but version {seen_version} was seen before")
+
+
+async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mapping[int, bytes], fetch: Fetch) -> range:
+    """Check the manifest of a new version against the newest one used; returns the versions that were abandoned.
+
+    Args:
+        data: exact bytes of the new version's manifest.
+        newest: the highest version used; None accepts whatever comes first.
+        known: manifests at hand by version; trusted no more than fetched ones.
+        fetch: gets others.
+
+    Raises:
+        RunReplaced: the version is older, of another run, or descends from a sibling of `newest`.
+        UnprovenDescent: the coordinator does not show the manifests between.
+    """
+    child = manifest_from_bytes(data)
+    if newest is None:
+        return NOTHING_ABANDONED
+    if newest.run_id and child.run_id != newest.run_id:
+        raise RunReplaced(
+            f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}",
+            action="name the coordinator of that run, or choose another state_dir",
+        )
+    if child.version < newest.version:
+        raise RunReplaced(f"version {child.version} is older than version {newest.version}, used before")
+    if child.version == newest.version:
+        _same(newest, manifest_digest(data), f"version {child.version} is another than the one used before")
+        return NOTHING_ABANDONED
+    manifests = dict(known)
+    while child.parent_version > newest.version:
+        child = await _parent(child, manifests, oldest=newest.version + 1, fetch=fetch)
+    if child.parent_version == newest.version:
+        problem = f"version {child.version} does not descend from the version {newest.version} that was used before"
+        _same(newest, child.parent_digest, problem)
+        return NOTHING_ABANDONED
+    return child.abandoned
+
+
+def _same(newest: SeenVersion, digest: str, problem: str) -> None:
+    if newest.manifest_digest and digest != newest.manifest_digest:
+        raise RunReplaced(problem)
+
+
+async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, fetch: Fetch) -> Manifest:
+    number = child.parent_version
+    if number not in manifests:
+        first = max(oldest, number - MAX_AT_ONCE + 1)
+        try:
+            found = await fetch(first, number)
+        except UnknownVersion as error:
+            raise UnprovenDescent(f"the coordinator does not show the way to version {child.version}") from error
+        if not found:
+            raise UnprovenDescent(f"the coordinator does not show the way to version {child.version}")
+        # What is held already is kept; what is beyond the range was not asked for.
+        manifests.update(
+            (version, data)
+            for version, data in zip(range(number, first - 1, -1), found, strict=False)
+            if version not in manifests
+        )
+    # Taken, not read: a long way back must not be in memory as a whole.
+    data = manifests.pop(number)
+    if manifest_digest(data) != child.parent_digest:
+        raise UnprovenDescent(f"version {child.version} names another version {number} than the coordinator shows")
+    return manifest_from_bytes(data)
+
+
+def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
+    """What would be forgotten, in a sentence for each record that has something above the version.
+
+    Raises:
+        OperatorError: there is no record, or it is of another run.
+        CorruptStore: a record cannot be read.
+    """
+    sentences = []
+    for record in _records(state_dir, run):
+        newest = record.newest
+        if newest is None or newest.version <= to_version:
+            continue
+        left = max((version for version in record.versions if version <= to_version), default=NO_VERSION)
+        then = f"what follows must descend from version {left}" if left >= 0 else "any first version is taken"
+        signer = f", signed by {newest.signed_by}" if newest.signed_by else ""
+        sentences.append(
+            f"{record.path.name}: version {newest.version}, state {newest.state_root[:12]}{signer}, was seen here; the"
+            f" run goes back to version {to_version}; {then}"
+        )
+    return sentences
+
+
+def agree(state_dir: Path, *, run: str, to_version: int) -> None:
+    """Forget what was seen above the version; durable when it returns.
+
+    Raises:
+        OperatorError, CorruptStore: as `differences`.
+    """
+    for record in _records(state_dir, run):
+        if forgotten := record.rewind(to_version):
+            first, last = forgotten[0], forgotten[-1]
+            _LOG.warning(
+                "forgotten by order: %d versions from %d, state %s, to %d, state %s",
+                len(forgotten), first.version, first.state_root, last.version, last.state_root,
+            )  # fmt: skip
+
+
+def _records(state_dir: Path, run: str) -> list[TrustRecord]:
+    paths = sorted({*state_dir.glob(record_name("")), *state_dir.glob(record_name("*"))})
+    if not paths:
+        raise OperatorError(f"{state_dir} has no record of versions", action="name the configuration of the sampler")
+    records = [TrustRecord(path) for path in paths]
+    for record in records:
+        newest = record.newest
+        if newest is not None and newest.run_id not in ("", run):
+            raise OperatorError(f"{state_dir} is of run {newest.run_id}, not {run}", action="name that run")
+    return records

@@ -1,0 +1,121 @@
+"""What vLLM is told: the engine's arguments, what is asked for a completion, and how its answers are read.
+
+Guarantees: a completion's random stream depends on its assignment's seed and its place in the group alone; log-probs
+mean what the contract says, or the configuration is refused. Must never import vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import blake3
+import numpy as np
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.generation.inference_engine import Completion
+from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.rollout import FinishReason, Span
+from heterorl.sampler.config import VllmEngineConfig
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+_COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
+"""Mean difference from the reference that rounding explains, nats."""
+NUM_URGENT = 8
+"""Requests of a canary that run beside a whole batch."""
+MIN_TEMPERATURE = 0.01
+"""Below it vLLM draws at another temperature than it is told."""
+NO_VERSION = "default"
+"""vLLM's label of tokens drawn before any label was set."""
+
+
+def tolerance(settings: VllmEngineConfig) -> float:
+    """Largest mean difference of a sequence from the reference, nats."""
+    return settings.canary_tolerance or TOLERANCE[settings.compute_dtype]
+
+
+def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs_mode: str) -> dict[str, Any]:
+    """Arguments of vLLM's engine but for the model and its weights."""
+    return {
+        **settings.extra,
+        **({"device_ids": list(settings.devices)} if settings.devices else {}),
+        **({} if settings.enforce_eager is None else {"enforce_eager": settings.enforce_eager}),
+        "dtype": _COMPUTE[settings.compute_dtype],
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enable_prefix_caching": settings.prefix_cache,
+        "max_model_len": max_model_len,
+        "max_num_seqs": settings.batch_rows + NUM_URGENT,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes or None,
+        "gpu_memory_utilization": settings.memory_share,
+        "logprobs_mode": logprobs_mode,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": "heterorl.sampler.vllm.arena_worker.ArenaWorker",
+    }
+
+
+def logprobs_mode(sampling: SamplingSemantics) -> str:
+    """vLLM's mode in which the log-probs of drawn tokens have the contract's meaning.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if sampling.temperature < MIN_TEMPERATURE:
+        raise ConfigError("sampling.temperature", f"vLLM draws at no temperature below {MIN_TEMPERATURE}")
+    is_of_logits = sampling.logprob_temperature == 1.0
+    if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):
+        return "raw_logprobs"
+    if sampling.is_truncated:
+        # vLLM renormalises processed log-probs over what truncation leaves; the contract does not.
+        raise ConfigError(
+            "sampling",
+            "vLLM gives no log-probs before truncation at a temperature",
+            action="use top_p = 1 and top_k = 0, temperature = 1, or logprob_mode = raw",
+        )
+    return "processed_logprobs"
+
+
+def drawing(sampling: SamplingSemantics, *, seed: int, max_tokens: int, **changes: Any) -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams for one completion."""
+    return {
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "logprobs": 0,
+        "detokenize": False,
+        # The contract's end tokens end a completion, not those that the model's own settings name.
+        "ignore_eos": True,
+        **changes,
+    }
+
+
+def seed_of(seed: int, member: int) -> int:
+    """Seed of one completion, 63 bits: neighbours of a group share no stream, nor do two groups with close seeds."""
+    return int.from_bytes(blake3.blake3(f"{seed}/{member}".encode()).digest(8), "little") >> 1
+
+
+def chosen(tokens: Int32Array, entries: Sequence[Any]) -> Float32Array:
+    """Log-prob of each token out of vLLM's dictionaries of the tokens beside it."""
+    return np.array([entry[int(token)].logprob for token, entry in zip(tokens, entries, strict=True)], np.float32)
+
+
+def completion(output: Any, *, end_token_ids: Sequence[int]) -> Completion:
+    """The domain value of one of vLLM's CompletionOutputs."""
+    tokens = np.array(output.token_ids, np.int32)
+    return Completion(
+        token_ids=tokens,
+        # Rounding may leave a certain token at +1e-8; a log-prob is never positive.
+        logprobs=np.minimum(chosen(tokens, output.logprobs), np.float32(0.0)),
+        finish_reason=FinishReason.EOS if tokens[-1] in end_token_ids else FinishReason.LENGTH,
+        spans=tuple(
+            Span(version=_number(span.version), start=span.start, end=span.end) for span in output.weight_versions
+        ),
+    )
+
+
+def _number(label: str) -> int:
+    return -1 if label == NO_VERSION else int(label)

@@ -1,0 +1,259 @@
+"""vLLM behind the Engine Protocol: a process of its own that keeps running while its weights are swapped in place.
+
+    load   weights file -> pause -> every worker's `load_arena_file` -> version label, new salt of the prefix cache
+           -> resume -> canary beside the reference
+
+Guarantees: without a canary that agrees with the float32 reference nothing is generated: `version` is -1, `submit`
+refuses, and what was under way is dropped; the next `load` after a failure starts a new process from a whole model
+directory; no request begins with keys and values of another version, and what is under way during a swap goes on with
+its own. Weights travel as a safetensors file in a directory that only this user can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from heterorl.common.errors import EngineDied, EngineError
+from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText, generate_all
+from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.weights.arena import Arena
+from heterorl.sampler.config import VllmEngineConfig
+from heterorl.sampler.vllm import weight_canary
+from heterorl.sampler.vllm.shared_model import SharedModel
+from heterorl.sampler.vllm.vllm_arguments import (
+    chosen,
+    completion,
+    drawing,
+    engine_arguments,
+    logprobs_mode,
+    seed_of,
+    tolerance,
+)
+from heterorl.sampler.vllm.vllm_process import VllmProcess, import_vllm
+
+_LOG = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """Implements heterorl.common.generation.inference_engine.Engine."""
+
+    def __init__(self, source: SharedModel, *, end_token_ids: Sequence[int], settings: VllmEngineConfig) -> None:
+        """Start vLLM with the model of a source, which `close` does not close.
+
+        Each of `end_token_ids` ends a completion, and stays its last token; nothing else does.
+
+        Raises:
+            DependencyMissing: vLLM is not installed.
+            ConfigError: vLLM cannot draw as the source's sampling says.
+            EngineDied: vLLM does not start.
+        """
+        package = import_vllm()
+        self.source = source
+        self._sampling, self._ends = source.sampling, tuple(end_token_ids)
+        self._tolerance = tolerance(settings)
+        self.layout = source.layout
+        self.version = -1
+        """Of the loaded weights; -1 before the first `load` and after one that failed."""
+        self.is_whole = True
+        """Whether the process runs and has a version, as far as it was asked."""
+        # Of all below, and of the version.
+        self._news = threading.Condition()
+        self._is_loading = False
+        self._epoch = 0
+        self._num_open = 0
+        self._ended: list[Finished | Lost] = []
+        self._failure: EngineError | None = None
+        self.name = f"vllm-{package.__version__}"
+        self.dtype: str = settings.compute_dtype
+        self.canary_difference = 0.0
+        self.max_running = settings.batch_rows
+        self.max_model_len = source.longest(settings.max_model_len)
+        self._room = replace(source.room, positions=self.max_model_len, key="engine.max_model_len")
+        self._arguments = {
+            **engine_arguments(
+                settings, max_model_len=self.max_model_len, logprobs_mode=logprobs_mode(source.sampling)
+            ),
+            **source.weights.arguments(),
+        }
+        self._process: VllmProcess | None = self._start(source.model_dir)
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Swap the weights; what is under way goes on with them from its next token.
+
+        What ended meanwhile is returned by `collect` only when the canary agrees: StaleWeights where it does not.
+        """
+        # A disk that is full leaves the engine with what it has.
+        with self.source.written(arena):
+            with self._news:
+                self._is_loading = True
+            try:
+                self._load(arena, version)
+            except BaseException as error:
+                self._fail(EngineError(f"what was generated is dropped: a swap meanwhile failed: {error}"))
+                if self._process is not None:
+                    self._process.give_up()
+                raise
+            else:
+                with self._news:
+                    self.version, self.is_whole = version, True
+            finally:
+                with self._news:
+                    self._is_loading = False
+                    self._news.notify_all()
+
+    def _load(self, arena: Arena, version: int) -> None:
+        label = str(version)
+        is_running = self.is_whole and self._process is not None
+        if not is_running:
+            self._start_again()
+            self._alive().set_version(label)
+        if is_running or self.source.lora.rank:
+            self.source.weights.swap(self._alive(), label)
+        self._check(arena, version)
+
+    def submit(self, request: Request) -> None:
+        """Take a request; during a swap too."""
+        sampling = request.sampling or self._sampling
+        limit = sampling.max_new_tokens
+        self._room.check(request.prompt, limit)
+        ids = request.prompt.tolist()
+        with self._news:
+            if not self.is_whole:
+                raise EngineError("the engine generates nothing: its weights are not those of a version")
+            process, epoch = self._alive(), self._epoch
+            for member in range(request.num_completions):
+                asked = drawing(
+                    sampling,
+                    seed=seed_of(request.seed, member),
+                    max_tokens=limit,
+                    stop_token_ids=list(self._ends),
+                )
+                process.submit(ids, asked, partial(self._take, epoch, request.key, member))
+                self._num_open += 1
+
+    def collect(self) -> list[Finished | Lost]:
+        """Wait until a completion ended and no swap is under way; all that ended."""
+        with self._news:
+            epoch = self._epoch
+            self._news.wait_for(
+                lambda: (
+                    self._epoch != epoch
+                    or self._failure
+                    or not self._num_open
+                    # Only after a swap the canary has agreed with what was drawn meanwhile.
+                    or (self._ended and not self._is_loading)
+                )
+            )
+            if self._failure:
+                failure = self._failure
+                self._drop()
+                raise failure
+            ended, self._ended = self._ended, []
+            self._num_open -= len(ended)
+            return ended
+
+    def cancel(self) -> None:
+        """Give up everything under way."""
+        with self._news:
+            self._drop()
+
+    def generate(
+        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
+    ) -> list[list[Completion]]:
+        """Draw `num_per_prompt` completions of each prompt."""
+        return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
+
+    def _take(self, epoch: int, key: int, member: int, answer: Any) -> None:
+        with self._news:
+            if epoch != self._epoch:
+                return
+            if isinstance(answer, EngineDied):
+                self._fail(answer)
+                return
+            row = completion(answer.outputs[0], end_token_ids=self._ends)
+            self._ended.append(Finished(key=key, member=member, completion=row))
+            self._news.notify_all()
+
+    def _fail(self, error: EngineError) -> None:
+        """Trust nothing until a `load` succeeds; `collect` says so if something was under way."""
+        with self._news:
+            # One death is told several times; what was under way when it was told first must still be given up.
+            is_heard = self._num_open > 0 or self._failure is not None
+            self.version, self.is_whole = -1, False
+            self._drop()
+            self._failure = error if is_heard else None
+
+    def _drop(self) -> None:
+        self._epoch += 1
+        self._ended, self._num_open, self._failure = [], 0, None
+        if self._process is not None:
+            self._process.cancel()
+        self._news.notify_all()
+
+    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        """Score texts in one batch; empty where vLLM cannot: what it says of given tokens knows no temperature."""
+        if self._sampling.logprob_temperature != 1.0:
+            return []
+        forced = drawing(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
+        sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]
+        try:
+            outputs = self._alive().ask([(ids.tolist(), forced) for ids in sequences])
+        except EngineDied as error:
+            self._fail(error)
+            raise
+        return [
+            chosen(text.completion, output.prompt_logprobs[text.prompt.size :])
+            for text, output in zip(texts, outputs, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the process."""
+        with self._news:
+            self.is_whole = False
+            self._drop()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _start(self, model_dir: str) -> VllmProcess:
+        return VllmProcess({**self._arguments, "model": model_dir}, max_running=self.max_running)
+
+    def _start_again(self) -> None:
+        """A new process that loads the version as any model: nothing of the old process remains."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        with self.source.weights.whole_model() as model_dir:
+            self._process = self._start(model_dir)
+
+    def _check(self, arena: Arena, version: int) -> None:
+        room = self.max_model_len - weight_canary.NUM_NEW_TOKENS
+        prompts = weight_canary.canary_prompts(self.source.room.vocab_size, max_length=room)
+        forced = drawing(
+            self._sampling, seed=weight_canary.SEED, max_tokens=weight_canary.NUM_NEW_TOKENS, prompt_logprobs=0
+        )
+        outputs = self._alive().ask([(prompt.tolist(), forced) for prompt in prompts])
+        drawn = [output.outputs[0] for output in outputs]
+        sequences = [
+            np.concatenate([prompt, np.array(one.token_ids, np.int32)])
+            for prompt, one in zip(prompts, drawn, strict=True)
+        ]
+        computed = [
+            chosen(sequence[1:], [*output.prompt_logprobs[1:], *one.logprobs])
+            for sequence, output, one in zip(sequences, outputs, drawn, strict=True)
+        ]
+        expected = self.source.expected(arena, sequences, [prompt.size for prompt in prompts])
+        self.canary_difference = weight_canary.check(computed, expected, version=version, tolerance=self._tolerance)
+        _LOG.debug("version %d: the canary differs by %.2g", version, self.canary_difference)
+
+    def _alive(self) -> VllmProcess:
+        if self._process is None:
+            raise EngineDied("vLLM is not running")
+        return self._process

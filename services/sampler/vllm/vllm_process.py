@@ -1,0 +1,288 @@
+"""vLLM's asynchronous engine as blocking calls: a thread with an event loop here, the model in a process of its own.
+
+Guarantees: what goes to the worker process is a method's name, plain values and the path of a file, never code or a
+pickled tensor; every failure of vLLM is an EngineError; `close` ends the process. Must never decide what a version is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from heterorl.common.errors import DependencyMissing, EngineDied
+from heterorl.common.model.library_versions import check_package
+from heterorl.sampler.vllm.vllm_arguments import NO_VERSION
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+START_S = 1800.0
+"""Loading a large model from a slow disk."""
+_DESCRIBING = threading.Lock()
+ANSWER_S = 600.0
+"""A swap, a question: anything but what is submitted, which may take as long as its tokens do."""
+
+
+def import_vllm() -> Any:
+    """The package, which takes seconds to import.
+
+    Raises:
+        DependencyMissing: it is not installed.
+        DependencyUnsupported: another version is than this release works with.
+    """
+    check_package("vllm")
+    # Read at import. Usage reports would tell a third party what runs here.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        import vllm
+    except ImportError as error:
+        raise DependencyMissing("vllm", "vllm") from error
+    return vllm
+
+
+class VllmProcess:
+    """One running engine; a fresh one is made to start again."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, max_running: int) -> None:
+        """Start the engine's process with arguments of vLLM's AsyncEngineArgs, and load its model.
+
+        vLLM is handed `max_running` requests at once: what waits for its turn here belongs to no version yet.
+        `max_num_seqs` above it is room for urgent requests.
+
+        Raises:
+            DependencyMissing: vLLM is not installed.
+            EngineDied: it does not start.
+        """
+        vllm = import_vllm()
+        from vllm.platforms import current_platform
+
+        # Graphs cost seconds to record and pay on a GPU only.
+        arguments = {"enforce_eager": current_platform.is_cpu(), **arguments}
+        if arguments["enforce_eager"]:
+            # Eager means nothing is compiled: vLLM's sampler would otherwise run a C++ compiler at its first token.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        self._sampling_params = vllm.SamplingParams
+        self._tokens_prompt = vllm.inputs.TokensPrompt
+        self._num_requests = 0
+        self._num_swaps = 0
+        self._label = NO_VERSION
+        self._adapter: Any = None
+        self._slots = asyncio.Semaphore(max_running)
+        self._open = asyncio.Event()
+        self._open.set()
+        # All that is under way, and what of it was submitted.
+        self._running: set[asyncio.Task[Any]] = set()
+        self._submitted: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        try:
+            self._engine: Any = self._wait(_start(arguments), START_S)
+            self.call("end_with", os.getpid())
+        except EngineDied:
+            self._end_loop()
+            raise
+
+    def submit(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
+        """Take a request: prompt token ids, sampling parameters.
+
+        Its own thread calls `on_end` with vLLM's RequestOutput or the EngineDied instead of it, if it is not given up.
+
+        Raises:
+            EngineDied: the process was closed.
+        """
+        try:
+            self._loop.call_soon_threadsafe(self._begin, ids, settings, on_end)
+        except RuntimeError as error:
+            raise EngineDied("vLLM is not running") from error
+
+    def ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
+        """vLLM's RequestOutput of every (prompt token ids, sampling parameters), beside what is under way.
+
+        Raises:
+            EngineDied: the process ended, refused a request, or the requests were given up.
+        """
+        return self._wait(self._ask(requests), ANSWER_S)
+
+    def cancel(self) -> None:
+        """Give up what was submitted and has not ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._submitted])
+
+    def call(self, method: str, *arguments: str | int | Mapping[str, str] | None) -> list[Any]:
+        """Call a method of the worker extension in every worker; returns what each answered.
+
+        Raises:
+            EngineDied: one of them failed.
+        """
+        return self._wait(self._engine.collective_rpc(method, timeout=ANSWER_S, args=arguments), 2 * ANSWER_S)
+
+    def swap(self, method: str, *arguments: str | Mapping[str, str], num_tensors: int, label: str) -> None:
+        """Change the weights between two tokens: requests under way are kept, and go on with the new ones.
+
+        The method of the worker extension answers `num_tensors`, in every worker; tokens have the label from now on.
+
+        Raises:
+            EngineDied: a worker failed or read something else; nothing goes on before `give_up`.
+        """
+        self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
+
+    def swap_adapter(self, directory: str, *, label: str) -> None:
+        """Change the adapter over the base model, in `peft`'s files, as `swap` changes weights.
+
+        Raises:
+            EngineDied: vLLM does not take it; nothing goes on before `give_up`.
+        """
+        self._wait(self._swap_adapter(directory, label), 3 * ANSWER_S)
+
+    def set_version(self, label: str) -> None:
+        """Label tokens from now on; no request begins with keys and values from before."""
+        self._wait(self._set_version(label), ANSWER_S)
+
+    def give_up(self) -> None:
+        """End all requests under way, questions too: `ask` raises EngineDied."""
+        self._wait(self._give_up(), ANSWER_S)
+
+    def close(self) -> None:
+        """End the process."""
+        try:
+            # Before the process is gone: nobody would wake who waits for its answer.
+            self.give_up()
+            self._wait(_shutdown(self._engine), ANSWER_S)
+        except EngineDied as error:
+            _LOG.info("the engine was gone already: %s", error)
+        self._end_loop()
+
+    def _begin(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
+        task = self._loop.create_task(self._in_turn(ids, settings))
+        self._running.add(task)
+        self._submitted.add(task)
+
+        def end(task: asyncio.Task[Any]) -> None:
+            self._running.discard(task)
+            self._submitted.discard(task)
+            if not task.cancelled():
+                error = task.exception()
+                on_end(_died(error) if error else task.result())
+
+        task.add_done_callback(end)
+
+    async def _ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(self._one(ids, settings)) for ids, settings in requests]
+            self._running.update(waiting)
+            for task in waiting:
+                task.add_done_callback(self._running.discard)
+        return [task.result() for task in waiting]
+
+    async def _in_turn(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
+        async with self._slots:
+            return await self._one(ids, settings)
+
+    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
+        while True:
+            # Submitted during a swap, it would compute with the new weights on cached prefixes of the old ones.
+            await self._open.wait()
+            label = self._label
+            result = await self._answer(ids, parameters)
+            # Submitted before a swap and begun after it, it may have found the old weights' prefix.
+            if not result.num_cached_tokens or result.outputs[0].weight_versions[0].version == label:
+                return result
+
+    async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:
+        self._num_requests += 1
+        prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(self._num_swaps))
+        result: Any = None
+        answers = self._engine.generate(
+            prompt, parameters, request_id=str(self._num_requests), lora_request=self._adapter
+        )
+        async for output in answers:
+            result = output
+        return result
+
+    async def _swap(self, method: str, arguments: Sequence[Any], num_tensors: int, label: str) -> None:
+        await self._pause()
+        counts = await self._engine.collective_rpc(method, timeout=ANSWER_S, args=tuple(arguments))
+        if set(counts) != {num_tensors}:
+            raise RuntimeError(f"the workers read {counts} tensors of {num_tensors}")
+        await self._set_version(label)
+        await self._engine.resume_generation()
+
+    async def _swap_adapter(self, directory: str, label: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory)
+        await self._pause()
+        # In place, under the one number that requests under way have.
+        loaded = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory, load_inplace=True)
+        if not await self._engine.add_lora(loaded):
+            raise RuntimeError("the adapter was not loaded")
+        self._adapter = request
+        await self._set_version(label)
+        await self._engine.resume_generation()
+
+    async def _pause(self) -> None:
+        self._open.clear()
+        # Keeps requests and their keys and values; returns when the last output of the old weights is labelled.
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def _set_version(self, label: str) -> None:
+        # The salt is part of every block's key: prefixes of older weights are never found again, only evicted.
+        self._num_swaps += 1
+        if not self._running and not await self._engine.reset_prefix_cache():
+            raise RuntimeError("requests were under way while the version changed")
+        await self._engine.update_weight_version(label)
+        self._label = label
+        self._open.set()
+
+    async def _give_up(self) -> None:
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _wait(self, work: Coroutine[Any, Any, _T], timeout_s: float | None) -> _T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            future.cancel()
+            raise EngineDied(f"vLLM gave no answer in {timeout_s:.0f} s") from error
+        except concurrent.futures.CancelledError as error:
+            raise EngineDied("vLLM was told to give up what it was generating") from error
+        except Exception as error:
+            raise _died(error) from error
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def _died(error: BaseException) -> EngineDied:
+    cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+    return EngineDied(f"vLLM: {type(cause).__name__}: {cause}")
+
+
+async def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # Processes start side by side; what describes them goes through globals of the package.
+    with _DESCRIBING:
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+async def _shutdown(engine: Any) -> None:
+    engine.shutdown()

@@ -1,0 +1,236 @@
+"""A sampler that starts again goes on with the trajectories that an earlier process had under way."""
+
+import dataclasses
+import hashlib
+import sqlite3
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import EnvironmentFailed
+from heterorl.common.types.rollout import FinishReason, WorkAssignment
+from heterorl.sampler.outbox.turn_store import MAX_RESUMED
+from tests.support.games import SIZE, TURNS, Games, collected
+
+LONG = dataclasses.replace(TURNS, max_turns=9, trajectory_s=600.0, max_trajectory_tokens=100)
+
+
+def held(at, **settings):
+    """Games of three turns whose answers wait from a turn on."""
+    games = Games(length=3, max_turns=9, held_at=at, **settings)
+    games.go.clear()
+    games.max_live = 64
+    return games
+
+
+def free(**settings):
+    """The same of a later process, which wait for nothing."""
+    return held(9, **settings)
+
+
+def kept(world):
+    """Turns by assignment and member that are on the disk."""
+    with sqlite3.connect(world.directory / "site" / "outbox.sqlite") as file:
+        rows = file.execute("SELECT assignment, member, count(*) FROM turns GROUP BY 1, 2").fetchall()
+    file.close()
+    return {(assignment, member): count for assignment, member, count in rows}
+
+
+async def killed_in(world, games, *, turns=2):
+    """SIGKILL once all members of two groups have so many turns on the disk; the assignments of these."""
+    await world.until(lambda: list(kept(world).values()) == [turns] * 2 * SIZE)
+    found = {assignment for assignment, _ in kept(world)}
+    world.kill()
+    games.go.set()
+    return found
+
+
+def seed_of(world, assignment, member, turn):
+    name = f"heterorl-turn-1/{world.seeds[assignment]}/{member}/{turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+async def begun(play, games, **settings):
+    world = await play(games, contract=LONG, **settings)
+    world.seeds = {}
+    real = world.core.lease_work
+
+    async def lease_work(**asked):
+        grant = await real(**asked)
+        world.seeds |= {work.id: work.seed for work in grant.assignments}
+        return grant
+
+    world.link.replaced["lease_work"] = lease_work
+    return world
+
+
+async def test_killed_sampler_draws_only_the_turn_that_was_under_way(play, monkeypatch):
+    games = held(2)
+    world = await begun(play, games)
+    mine = await killed_in(world, games)
+    world.conversations = free()
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert {group.assignment for group in groups} == mine
+    for group in groups:
+        for rollout in group.rollouts:
+            assert rollout.token_ids.tolist() == [5, 6, 1, 7, 8, 5, 6, 1, 7, 8, 5, 6, 1]
+            assert (rollout.reward, rollout.finish_reason) == (3.0, FinishReason.EOS)
+    # One request for each member, of its third turn, with the seed that it had before.
+    drawn = world.engine.submitted[: 2 * SIZE]
+    assert {request.seed for request in drawn} == {seed_of(world, a, m, 2) for a in mine for m in range(SIZE)}
+    assert all(request.prompt.tolist() == [2, 3, 5, 6, 1, 7, 8, 5, 6, 1, 7, 8] for request in drawn)
+    assert not mine & {assignment for assignment, _ in kept(world)}
+    # Nothing was handed back, so no prompt waits behind others.
+    assert not world.link.calls["abandon_work"]
+
+
+async def test_member_whose_first_turn_was_under_way_is_drawn_alone(play, monkeypatch):
+    games = held(1)
+    world = await begun(play, games)
+    mine = await killed_in(world, games, turns=1)
+    with sqlite3.connect(world.directory / "site" / "outbox.sqlite") as file:
+        file.execute("DELETE FROM turns WHERE member = 1")
+    file.close()
+    world.conversations = free()
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert {group.assignment for group in groups} == mine
+    assert all(rollout.reward == 3.0 for group in groups for rollout in group.rollouts)
+    first = [request for request in world.engine.submitted[: 2 * SIZE] if request.prompt.tolist() == [2, 3]]
+    assert {request.seed for request in first} == {seed_of(world, assignment, 1, 0) for assignment in mine}
+
+
+async def test_member_that_is_answered_otherwise_is_lost_alone(play, monkeypatch, caplog):
+    games = held(2)
+    world = await begun(play, games)
+    await killed_in(world, games)
+    world.conversations = again = free()
+    again.otherwise = 1
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    lost = [one for group in groups for one in group.rollouts if not one.is_trainable]
+    assert [one.finish_reason for one in lost] == [FinishReason.ENVIRONMENT_FAILED]
+    assert lost[0].token_ids.tolist() == [5, 6, 1]
+    assert "turn 1 is answered otherwise than before this process started" in caplog.text
+
+
+async def test_groups_of_an_environment_that_leaves_things_to_chance_begin_from_new(play, monkeypatch):
+    games = held(2, is_deterministic=False)
+    world = await begun(play, games)
+    await world.until(lambda: sum(len(episode.turns) for episode in games.opened) >= 2 * SIZE)
+    assert not kept(world)
+    world.kill()
+    games.go.set()
+    world.conversations = free(is_deterministic=False)
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert all(rollout.is_trainable for group in groups for rollout in group.rollouts)
+    assert world.engine.submitted[0].num_completions == SIZE
+
+
+async def test_stop_leaves_trajectories_to_the_next_start(play, monkeypatch):
+    games = held(2)
+    world = await begun(play, games)
+    await world.until(lambda: list(kept(world).values()) == [2] * 2 * SIZE)
+    mine = {assignment for assignment, _ in kept(world)}
+    world.stop.set()
+    await world.end()
+    games.go.set()
+    assert not world.link.calls["abandon_work"]
+    world.conversations = free()
+    world.start()
+    groups = (await collected(world, monkeypatch, 2))[:2]
+
+    assert {group.assignment for group in groups} == mine
+    assert all(request.num_completions == 1 for request in world.engine.submitted[: 2 * SIZE])
+
+
+async def test_turns_of_a_group_are_gone_before_it_is_handed_back(play):
+    games = held(2)
+    world = await begun(play, games)
+    await world.until(lambda: list(kept(world).values()) == [2] * 2 * SIZE)
+    handed_back, left = [], []
+
+    async def abandon_work(*, assignments, **_given):
+        handed_back.extend(assignments)
+        left.extend(number for number, _ in kept(world) if number in assignments)
+
+    world.link.replaced["abandon_work"] = abandon_work
+    games.failures = {("step", number, 2): EnvironmentFailed("it raised") for number in range(2 * SIZE)}
+    games.go.set()
+    await world.until(lambda: bool(handed_back))
+
+    assert not left
+
+
+@pytest.mark.parametrize("seconds", [590.0, 610.0])
+async def test_trajectory_that_took_too_long_goes_back(play, monkeypatch, seconds):
+    games = held(2)
+    world = await begun(play, games)
+    mine = await killed_in(world, games)
+    world.clock.advance(seconds)
+    world.conversations = free()
+    world.start()
+    await collected(world, monkeypatch, 2)
+
+    is_resumed = world.engine.submitted[0].num_completions == 1
+    assert is_resumed == (seconds < 600.0)
+    assert mine
+
+
+async def test_assignment_that_ran_out_and_is_given_again_is_the_one_under_way(play):
+    games = held(2)
+    world = await begun(play, games)
+    mine = await killed_in(world, games)
+    real = world.core.lease_work
+
+    async def lease_work(**asked):
+        grant = await real(**asked)
+        again = [WorkAssignment(id=number, prompt_index=0, seed=1, lease_s=9.0) for number in mine]
+        return dataclasses.replace(grant, assignments=(*again, *grant.assignments)[: asked["max_groups"]])
+
+    world.link.replaced["lease_work"] = lease_work
+    world.settings = {"work_ahead_s": 10.0}
+    world.conversations = again = held(3)
+    world.start()
+    await world.until(lambda: len(again.opened) >= 4 * SIZE)
+
+    numbers = [draft.assignment.id for draft in world.sampler.generation.collector.drafts]
+    assert mine < set(numbers)
+    assert len(set(numbers)) == len(numbers)
+    again.go.set()
+
+
+async def test_group_that_no_start_gets_on_with_goes_back(play):
+    games = held(2)
+    world = await begun(play, games)
+    mine = await killed_in(world, games)
+    for _ in range(MAX_RESUMED):
+        world.conversations = again = held(1)
+        world.start()
+        await world.until(lambda games=again: len(games.opened) == 2 * SIZE)
+        assert world.outbox.assignments() == tuple(sorted(mine))
+        world.kill()
+        again.go.set()
+    world.conversations = free()
+    world.start()
+    assert world.outbox.assignments() == ()
+    await world.until_acknowledged(2)
+
+
+async def test_group_whose_prompt_changed_goes_back(play, monkeypatch, caplog):
+    games = held(2)
+    world = await begun(play, games)
+    mine = await killed_in(world, games)
+    world.conversations = again = free()
+    again.encode = lambda _: np.array([4, 4], np.int32)
+    world.start()
+    await collected(world, monkeypatch, 2)
+
+    assert caplog.text.count("its prompt is another one now") == len(mine)
+    assert not mine & {assignment for assignment, _ in kept(world)}

@@ -1,0 +1,404 @@
+"""A sampler evaluates pinned versions beside its rollouts; a real coordinator in process, an engine that computes
+nothing."""
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import (
+    ConfigError,
+    EngineDied,
+    EnvironmentFailed,
+    MessageTooLarge,
+    PromptRefused,
+    PromptTooLong,
+    RewardError,
+    Unreachable,
+)
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.evaluation import EvaluationState
+from heterorl.common.types.rollout import RewardPart
+from heterorl.sampler.prompt_evaluator import SiteSet
+from tests.support.games import Games
+from tests.support.run import SITE
+from tests.support.sampler_world import World
+
+SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 16, "temperature": 0.5, "every_versions": 2}]
+
+
+class Held:
+    """A task of 12 held-out prompts; every second one is answered rightly, `fails` cannot be scored."""
+
+    digest = "c" * 64
+    num_prompts = 1
+    num_evaluation_prompts = 12
+
+    def __init__(self, fails=()):
+        self.fails = fails
+
+    def evaluation_prompt(self, index):
+        return Prompt(index=index, text=f"{index}=", answer="")
+
+    def score(self, prompt, completion):
+        if prompt.index in self.fails:
+            raise RewardError("it crashed")
+        return (RewardPart(name="right", value=float(prompt.index % 2)),)
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = await World.open(tmp_path, evaluation=SETS, max_work_ahead_s=3600.0)
+    world.settings = {"swap": "in_flight", "work_ahead_s": 10.0, "evaluation_share": 0.5}
+    world.sets = (SiteSet(name="held", task=Held()),)
+    yield world
+    await world.close()
+
+
+async def found(world, version=0):
+    evaluations = await world.core.list_evaluations()
+    return next((each for each in evaluations if each.version == version), None)
+
+
+async def until_done(world, version=0):
+    while (of := await found(world, version)) is None or of.state is not EvaluationState.DONE:
+        await world._pass(0.5)
+        if world.running.done():
+            await world.running
+    return of
+
+
+def of_evaluation(engine):
+    return [request for request in engine.submitted if request.sampling is not None]
+
+
+async def test_a_version_is_evaluated_beside_rollouts_and_each_prompt_counts_once(world):
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples, done.sites) == (12, 12 * 16, ((SITE, 12),))
+    assert done.summary.average.mean == 0.5
+    assert {request.sampling.temperature for request in of_evaluation(world.engine)} == {0.5}
+    # Twelve prompts of two blocks, each drawn once.
+    assert len(of_evaluation(world.engine)) == 24
+    assert await world.ledger_acked() > 0
+
+
+async def test_newer_weights_wait_for_the_evaluation_and_rollouts_go_on(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    await world.run.publish()
+    await world.until(lambda: world.sampler.policy.take(0) is not None)
+    before = len(world.engine.submitted) - len(of_evaluation(world.engine))
+    load, at_load = world.engine.load, []
+
+    def noted(arena, version):
+        at_load.append((version, len(of_evaluation(world.engine)), len(world.engine.submitted)))
+        load(arena, version)
+
+    world.engine.load = noted
+    await until_done(world)
+    await world.until(lambda: len(world.engine.loaded) == 2)
+
+    # All 24 blocks were drawn before the newer weights came, and rollouts beside them.
+    ((version, num_blocks, num_requests),) = at_load
+    assert (version, num_blocks) == (1, 24)
+    assert num_requests - num_blocks > before
+
+
+async def test_newer_weights_do_not_wait_for_ever(world):
+    world.settings["evaluation_hold_s"] = 0.0
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    await world.run.publish()
+    await world.until(lambda: len(world.engine.loaded) > 1)
+
+    assert (await found(world)).state is EvaluationState.RUNNING
+    # Not a prompt is of two versions: what was begun was ended before the swap.
+    assert (await found(world)).summary.num_prompts > 0
+
+
+async def test_an_engine_that_dies_costs_no_prompt(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    world.engine.batch_failures = [EngineDied("it is gone")]
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 16)
+
+
+async def test_a_killed_sampler_goes_on_with_what_it_held(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    world.kill()
+    world.start()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.sites) == (12, ((SITE, 12),))
+
+
+async def test_a_stopped_sampler_hands_its_parts_back(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    world.stop.set()
+    await world.end()
+
+    assert await world.core.database.run(
+        lambda connection: connection.execute("SELECT count(*) FROM work WHERE is_leased = 1").fetchone()
+    ) == (0,)
+
+
+async def test_a_drained_run_evaluates_its_last_version_before_the_sampler_ends(world):
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    await world.run.publish()
+    await world.until(lambda: world.engine.version == 1)
+    await world.core.drain(reason="the end")
+    await world.end()
+
+    assert (await found(world, 1)).state is EvaluationState.DONE
+
+
+async def test_a_drained_sampler_waits_for_the_last_version_before_it_evaluates_it(world):
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    failures = [Unreachable("the link is down")] * 3
+
+    async def late(**values):
+        if failures:
+            raise failures.pop()
+        return await world.core.plan_pull(**values)
+
+    world.link.replaced["plan_pull"] = late
+    await world.run.publish()
+    await world.core.drain(reason="the end")
+    await world.end()
+
+    assert (await found(world, 1)).state is EvaluationState.DONE
+
+
+async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(world, caplog):
+    world.settings["evaluation_hold_s"] = 20.0
+
+    async def nothing(**_):
+        raise Unreachable("the link is down")
+
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    world.link.replaced["plan_pull"] = nothing
+    await world.run.publish()
+    await world.core.drain(reason="the end")
+    drained_at = world.clock.monotonic()
+    await world.end()
+
+    assert world.clock.monotonic() - drained_at >= 20.0
+    assert (await found(world, 1)).state is EvaluationState.OPEN
+    assert "draining without the last evaluation: its weights did not come" in caplog.text
+
+
+async def test_a_drain_waits_for_the_last_evaluation_though_the_coordinator_is_away_for_a_moment(world):
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    await world.run.publish()
+    failures = [Unreachable("the link is down")] * 3
+
+    async def shaky(**values):
+        if values["sets"] and failures:
+            raise failures.pop()
+        return await world.core.lease_work(**values)
+
+    world.link.replaced["lease_work"] = shaky
+    await world.core.drain(reason="the end")
+    await world.end()
+
+    assert (await found(world, 1)).state is EvaluationState.DONE
+
+
+async def test_results_beyond_the_limit_of_messages_are_delivered_as_numbers(world):
+    sizes = []
+
+    async def small(**values):
+        sizes.append(sum(len(sample.text) for result in values["results"] for sample in result.samples))
+        if sizes[-1] or any(result.prompt for result in values["results"]):
+            raise MessageTooLarge("17 MB, 16 MB are taken")
+        return await world.core.push_evaluation(**values)
+
+    world.link.replaced["push_evaluation"] = small
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 16)
+    assert sizes.count(0) == len(sizes) / 2
+
+
+async def test_results_that_are_refused_for_good_are_not_drawn_for_ever(world):
+    async def never(**_):
+        raise MessageTooLarge("17 MB, 16 MB are taken")
+
+    world.link.replaced["push_evaluation"] = never
+    await world.run.publish()
+    world.start()
+    await world.until(lambda: not world.sampler.evaluation._sets)
+    await world.passed(1.0)
+    drawn = len(of_evaluation(world.engine))
+    await world.passed(60.0, step_s=1.0)
+
+    assert len(of_evaluation(world.engine)) == drawn
+
+
+async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_go_on(world):
+    await world.run.publish()
+    world.start()
+    submit = world.engine.submit
+
+    def narrow(request):
+        if request.sampling is not None:
+            raise ConfigError("engine.max_model_len", "8 holds no prompt of 2 and 512 new tokens")
+        submit(request)
+
+    world.engine.submit = narrow
+    await world.until_acknowledged(4)
+    await world.passed(10.0, step_s=1.0)
+
+    assert (await found(world)).summary.num_prompts == 0
+    assert "held" not in world.sampler.evaluation._sets
+
+
+async def test_prompts_that_are_refused_cost_the_set_nothing_but_themselves(world, caplog):
+    class Prompts:
+        """Token ids that tell the prompts apart; the template refuses number 0."""
+
+        def encode_prompt(self, prompt):
+            if prompt.text == "0=":
+                raise PromptRefused("use_chat_template", "roles must alternate")
+            return np.array([prompt.index + 2, 3], np.int32)
+
+        def decode(self, token_ids):
+            return "text"
+
+    world.prompter = Prompts()
+    world.start()
+    submit = world.engine.submit
+
+    def narrow(request):
+        if request.sampling is not None and request.prompt[0] == 1 + 2:
+            raise PromptTooLong("engine.max_model_len", "8 tokens hold no prompt of 2 and 7 new ones")
+        submit(request)
+
+    world.engine.submit = narrow
+    await world.run.publish()
+    of = await until_done(world)
+
+    assert of.summary.num_prompts == 12
+    assert of.summary.num_errors == 2 * 16
+    assert of.summary.average.num_prompts == 10
+    assert "held-out prompt 0 cannot be drawn" in caplog.text
+    assert "held-out prompt 1 cannot be drawn" in caplog.text
+
+
+async def test_rewards_that_fail_are_counted_and_left_out(world):
+    world.sets = (SiteSet(name="held", task=Held(fails=(1, 3))),)
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    # Of ten prompts that are left four are right.
+    assert (done.summary.num_errors, done.summary.average.mean) == (32, 0.4)
+
+
+async def test_evaluation_takes_no_more_than_its_share_of_the_rows(world):
+    most = 0
+    await world.run.publish()
+    world.start()
+    evaluation_requests = world.sampler.generation.evaluation_requests
+    begin = evaluation_requests.begin
+
+    def counted(key, count, on_end):
+        nonlocal most
+        begin(key, count, on_end)
+        most = max(most, evaluation_requests.num_running)
+
+    evaluation_requests.begin = counted
+    await until_done(world)
+
+    # Half of four rows is less than a block of eight, which goes alone.
+    assert most == 8
+
+
+@pytest.fixture
+def played(world):
+    """A set whose prompts are answered by an environment, in two turns each."""
+    games = Games(length=2)
+    games.max_live = 16
+    world.sets = (SiteSet(name="held", task=Held(), conversations=games),)
+    return games
+
+
+async def test_a_set_with_an_environment_is_played_to_its_end_and_scored_by_it(world, played):
+    delivered = []
+
+    async def noted(**values):
+        delivered.extend(values["results"])
+        return await world.core.push_evaluation(**values)
+
+    world.link.replaced["push_evaluation"] = noted
+    played.failures = {("step", 5, 2): EnvironmentFailed("it raised"), ("score", 7): EnvironmentFailed("no number")}
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    # What the environment lost has no reward; the others have one for each turn.
+    assert (done.summary.num_samples, done.summary.num_errors) == (12 * 16 - 2, 2)
+    assert done.summary.average.mean == 2.0
+    samples = [sample for result in delivered for sample in result.samples]
+    assert {sample.text for sample in samples if sample.reward is not None} == {"x|x"}
+    # Drawn tokens alone.
+    assert {sample.num_tokens for sample in samples} == {6}
+    later = [request for request in of_evaluation(world.engine) if request.num_completions == 1]
+    assert {tuple(request.prompt.tolist()) for request in later} == {(2, 3, 5, 6, 1, 7, 8)}
+    assert len({request.seed for request in later}) == len(later) == 12 * 16
+
+
+async def test_turns_that_an_engine_loses_are_drawn_again_and_no_episode_stays_open(world, played):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: [request for request in of_evaluation(world.engine) if request.num_completions == 1])
+    world.engine.batch_failures = [EngineDied("it is gone")]
+    world.engine.is_paced = False
+    world.engine.pace.release()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples, done.summary.average.mean) == (12, 12 * 16, 2.0)
+    assert len(played.opened) > 12 * 16
+    await world.until(lambda: played.closed == len(played.opened))
+
+
+async def test_a_turn_that_the_engine_has_no_room_for_ends_its_completion_with_the_score_so_far(world, played):
+    await world.run.publish()
+    world.start()
+    submit = world.engine.submit
+
+    def narrow(request):
+        if request.sampling is not None and request.prompt.size > 2:
+            raise PromptTooLong("engine.max_model_len", "6 tokens hold no prompt of 7")
+        submit(request)
+
+    world.engine.submit = narrow
+    done = await until_done(world)
+
+    assert (done.summary.average.mean, done.summary.num_truncated) == (1.0, 12 * 16)

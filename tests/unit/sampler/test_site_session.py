@@ -1,0 +1,87 @@
+"""What a heartbeat's refusals mean for the process."""
+
+import asyncio
+import random
+
+import pytest
+
+from heterorl.common.errors import InvalidRequest, PermissionDenied, QuotaExceeded, Unauthenticated, Unreachable
+from heterorl.common.process.clock import Bell
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.site_session import Reported, Session
+from heterorl.sampler.trust_record import TrustRecord
+from tests.support.clock import ManualClock
+from tests.support.run import Run
+
+
+class Refusing:
+    """Answers every heartbeat with one error; `enough` is set at the third."""
+
+    def __init__(self, error):
+        self.error = error
+        self.beats = 0
+        self.enough = asyncio.Event()
+
+    async def heartbeat(self, beat):
+        self.beats += 1
+        if self.beats == 3:
+            self.enough.set()
+        raise self.error
+
+
+class PassingClock(ManualClock):
+    """Sleeps cost nothing."""
+
+    async def sleep(self, seconds):
+        self.advance(seconds)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def outbox(tmp_path):
+    outbox = Outbox(tmp_path / "spool")
+    yield outbox
+    outbox.close()
+
+
+def session_of(api, outbox, tmp_path):
+    return Session(
+        api=api,
+        registration=Run(None, tmp_path).registration(),
+        outbox=outbox,
+        record=TrustRecord(tmp_path / "versions.jsonl"),
+        heartbeat_s=2.0,
+        clock=PassingClock(),
+        bell=Bell(),
+        numbering=asyncio.Lock(),
+        rng=random.Random(0),
+    )
+
+
+@pytest.mark.parametrize("error", [Unauthenticated("certificate 1 is revoked"), PermissionDenied("of another run")])
+async def test_sampler_that_is_refused_for_good_ends_also_before_its_first_version(outbox, tmp_path, error):
+    """Without a version it asks for no work, and every other loop waits for something that will never come."""
+    api = Refusing(error)
+
+    with pytest.raises(type(error)):
+        await session_of(api, outbox, tmp_path).beat(Reported)
+    assert api.beats == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unauthenticated("the certificate has expired", retry_after_s=5.0),
+        Unreachable("cut"),
+        QuotaExceeded("too many", retry_after_s=1.0),
+        InvalidRequest("problem: a field that this release writes otherwise"),
+    ],
+)
+async def test_heartbeat_that_fails_otherwise_is_forgotten(outbox, tmp_path, error):
+    api = Refusing(error)
+    beating = asyncio.create_task(session_of(api, outbox, tmp_path).beat(Reported))
+    await api.enough.wait()
+
+    assert not beating.done()
+    beating.cancel()
+    await asyncio.wait([beating])

@@ -35,8 +35,8 @@ from rich.table import Table
 
 from heterorl.coordinator.groups.queue import LEASE_BYTES, LEASE_STEP
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.engine import Connection, Engine
-from heterorl.coordinator.store.postgres.engine import open_store
+from heterorl.coordinator.store.database_engine import Connection, DatabaseEngine
+from heterorl.coordinator.store.postgres.postgres_engine import open_store
 from heterorl.coordinator.store.sqlite import SqliteEngine
 from tests.support.postgres import PostgresServer
 
@@ -129,7 +129,7 @@ def _lease(connection: Connection, is_apart: bool) -> tuple[list[str], int]:
     return names, read
 
 
-async def measure(engine: Engine, files: Path, *, layout: str, size: int, count: int) -> dict[str, float]:
+async def measure(engine: DatabaseEngine, files: Path, *, layout: str, size: int, count: int) -> dict[str, float]:
     """Seconds of one round: of taking groups in, and of leasing them out."""
     database = await Database.over(lambda: engine)
     place = Place(database, files, layout)
@@ -176,7 +176,7 @@ async def run(directory: Path, server: PostgresServer, *, rounds: int) -> list[d
                     place = directory / f"{store}-{layout}-{size}-{number}"
                     (place / "groups").mkdir(parents=True)
                     if store == "sqlite":
-                        engine: Engine = SqliteEngine.open(place / "store.sqlite")
+                        engine: DatabaseEngine = SqliteEngine.open(place / "store.sqlite")
                     else:
                         engine = open_store(server.make_schema(place.name))
                     seconds = await measure(engine, place / "groups", layout=layout, size=size, count=count)

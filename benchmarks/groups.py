@@ -59,8 +59,8 @@ from heterorl.common.wire.rollout import pushes_to_pb
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.rollout import RolloutServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 
@@ -164,7 +164,7 @@ class Bench:
         async def inner(_: object) -> Any:
             return self.handlers.by_name[name]
 
-        handler = await self.server.door.intercept_service(inner, Details(_SERVICE + name))
+        handler = await self.server.admission.intercept_service(inner, Details(_SERVICE + name))
         stream = handler.stream_stream(None, Channel(messages))
         left = []
         async for answer in stream:

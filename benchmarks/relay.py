@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pull import build_arenas, publish
-from heterorl.certs.directory import Authority
+from heterorl.certs.authority_directory import Authority
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.common.process.clock import SystemClock

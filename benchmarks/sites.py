@@ -50,7 +50,7 @@ from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_snapshot
 from heterorl.common.wire.common import contract_to_bytes
 from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
-from heterorl.coordinator.status import encode
+from heterorl.coordinator.status_report import encode
 from heterorl.demo.processes import Child, start, stop
 from tests.support.postgres import PostgresServer, binaries
 

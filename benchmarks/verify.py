@@ -46,8 +46,8 @@ from heterorl.common.types.rollout import Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.seal import group_message, seal
-from heterorl.coordinator.groups.admission import ending_problem
 from heterorl.coordinator.groups.schedule import seed_of
+from heterorl.coordinator.groups.validation import ending_problem
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.checks.findings import (
     Replay,

@@ -25,7 +25,7 @@ import numpy as np
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
-from heterorl.coordinator.payloads.merges import RADIX
+from heterorl.coordinator.payloads.merged_deltas import RADIX
 
 LAGS = (1, 2, 4, 8, 16, 64, 256)
 

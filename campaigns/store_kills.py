@@ -43,7 +43,7 @@ from heterorl.common.types.rollout import GroupId, QueuedGroup
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import BucketConfig
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.store.postgres.engine import PostgresConnection, open_store
+from heterorl.coordinator.store.postgres.postgres_engine import PostgresConnection, open_store
 from heterorl.demo.processes import Child, start, stop_together
 from tests.support import commit_order
 from tests.support.bucket import BucketServer

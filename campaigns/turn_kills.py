@@ -23,7 +23,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.rollout import DropReason, Group, Rollout
 from heterorl.common.wire.seal import open_group, read_sealed
-from heterorl.coordinator.groups.work import REOPENED
+from heterorl.coordinator.groups.work_assignments import REOPENED
 from tests.support.cluster import Cluster, account
 from tests.support.conversations import save_chat_model
 from tests.support.links import PLAINTEXT

@@ -33,7 +33,7 @@ from heterorl.common.wire.run import (
     status_from_pb,
 )
 from heterorl.common.wire.statement import TABLES, statement_from_bytes, statement_to_bytes
-from heterorl.coordinator.versions.plans import plan_pull
+from heterorl.coordinator.versions.pull_plans import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from heterorl.common.errors import Draining
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 ResultT = TypeVar("ResultT")
 

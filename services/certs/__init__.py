@@ -1,4 +1,5 @@
-"""A private certificate authority for runs that have none: keys, certificates, revocation, as plain files.
+"""A private certificate authority for runs without one: keys, certificates and revocation as plain files.
 
-Open `authority` first: what is signed, and for whom. `join` and `desk` are the two ends of an enrolment.
+Open `authority` first: what is signed, and for whom. `enrolment_client` and `enrolment_server` are the two ends of a
+node's enrolment.
 """

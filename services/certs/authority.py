@@ -25,7 +25,7 @@ SKEW = datetime.timedelta(minutes=5)
 SERVING = frozenset({Role.COORDINATOR, Role.RELAY})
 """Roles that others dial."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-DESK_NAME = "enrolment.heterorl.invalid"
+ENROLMENT_NAME = "enrolment.heterorl.invalid"
 """Server name of the desk for joining nodes: none that a coordinator is dialled by, and none that DNS can hold."""
 
 
@@ -111,7 +111,7 @@ def sign_node(
     )  # fmt: skip
 
 
-def issue_desk(authority: Pair, *, now: datetime.datetime) -> Pair:
+def issue_enrolment_server(authority: Pair, *, now: datetime.datetime) -> Pair:
     """Issue the certificate of the desk that answers joining nodes: it proves one server name and is no node's.
 
     Raises:
@@ -119,7 +119,7 @@ def issue_desk(authority: Pair, *, now: datetime.datetime) -> Pair:
     """
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(
-        authority, subject=DESK_NAME, public_key=key.public_key(), names=[x509.DNSName(DESK_NAME)],
+        authority, subject=ENROLMENT_NAME, public_key=key.public_key(), names=[x509.DNSName(ENROLMENT_NAME)],
         usages=[ExtendedKeyUsageOID.SERVER_AUTH], now=now,
     )  # fmt: skip
     return _pair(certificate, key)

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from heterorl.certs.authority import sign_node
-from heterorl.certs.directory import PUBLIC, SECRET, Authority, locked, write_file
-from heterorl.certs.tokens import (
+from heterorl.certs.authority_directory import PUBLIC, SECRET, Authority, locked, write_file
+from heterorl.certs.join_tokens import (
     ID_BYTES,
     SECRET_BYTES,
     JoinRefused,

@@ -47,7 +47,7 @@ def init(
     days: Annotated[int, typer.Option(help="Days until the authority expires.", min=1, max=3650)] = 1825,
 ) -> None:
     """Make an authority for a run. Its key, ca.key, can make any identity: back it up and show it to nobody."""
-    from heterorl.certs.directory import Authority
+    from heterorl.certs.authority_directory import Authority
 
     Authority(directory).init(run=run, now=_now(), lifetime=datetime.timedelta(days=days))
     _print(f"authority of run {run} in {directory}; next: heterorl certs issue coordinator main --host NAME")
@@ -71,7 +71,7 @@ def issue(
     days: DaysOption = DAYS,
 ) -> None:
     """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
-    from heterorl.certs.directory import PUBLIC, REVOKED, Authority, write_file
+    from heterorl.certs.authority_directory import PUBLIC, REVOKED, Authority, write_file
     from heterorl.common.identity.spiffe import Role
     from heterorl.common.identity.tls import ADDRESS_FILE
 
@@ -100,7 +100,7 @@ def renew(
     days: DaysOption = DAYS,
 ) -> None:
     """Replace a node's certificate and key in place. Running nodes take new files up without dropping a call."""
-    from heterorl.certs.directory import Authority
+    from heterorl.certs.authority_directory import Authority
 
     old = Authority(directory).renew(node, hosts=host or (), now=_now(), lifetime=datetime.timedelta(days=days))
     _print(f"renewed: {node}; copy node.key and node.crt to the node if they live elsewhere")
@@ -121,7 +121,7 @@ def revoke(
     A node that joined by token has no directory here: name it by --site and --role, or by its serial number, which
     `heterorl certs list` shows.
     """
-    from heterorl.certs.directory import Authority
+    from heterorl.certs.authority_directory import Authority
     from heterorl.common.identity.spiffe import Role
 
     if bool(what) == bool(site):
@@ -139,7 +139,7 @@ def revoke(
 @app.command("list")
 def list_(directory: DirOption = DIRECTORY) -> None:
     """Show every certificate of an authority, the one that expires first on top."""
-    from heterorl.certs.directory import Authority
+    from heterorl.certs.authority_directory import Authority
 
     now = _now()
     rows = []
@@ -243,18 +243,18 @@ def serve(
     It needs no certificate of the caller, only a token. The authority's key stays on this machine: the coordinator
     needs neither this command nor the key.
     """
-    from heterorl.certs.desk import Desk
+    from heterorl.certs.enrolment_server import EnrolmentServer
     from heterorl.common.process import logs
 
     check_address("--listen", listen, is_listening=True)
     logs.configure(style="console")
-    desk = Desk(directory)
+    server = EnrolmentServer(directory)
 
     async def answer() -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with desk.listening(listen) as port:
+        async with server.listening(listen) as port:
             console_of().print(f"answering joining nodes on port {port}; Ctrl-C ends it", soft_wrap=True)
             await stop.wait()
 
@@ -276,9 +276,9 @@ def join(
     Prints the first lines of the node's configuration. The authority is proven by the token before anything is sent.
     After a lost answer, the same command gets it again.
     """
-    from heterorl.certs.directory import PUBLIC, write_file
-    from heterorl.certs.join import join as get
-    from heterorl.certs.tokens import parse_token
+    from heterorl.certs.authority_directory import PUBLIC, write_file
+    from heterorl.certs.enrolment_client import join as get
+    from heterorl.certs.join_tokens import parse_token
     from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
     from heterorl.common.rpc.channel import check_health
 

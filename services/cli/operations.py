@@ -181,7 +181,7 @@ def restore(
     A backup is of no particular store: one of a run in SQLite goes into PostgreSQL, and the other way round.
     """
     loaded = load_service("coordinator", config, set_ or ())
-    from heterorl.coordinator.offline.restore import restore as put
+    from heterorl.coordinator.offline.restore_backup import restore as put
 
     with bytes_bar("payloads") as advance:
         found = put(

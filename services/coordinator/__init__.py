@@ -1,6 +1,7 @@
-"""The coordinator: versions policies, brokers their payloads, hands out work and keeps the queue of groups.
+"""The coordinator: keeps versions and payloads, hands out prompts, queues groups for the learner.
 
-Three columns (`policy` with `lease`, `rollout`, `run`) over one store share `parts`. Decisions are pure functions and
-store operations in the wings; `core` opens, holds and closes, `servicers` speak protobuf, `rpc` lets callers in; torch
-stays out. Open `core` first, then `groups/queue` for a group and `versions/lineage` for a weight.
+Each `*_column` module implements one part of `common/api.py` over one store; all of them share `context`. Decisions are
+pure functions in the subfolders. `core` opens, holds and closes everything; `servicers` translate protobuf; `rpc`
+admits calls. No module imports torch. Open `core` first, then `groups/queue` for a group and `versions/lineage` for a
+version.
 """

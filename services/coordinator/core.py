@@ -13,54 +13,54 @@ from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.evaluation import EvaluationColumn
-from heterorl.coordinator.groups import admission, queue
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.evaluation_column import EvaluationColumn
+from heterorl.coordinator.groups import queue, validation
 from heterorl.coordinator.groups.deadlines import Deadlines
-from heterorl.coordinator.lease import LearnerLease
-from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.learner_lease import LearnerLease
 from heterorl.coordinator.payloads.backup import Backups
-from heterorl.coordinator.payloads.composer import Composer
 from heterorl.coordinator.payloads.damage import Damage
-from heterorl.coordinator.payloads.keeper import Keeper
-from heterorl.coordinator.payloads.merges import Merges
-from heterorl.coordinator.payloads.opening import open_payloads
+from heterorl.coordinator.payloads.delta_merger import DeltaMerger
+from heterorl.coordinator.payloads.garbage_collector import GarbageCollector
+from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
 from heterorl.coordinator.payloads.retention import PullLeases
-from heterorl.coordinator.policy import PolicyColumn
-from heterorl.coordinator.ring import Ring
-from heterorl.coordinator.rollout import RolloutColumn
-from heterorl.coordinator.run import RunColumn
-from heterorl.coordinator.sample import SampleColumn
+from heterorl.coordinator.payloads.storage_setup import open_payloads
+from heterorl.coordinator.policy_column import PolicyColumn
+from heterorl.coordinator.rollout_column import RolloutColumn
+from heterorl.coordinator.run_column import RunColumn
+from heterorl.coordinator.sample_column import SampleColumn
+from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites.sites import Sites
-from heterorl.coordinator.store.choice import open_engine
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
-from heterorl.coordinator.store.engine import Connection, Engine
-from heterorl.coordinator.store.room import Room, operators_error
+from heterorl.coordinator.store.database_engine import Connection, DatabaseEngine
+from heterorl.coordinator.store.disk_space import DiskSpace, operators_error
+from heterorl.coordinator.store.engine_choice import open_engine
 from heterorl.coordinator.versions import lineage
 
 
 class Coordinator:
     """The columns over one store, and all of heterorl.common.api.CoordinatorApi for callers in the same process."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.lease = LearnerLease(parts)
-        self.policy = PolicyColumn(parts)
-        self.evaluation = EvaluationColumn(parts)
-        self.rollout = RolloutColumn(parts, held_out=self.evaluation.lease)
-        self.run = RunColumn(parts)
-        self.sample = SampleColumn(parts)
+    def __init__(self, context: CoordinatorContext) -> None:
+        self.context = context
+        self.lease = LearnerLease(context)
+        self.policy = PolicyColumn(context)
+        self.evaluation = EvaluationColumn(context)
+        self.rollout = RolloutColumn(context, held_out=self.evaluation.lease)
+        self.run = RunColumn(context)
+        self.sample = SampleColumn(context)
         # What runs beside the calls, and what is looked at from outside.
-        self.config = parts.config
-        self.clock = parts.clock
-        self.database = parts.database
-        self.blobs = parts.blobs
-        self.merges = parts.merges
-        self.composer = parts.composer
-        self.leases = parts.leases
-        self.damage = parts.damage
-        self.keeper = parts.keeper
-        self.room = parts.room
-        self.backups = parts.backups
+        self.config = context.config
+        self.clock = context.clock
+        self.database = context.database
+        self.blobs = context.blobs
+        self.merges = context.merges
+        self.merger = context.merger
+        self.leases = context.leases
+        self.damage = context.damage
+        self.collector = context.collector
+        self.disk = context.disk
+        self.backups = context.backups
         # CoordinatorApi, call by call: for a caller in this process the columns are one.
         self.acquire_lease = self.lease.acquire_lease
         self.renew_lease = self.lease.renew_lease
@@ -105,14 +105,14 @@ class Coordinator:
         clock: Clock,
         *,
         store: type[Database] = Database,
-        engine: Engine | None = None,
+        engine: DatabaseEngine | None = None,
     ) -> Coordinator:
         """Open the data directory; every lease found there gets a fresh term.
 
         `store` is how operations run on the database: on a thread of their own, or inline under a virtual clock.
         `engine` is a store that was taken before, as a standby does. Raises as `open_parts`.
         """
-        return cls(await open_parts(config, clock, store=store, engine=engine))
+        return cls(await open_context(config, clock, store=store, engine=engine))
 
     @property
     def on_fatal(self) -> asyncio.Future[None]:
@@ -120,20 +120,20 @@ class Coordinator:
         return self.database.on_fatal
 
     async def end_streams(self) -> None:
-        self.parts.closing.set()
-        self.parts.bell.ring()
-        self.parts.head_bell.ring()
+        self.context.closing.set()
+        self.context.bell.ring()
+        self.context.head_bell.ring()
 
     async def close(self) -> None:
         await self.end_streams()
-        await self.keeper.close()
-        await self.parts.reader.close()
+        await self.collector.close()
+        await self.context.reader.close()
         await self.database.close()
 
 
-async def open_parts(
-    config: CoordinatorConfig, clock: Clock, *, store: type[Database], engine: Engine | None = None
-) -> Parts:
+async def open_context(
+    config: CoordinatorConfig, clock: Clock, *, store: type[Database], engine: DatabaseEngine | None = None
+) -> CoordinatorContext:
     """Open the data directory; every lease found there gets a fresh term. `engine` is one that is open already.
 
     Raises:
@@ -141,23 +141,23 @@ async def open_parts(
         OperatorError: the directory cannot be used, or the disk is full at the first start.
         Busy: a bucket of payloads does not answer.
     """
-    room = Room(config.data_dir, min_free_bytes=config.min_free_bytes, clock=clock)
+    disk = DiskSpace(config.data_dir, min_free_bytes=config.min_free_bytes, clock=clock)
     database = await store.over(
         lambda: engine or open_engine(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket)),
-        on_full=room.note_refusal,
+        on_full=disk.note_refusal,
     )
     now = clock.monotonic()
-    ring = Ring(
+    ring = SampleRing(
         limit_bytes=config.samples_bytes,
         every=config.samples_every,
         max_sample_bytes=config.max_group_bytes,
         wall=clock.wall,
-        may_write=lambda: not room.is_full,
+        may_write=lambda: not disk.is_full,
     )
 
     async def make_room(missing_bytes: int) -> None:
         # The keeper is opened below, over these files; nothing is uploaded before.
-        await keeper.collect(missing_bytes=missing_bytes)
+        await collector.collect(missing_bytes=missing_bytes)
 
     try:
         await database.run(lambda connection: _start(connection, config))
@@ -165,68 +165,68 @@ async def open_parts(
         with contextlib.suppress(StoreFull):
             while not await database.run(ring.trim):
                 pass
-        home, blobs, copies, incoming = await open_payloads(
-            config, database, clock, make_room=make_room, on_full=room.note_refusal
+        storage, blobs, cache, direct_uploads = await open_payloads(
+            config, database, clock, make_room=make_room, on_full=disk.note_refusal
         )
-        merges = Merges(config.data_dir / "merged")
+        merges = MergedDeltas(config.data_dir / "merged")
         await merges.open(database)
         sites = Sites(max_work_ahead_s=config.max_work_ahead_s)
         # Who reads from the bucket is not seen to read.
         lease_s = max(config.pull_lease_s, config.payloads.url_lifetime_s if config.payloads.bucket else 0.0)
         leases = PullLeases(term_s=lease_s, started=now)
-        damage = Damage(database=database, blobs=blobs, copies=copies, merges=merges)
-        keeper = Keeper(
+        damage = Damage(database=database, blobs=blobs, cache=cache, merges=merges)
+        collector = GarbageCollector(
             config=config,
             clock=clock,
             database=database,
             blobs=blobs,
-            copies=copies,
+            cache=cache,
             merges=merges,
             damage=damage,
             leases=leases,
             in_use=sites.versions_in_use,
-            may_write=lambda: not room.is_full,
+            may_write=lambda: not disk.is_full,
         )
-        await keeper.recover()
+        await collector.recover()
     except BaseException as error:
         await database.close()
         if isinstance(error, OSError):
             raise operators_error(config.data_dir, error) from error
         raise
-    if room.look():
-        keeper.poke()
-    return Parts(
+    if disk.look():
+        collector.poke()
+    return CoordinatorContext(
         config=config,
         clock=clock,
         database=database,
-        home=home,
+        storage=storage,
         blobs=blobs,
-        copies=copies,
-        incoming=incoming,
+        cache=cache,
+        direct_uploads=direct_uploads,
         merges=merges,
-        composer=Composer(
+        merger=DeltaMerger(
             merges=merges,
             database=database,
             path_of=blobs.path,
-            copies=copies,
+            cache=cache,
             config=config,
             leased=lambda: leases.payloads(clock.monotonic()),
-            may_write=lambda: not room.is_full,
+            may_write=lambda: not disk.is_full,
             clock=clock,
         ),
         leases=leases,
         reader=PayloadReader(),
         damage=damage,
-        keeper=keeper,
-        room=room,
+        collector=collector,
+        disk=disk,
         backups=Backups(
             directory=config.backup_dir or config.data_dir / "backups",
             run_id=config.run_id,
             database=database,
             blobs=blobs,
-            copies=copies,
+            cache=cache,
             damage=damage,
-            keeper=keeper,
+            collector=collector,
             clock=clock,
             store_url=config.store.url,
         ),
@@ -254,6 +254,6 @@ def _start(connection: Connection, config: CoordinatorConfig) -> None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
     contract = lineage.read_contract(connection)
-    problem = "" if contract is None else admission.contract_problem(contract, config)
+    problem = "" if contract is None else validation.contract_problem(contract, config)
     if problem:
-        raise ConfigError("max_message_bytes", problem, action=admission.SIZE_ACTION)
+        raise ConfigError("max_message_bytes", problem, action=validation.SIZE_ACTION)

@@ -1,4 +1,4 @@
-"""Evaluations of versions on sets, and the held-out prompts of them that are work (groups/work.py); store operations.
+"""Evaluations of versions on sets, whose held-out prompts are assignments (groups/work_assignments.py).
 
     open     planned; one that no site has begun gives way to a newer one of its set
     running  a site that has the version and the set's data began it: each prompt is an assignment until it is answered
@@ -36,10 +36,10 @@ from heterorl.common.types.evaluation import (
     PromptResult,
     ScoredSample,
 )
-from heterorl.coordinator.groups import work
-from heterorl.coordinator.groups.work import Handed
+from heterorl.coordinator.groups import work_assignments
+from heterorl.coordinator.groups.work_assignments import Handed
 from heterorl.coordinator.sites.sites import Holder
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 _ROW = "job, task_set, version, state_root, draws, state FROM evaluation_jobs JOIN versions USING (version)"
 
@@ -105,7 +105,7 @@ def drop(connection: Connection, versions: Sequence[int]) -> None:
 def forget_prompts(connection: Connection, job: int) -> None:
     """Forget the prompts of an evaluation, answered or not."""
     connection.execute("DELETE FROM evaluation_results WHERE job = ?", (job,))
-    work.forget(connection, numbers_of(job))
+    work_assignments.forget(connection, numbers_of(job))
 
 
 def is_pending(connection: Connection) -> bool:
@@ -145,7 +145,9 @@ def hand_out(
         digests: of the sets' tasks as configured; of another set the first site's is the set's.
     """
     site, incarnation = asker.holder
-    again = work.handed_before(connection, site=SiteId(site), incarnation=incarnation, request_id=asker.request_id)
+    again = work_assignments.handed_before(
+        connection, site=SiteId(site), incarnation=incarnation, request_id=asker.request_id
+    )
     if again:
         return find(connection, job_of(again[0].assignment)), again, "given to this request before"
     rows = connection.execute(
@@ -167,7 +169,7 @@ def hand_out(
         if job.spec.version == asker.policy_version and asker.only in (None, job.spec.version):
             if not job.is_begun:
                 _begin(connection, job, asker.sets[job.spec.task_set])
-            handed = work.hand_out_held_out(
+            handed = work_assignments.hand_out_held_out(
                 connection, numbers_of(job.id), holder=asker.holder, count=count, request_id=asker.request_id
             )
             if handed:
@@ -192,7 +194,7 @@ def over(
     ).fetchall()
     ended = []
     for job, version, is_followed in rows:
-        if not work.has_any(connection, numbers_of(job)):
+        if not work_assignments.has_any(connection, numbers_of(job)):
             ended.append((job, EvaluationState.DONE))
         elif is_followed and (is_ending or (in_use is not None and version not in in_use)):
             ended.append((job, EvaluationState.INCOMPLETE))
@@ -215,7 +217,7 @@ def _begin(connection: Connection, job: Job, stated: EvaluationSet) -> None:
         "UPDATE evaluation_jobs SET state = 'running', wanted = ?, task_digest = ? WHERE job = ?",
         (wanted, stated.task_digest, job.id),
     )
-    work.open_held_out(connection, numbers_of(job.id)[:wanted], seed=draws.seed)
+    work_assignments.open_held_out(connection, numbers_of(job.id)[:wanted], seed=draws.seed)
 
 
 def _job(row: tuple[Any, ...]) -> Job:
@@ -303,7 +305,7 @@ def count(
         if number not in jobs:
             jobs[number] = find(connection, number)
         job = jobs[number]
-        prompt, is_over = work.held_out_of(connection, result.assignment, holder)
+        prompt, is_over = work_assignments.held_out_of(connection, result.assignment, holder)
         if is_over or job is None:
             continue
         spec = job.spec
@@ -315,7 +317,7 @@ def count(
             raise InvalidRequest(f"state_root: the prompt is of version {spec.version}, which has another one")
         if len(result.samples) != spec.draws.num_samples:
             raise InvalidRequest(f"results: {len(result.samples)} completions, {spec.draws.num_samples} are wanted")
-        work.answer(connection, [result.assignment])
+        work_assignments.answer(connection, [result.assignment])
         connection.execute(
             "INSERT INTO evaluation_results VALUES (?, ?, ?, ?)", (job.id, prompt, holder[0], _scores(result))
         )

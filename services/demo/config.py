@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from heterorl.certs.directory import Authority
+from heterorl.certs.authority_directory import Authority
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.process.files import try_lock

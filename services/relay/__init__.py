@@ -1,6 +1,6 @@
-"""The relay: at a site with several samplers, what all of them pull crosses the line once.
+"""The relay: at a site with several samplers, each payload crosses the WAN once.
 
-Weights are answered from here and kept by content; every other call goes on to the coordinator under the name of the
-node that made it. Nothing is decided here and nobody has to trust it: samplers verify as without it.
-Open `app` first, then `router`, `weights` and `payloads`.
+The relay answers calls about weights from its cache. It forwards every other call to the coordinator with the calling
+node's certificate. It decides nothing and needs no trust: samplers verify everything as without it.
+Open `relay_app` first, then `router`, `cached_weights` and `payloads`.
 """

@@ -1,6 +1,6 @@
 """Every call that reaches a relay: those about weights are answered here, health too, all others are carried.
 
-    WatchHead, GetManifest, ListManifests, PlanPull, ReadPayload    heterorl.relay.weights
+    WatchHead, GetManifest, ListManifests, PlanPull, ReadPayload    heterorl.relay.cached_weights
     grpc.health.v1.Health/Check                                     whether the relay serves
     everything else of heterorl                                     Forwarder
 
@@ -31,8 +31,8 @@ from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import Reservation
 from heterorl.common.types.common import digest_field
 from heterorl.common.wire.policy import frame_checksum, plan_to_pb
-from heterorl.relay.door import Door, Node
-from heterorl.relay.weights import Weights
+from heterorl.relay.cached_weights import CachedWeights
+from heterorl.relay.node_admission import Node, NodeAdmission
 from heterorl.v1 import (
     backup_pb2,
     diagnosis_pb2,
@@ -68,10 +68,10 @@ _OWN_KEYS = frozenset({"user-agent", "te", "content-type", NODE_KEY})
 class Router(grpc.GenericRpcHandler):
     """The one handler of a relay's server."""
 
-    def __init__(self, *, weights: Weights, forwarder: Forwarder, door: Door) -> None:
+    def __init__(self, *, weights: CachedWeights, forwarder: Forwarder, admission: NodeAdmission) -> None:
         self._weights = weights
         self._forwarder = forwarder
-        self._door = door
+        self._admission = admission
         self.is_serving = False
         self._here: Mapping[str, _Answer] = {
             f"{POLICY}WatchHead": self._watch_head,
@@ -91,8 +91,8 @@ class Router(grpc.GenericRpcHandler):
         async def call(_: object, context: _Context) -> AsyncIterator[bytes]:
             started, code = time.perf_counter(), "internal"
             try:
-                node = self._door.admit(context.auth_context(), is_probe=method == HEALTH)
-                with self._door.place(node):
+                node = self._admission.admit(context.auth_context(), is_probe=method == HEALTH)
+                with self._admission.place(node):
                     async for message in self._answer(method, node, context):
                         yield message
                 code = "OK"
@@ -125,12 +125,12 @@ class Router(grpc.GenericRpcHandler):
             async for message in self._forwarder.carry(method, node, context):
                 yield message
             return
-        room, data = await self._door.message(node, method, context)
+        room, data = await self._admission.message(node, method, context)
         room.close()
         if data is grpc.aio.EOF:
             raise InvalidRequest("the call has no request")
         async for message in here(data):
-            self._door.recheck(node)
+            self._admission.recheck(node)
             yield message
 
     async def _watch_head(self, data: bytes) -> AsyncIterator[bytes]:
@@ -199,11 +199,11 @@ async def _pass_on(context: _Context, error: grpc.aio.AioRpcError) -> None:
 class Forwarder:
     """Carries calls to the coordinator, each node's over a connection of its own."""
 
-    def __init__(self, address: str, *, tls: TlsConfig, max_message_bytes: int, door: Door) -> None:
+    def __init__(self, address: str, *, tls: TlsConfig, max_message_bytes: int, admission: NodeAdmission) -> None:
         self._address = address
         self._tls = tls
         self._max_message_bytes = max_message_bytes
-        self._door = door
+        self._admission = admission
         # By the names in certificates, so there are as many as the authority issued for this site.
         self._links: dict[str, CoordinatorChannel] = {}
 
@@ -220,7 +220,7 @@ class Forwarder:
             RemoteError: the node's message did not come.
         """
         # A call takes nothing at the coordinator before it has something to say.
-        room, first = await self._door.message(node, method, context)
+        room, first = await self._admission.message(node, method, context)
         try:
             async with self._link(node).channel() as channel:
                 call: Any = channel.stream_stream(method)(
@@ -229,7 +229,7 @@ class Forwarder:
                 sending = asyncio.ensure_future(self._send(method, node, context, call, room, first))
                 try:
                     async for message in call:
-                        self._door.recheck(node)
+                        self._admission.recheck(node)
                         yield message
                     context.set_trailing_metadata(_passing(await call.trailing_metadata()))
                 except asyncio.CancelledError:
@@ -251,7 +251,7 @@ class Forwarder:
             while message is not grpc.aio.EOF:
                 await call.write(message)
                 room.close()
-                room, message = await self._door.message(node, method, context)
+                room, message = await self._admission.message(node, method, context)
             await call.done_writing()
         except RemoteError:
             call.cancel()

@@ -18,7 +18,7 @@ from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations,
 from heterorl.coordinator.evaluation_jobs import listed
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
-from heterorl.coordinator.status import FACTS, list_steps
+from heterorl.coordinator.status_report import FACTS, list_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ DECISIONS = [
     "coordinator/versions/lineage.py",
     "coordinator/groups/schedule.py",
     "coordinator/groups/ledger.py",
-    "coordinator/versions/plans.py",
+    "coordinator/versions/pull_plans.py",
     "common/weights/manifest.py",
     "learner/loss/objectives.py",
     "learner/loss/policy_loss.py",
@@ -60,7 +60,7 @@ def _loaded(imports, *names):
 
 @pytest.mark.process
 def test_coordinator_never_loads_torch():
-    program = "heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli.main"
+    program = "heterorl.coordinator.coordinator_app, heterorl.coordinator.config, heterorl.cli.main"
 
     assert _loaded(program, "torch", "transformers", "safetensors") == []
 

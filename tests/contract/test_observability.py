@@ -12,7 +12,7 @@ import yaml
 from deploy.grafana import generate
 from deploy.grafana.panels import BOARDS
 from heterorl.common.process import metrics
-from heterorl.coordinator.sites.reported import NODES_PAGE
+from heterorl.coordinator.sites.node_metrics import NODES_PAGE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -25,7 +25,7 @@ from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
-from heterorl.coordinator.payloads import index
+from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.versions.chain import Chain
 from heterorl.learner.run import lease as incarnation
 from heterorl.sampler.delay import NoDelay, Visibility
@@ -172,7 +172,7 @@ async def check_learner(directory: Path, image: Image, reference: dict[int, str]
                 assert manifest_digest((await core.get_signed_manifest(version=facts[0])).data) == facts[1]
             else:
                 assert (await core.get_status()).ledger.acked == facts[0]
-        offered = (await core.database.run(lambda connection: index.graph(Chain(connection)))).payloads
+        offered = (await core.database.run(lambda connection: payload_index.graph(Chain(connection)))).payloads
         assert all(file_digest(core.blobs.path(payload.digest)) == payload.digest for payload in offered)
         for version, root in before.items():
             pull = Puller(api=core, spool=directory / "spool", layout=LAYOUT, clock=SystemClock())
@@ -197,12 +197,12 @@ SMALL = {"merged_bytes": 0, "snapshot_ratio": 0.02, "keep_versions": 2, "max_sta
 
 async def build_snapshot(core) -> None:
     """Verify the learner's snapshots, compose one of the deltas, verify it, offer it; delete what it makes useless."""
-    await core.keeper.work()
+    await core.collector.work()
 
 
 async def collect_for_room(core) -> None:
     """Delete everything that nobody needs."""
-    await core.keeper.collect(missing_bytes=1)
+    await core.collector.collect(missing_bytes=1)
 
 
 @pytest.mark.parametrize("scenario", [pytest.param(build_snapshot, marks=pytest.mark.slow), collect_for_room])
@@ -221,12 +221,12 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
             await core.plan_pull(have_version=1, have_root=run.roots[1], want_version=-1)
             for _ in range(4):
                 await run.publish()
-                await core.keeper.work()
+                await core.collector.work()
             held = [await puller(core, spool).pull(held=None, want_version=version) for version in (5, 6)]
             await run.publish()
             await run.publish()
             if scenario is collect_for_room:
-                await core.keeper.work()
+                await core.collector.work()
             clock.advance(601)
             # Version 5 is generated with; somebody who holds version 6 has a plan for the head.
             beat = {"policy_version": 5, "state_root": run.roots[5], "tokens_per_s": 0.0, "outbox_groups": 0}
@@ -245,9 +245,9 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
     async def check(directory: Path, image: Image) -> None:
         async with keeping(directory, **SMALL) as (core, _):
             # Before anything else: what is offered is there and whole.
-            graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
+            graph = await core.database.run(lambda connection: payload_index.graph(Chain(connection)))
             assert all(file_digest(core.blobs.path(payload.digest)) == payload.digest for payload in graph.payloads)
-            assert await core.database.run(index.retired) == []
+            assert await core.database.run(payload_index.retired) == []
             assert files(directory / "data" / "rebuilt") == []
             for version, root in image.acknowledged:
                 assert manifest_from_bytes((await core.get_signed_manifest(version=version)).data).state_root == root
@@ -260,8 +260,8 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
             later.arena, later.head = run.arena, run.head
             for _ in range(3):
                 await later.publish()
-                await core.keeper.work()
-            named, _ = await core.database.run(index.named)
+                await core.collector.work()
+            named, _ = await core.database.run(payload_index.named)
             assert stored_files(directory) == named
             assert files(directory / "data" / "rebuilt") + files(directory / "data" / "partial") == []
             assert core.blobs.used_bytes == sum((core.blobs.size(digest) or 0) for digest in named)

@@ -8,7 +8,7 @@ psycopg = pytest.importorskip("psycopg")
 
 from campaigns.store_kills import KINDS, Campaign, is_kept  # noqa: E402
 from heterorl.coordinator.store.database import set_meta  # noqa: E402 - needs psycopg
-from heterorl.coordinator.store.postgres.engine import PostgresEngine, connect, open_store  # noqa: E402
+from heterorl.coordinator.store.postgres.postgres_engine import PostgresEngine, connect, open_store  # noqa: E402
 from tests.support import commit_order  # noqa: E402
 from tests.support.bucket import BucketServer  # noqa: E402
 from tests.support.commit_order import Order, order_of  # noqa: E402

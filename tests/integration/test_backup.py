@@ -141,7 +141,7 @@ async def test_deletion_waits_until_what_the_copy_names_is_linked(tmp_path, monk
             return await super().acquire()
 
     async def collect():
-        collecting.append(asyncio.ensure_future(core.keeper.collect(missing_bytes=1)))
+        collecting.append(asyncio.ensure_future(core.collector.collect(missing_bytes=1)))
         told = asyncio.ensure_future(waits.wait())
         done, _ = await asyncio.wait([*collecting, told], return_when=asyncio.FIRST_COMPLETED)
         first.append("waits" if told in done else "deleted")
@@ -153,8 +153,8 @@ async def test_deletion_waits_until_what_the_copy_names_is_linked(tmp_path, monk
             asyncio.run_coroutine_threadsafe(collect(), loop).result()
         return real(path)
 
-    await core.keeper._verify_newest("")
-    core.keeper._collecting = Told()
+    await core.collector._verify_newest("")
+    core.collector._collecting = Told()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(backup, "_sync", slow)
     made = await core.backups.make("one")

@@ -14,7 +14,7 @@ from heterorl.common.rpc import server_limits
 from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES
 from heterorl.common.types.rollout import DropReason
-from heterorl.coordinator.rpc import door
+from heterorl.coordinator.rpc import call_admission
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import bound_of
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
@@ -68,8 +68,8 @@ async def _refusal(channel, name, *data):
 
 def _places(secure):
     """Calls that are counted now, and bytes of requests."""
-    door = secure.server.door
-    return door.shares.num_calls, door.budget.num_bytes
+    admission = secure.server.admission
+    return admission.shares.num_calls, admission.budget.num_bytes
 
 
 async def _settled(secure):
@@ -193,7 +193,7 @@ async def test_calls_that_never_send_their_request_are_counted_for_their_own_sit
 async def test_silent_calls_of_many_certificates_stop_nobody(secure, monkeypatch):
     monkeypatch.setattr(server_limits, "SHORT_PATIENCE_S", 0.0)
     monkeypatch.setattr(server_limits, "LONG_PATIENCE_S", 0.0)
-    secure.server.door.budget = server_limits.MemoryQuota(total_bytes=32 << 20, message_bytes=2 << 20)
+    secure.server.admission.budget = server_limits.MemoryQuota(total_bytes=32 << 20, message_bytes=2 << 20)
     (work,) = await secure.run.lease(1)
 
     async def nothing():
@@ -284,9 +284,9 @@ async def test_others_are_answered_while_a_long_message_is_read(secure, monkeypa
             go_on.wait()
         return message
 
-    real = door.parse
-    monkeypatch.setattr(door, "parse", parse)
-    data = diagnosis_pb2.DiagnoseRequest(padding=bytes(door.INLINE_BYTES)).SerializeToString()
+    real = call_admission.parse
+    monkeypatch.setattr(call_admission, "parse", parse)
+    data = diagnosis_pb2.DiagnoseRequest(padding=bytes(call_admission.INLINE_BYTES)).SerializeToString()
     async with _channel(secure, "sampler", own=True) as channel:
         call = asyncio.ensure_future(_refusal(channel, "/heterorl.v1.DiagnosisService/Diagnose", data))
         try:

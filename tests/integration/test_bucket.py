@@ -15,7 +15,7 @@ from heterorl.common.rpc import presigned as reads
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads import opening
+from heterorl.coordinator.payloads import storage_setup
 from heterorl.coordinator.store.bucket.objects import read_credentials
 from tests.support.bucket import SECRET
 from tests.support.bucketed import copies, payloads_of, run_at, served
@@ -332,13 +332,13 @@ async def test_copies_are_bounded_and_what_nobody_needs_leaves_the_bucket(bucket
         await run.begin()
         for _ in range(6):
             await run.publish(snapshot=True)
-            await core.keeper.work()
+            await core.collector.work()
         assert len(payloads_of(bucket.names(prefix))) == 6
         files = [path for path in (tmp_path / "data" / "blobs").rglob("*") if path.is_file()]
         assert sum(path.stat().st_size for path in files) <= 16 << 20
         # Addresses of all plans are over.
         clock.advance(2 * payloads.url_lifetime_s)
-        assert await core.keeper.collect(missing_bytes=1) > 12 << 20
+        assert await core.collector.collect(missing_bytes=1) > 12 << 20
 
         names = payloads_of(bucket.names(prefix))
         assert len(names) < 4
@@ -354,7 +354,7 @@ async def test_bucket_that_does_not_answer_ends_the_start_without_its_secret(
 ):
     payloads = bucket.config(tmp_path, prefix=prefix, endpoint="http://127.0.0.1:9")
     caplog.set_level("DEBUG")
-    monkeypatch.setattr(opening, "WAIT_S", 0.0)
+    monkeypatch.setattr(storage_setup, "WAIT_S", 0.0)
     with pytest.raises(Busy, match="the bucket of the payloads cannot be read now") as caught:
         async with run_at(tmp_path / "run", payloads):
             pass
@@ -383,6 +383,6 @@ async def test_publication_names_only_what_the_bucket_has(bucket, prefix, run):
     for path in copies(run):
         path.unlink()
     # Listed at the start, written by this process alone: what a hand deletes meanwhile is found when it is read.
-    run.core.parts.home._sizes.clear()
+    run.core.context.storage._sizes.clear()
     with pytest.raises(PayloadMissing):
         await run.run.api.publish_version(request)

@@ -12,12 +12,12 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads import keeper
+from heterorl.coordinator.payloads import garbage_collector
 from heterorl.coordinator.payloads.snapshots import DamagedPayload
 from heterorl.coordinator.store import blobs
-from heterorl.coordinator.store.bucket import copies as bucket_copies
+from heterorl.coordinator.store.bucket import bucket_cache as bucket_copies
 from heterorl.coordinator.store.bucket.objects import Objects
-from heterorl.coordinator.store.home import Cure
+from heterorl.coordinator.store.payload_storage import Repair
 from tests.support.bucketed import payloads_of
 from tests.support.clock import ManualClock
 from tests.support.narrow import Narrow
@@ -49,7 +49,7 @@ async def begun(core, tmp_path, *, versions):
     await run.begin()
     for _ in range(versions):
         await run.publish(snapshot=True)
-        await core.keeper.work()
+        await core.collector.work()
     return run
 
 
@@ -77,9 +77,9 @@ async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bou
     line = Narrow(f"127.0.0.1:{bucket.port}")
     async with line.open(), opened(cache_bytes=16 * MIB, endpoint=f"http://127.0.0.1:{line.port}") as core:
         await begun(core, tmp_path, versions=10)
-        copies, data = core.parts.copies, tmp_path / "data"
+        copies, data = core.context.cache, tmp_path / "data"
         line.down_bytes_per_s = 4e6
-        peak, readers = 0, [asyncio.ensure_future(read(core, d)) for d in sorted(core.parts.home.digests())]
+        peak, readers = 0, [asyncio.ensure_future(read(core, d)) for d in sorted(core.context.storage.digests())]
         for _ in range(40):
             # Whoever waits lets the others on.
             await asyncio.wait(readers, timeout=0.02)
@@ -106,7 +106,7 @@ async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bou
         digest, have = max(begun_with.items(), key=lambda item: item[1])
         size = await read(core, digest)
         assert line.down - before < size - have + MIB // 2
-        for digest in sorted(core.parts.home.digests()):
+        for digest in sorted(core.context.storage.digests()):
             assert await read(core, digest) > 0
         assert is_counted_right(core, data)
         assert bytes_of(data, "blobs", "copies") <= 16 * MIB
@@ -115,8 +115,8 @@ async def test_readers_that_came_and_went_leave_no_more_on_the_disk_than_its_bou
 async def test_reader_for_whom_there_is_no_room_waits_for_another_or_comes_again(opened, tmp_path, monkeypatch):
     async with opened(cache_bytes=7 * MIB) as core:
         await begun(core, tmp_path, versions=2)
-        first, second = sorted(core.parts.home.digests())
-        copies, files = core.parts.copies, core.blobs
+        first, second = sorted(core.context.storage.digests())
+        copies, files = core.context.cache, core.blobs
         async with copies.at_hand([first]):
             waiting = asyncio.ensure_future(read(core, second))
             while not copies._in_use[second]:  # noqa: ASYNC110 - says nothing
@@ -155,11 +155,11 @@ async def test_copy_of_an_upload_makes_room_although_nobody_looked_at_it(opened,
 async def test_copy_that_is_looked_at_when_room_is_wanted_goes_the_next_time(opened, tmp_path):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
-        (digest,) = core.parts.home.digests()
+        (digest,) = core.context.storage.digests()
         async with core.blobs._locks[digest]:
-            await core.parts.copies.make_room(1)
+            await core.context.cache.make_room(1)
         assert core.blobs.has(digest)
-        await core.parts.copies.make_room(1)
+        await core.context.cache.make_room(1)
         assert not core.blobs.has(digest)
 
 
@@ -175,11 +175,11 @@ async def test_copy_that_is_read_or_nobody_waits_for_while_it_is_deleted(opened,
             remove(path)
 
         monkeypatch.setattr(blobs, "remove_file", slow)
-        making = asyncio.ensure_future(core.parts.copies.make_room(1))
+        making = asyncio.ensure_future(core.context.cache.make_room(1))
         await begins.wait()
-        (going,) = core.parts.copies._going
+        (going,) = core.context.cache._going
         reading = asyncio.ensure_future(read(core, going))
-        while core.parts.copies._num_readers == 0:  # noqa: ASYNC110 - says nothing
+        while core.context.cache._num_readers == 0:  # noqa: ASYNC110 - says nothing
             await asyncio.sleep(0)
         making.cancel()
         await asyncio.wait([making])
@@ -187,14 +187,14 @@ async def test_copy_that_is_read_or_nobody_waits_for_while_it_is_deleted(opened,
         assert await reading > 0
         assert len(files_of(tmp_path / "data", "blobs")) == 2
         assert is_counted_right(core, tmp_path / "data")
-        await core.parts.copies.make_room(1)
+        await core.context.cache.make_room(1)
         assert is_counted_right(core, tmp_path / "data")
 
 
 async def test_backup_of_more_than_there_is_room_for_goes_payload_by_payload(opened, tmp_path):
     async with opened(cache_bytes=16 * MIB) as core:
         run = await begun(core, tmp_path, versions=5)
-        digests = core.parts.home.digests()
+        digests = core.context.storage.digests()
         found, link, peak = core.backups._take, [], []
 
         def take(digest, target):
@@ -232,7 +232,7 @@ async def test_backup_that_lacks_one_payload_fetches_no_other_one_to_say_so(
         await begun(core, tmp_path, versions=4)
         named = "SELECT DISTINCT digest FROM payloads"
         lost, *others = await core.database.run(lambda connection: [row[0] for row in connection.execute(named)])
-        await core.parts.copies.make_room(1 << 40)
+        await core.context.cache.make_room(1 << 40)
         bucket.remove(prefix, f"blobs/{lost[:2]}/{lost}")
         fetches, fetch = [], Objects.fetch
 
@@ -255,9 +255,9 @@ async def test_start_puts_nothing_and_what_another_coordinator_retired_goes_afte
         run = await begun(core, tmp_path, versions=8)
     before = {path.name for path in files_of(tmp_path / "a", "blobs")}
     async with opened("b", clock=clock, url=url) as core:
-        await core.keeper.work()
+        await core.collector.work()
         clock.advance(20_000)
-        assert await core.keeper.collect(missing_bytes=1) > 0
+        assert await core.collector.collect(missing_bytes=1) > 0
     kept = {name.rpartition("/")[2] for name in payloads_of(bucket.names(prefix))}
     assert kept < before
     puts, put = [], Objects.put
@@ -269,14 +269,14 @@ async def test_start_puts_nothing_and_what_another_coordinator_retired_goes_afte
     monkeypatch.setattr(Objects, "put", noted)
     async with opened("a", clock=clock, url=url) as core:
         assert is_counted_right(core, tmp_path / "a")
-        await core.keeper.collect()
+        await core.collector.collect()
         assert puts == []
         puller = Puller(api=core, spool=tmp_path / "spool", layout=run.layout, clock=SystemClock())
         assert (await puller.pull(held=None, want_version=-1)).manifest.state_root == run.roots[7]
         run.api = core
         for _ in range(2):
             await run.publish(snapshot=True)
-        await core.keeper.collect()
+        await core.collector.collect()
         assert not (before - kept) & {path.name for path in files_of(tmp_path / "a", "blobs")}
         assert is_counted_right(core, tmp_path / "a")
 
@@ -297,7 +297,7 @@ async def test_reader_of_the_old_file_of_a_copy_that_another_one_had_healed_stri
 ):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
-        (digest,) = core.parts.home.digests()
+        (digest,) = core.context.storage.digests()
         slow = core.read_payload(digest=digest, offset=0)
         await anext(slow)
         damage(core.blobs.path(digest))
@@ -316,11 +316,11 @@ async def test_reader_of_the_old_file_of_a_copy_that_another_one_had_healed_stri
 async def test_copy_is_replaced_or_right_or_lost(bucket, prefix, opened, tmp_path, monkeypatch):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
-        (digest,) = core.parts.home.digests()
-        copies, path = core.parts.copies, core.blobs.path(digest)
-        assert await copies.heal(digest) is Cure.RIGHT
+        (digest,) = core.context.storage.digests()
+        copies, path = core.context.cache, core.blobs.path(digest)
+        assert await copies.heal(digest) is Repair.RIGHT
         damage(path)
-        assert await copies.heal(digest) is Cure.CURED
+        assert await copies.heal(digest) is Repair.CURED
         assert await read(core, digest) > 0
         at_hand = copies.at_hand
 
@@ -334,18 +334,18 @@ async def test_copy_is_replaced_or_right_or_lost(bucket, prefix, opened, tmp_pat
         damage(path)
         with monkeypatch.context() as patch:
             patch.setattr(copies, "at_hand", raced)
-            assert await copies.heal(digest) is Cure.CURED
+            assert await copies.heal(digest) is Repair.CURED
         assert await read(core, digest) > 0
         bucket.remove(prefix, f"blobs/{digest[:2]}/{digest}")
         path.unlink()
-        assert await copies.heal(digest) is Cure.LOST
-        assert await copies.heal("f" * 64) is Cure.LOST
+        assert await copies.heal(digest) is Repair.LOST
+        assert await copies.heal("f" * 64) is Repair.LOST
 
 
 async def test_payload_that_came_back_is_not_missing(opened, tmp_path):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
-        (digest,) = core.parts.home.digests()
+        (digest,) = core.context.storage.digests()
         nowhere = tmp_path / "nowhere"
         await core.damage.put_aside_missing([(digest, nowhere)])
         assert await read(core, digest) > 0
@@ -354,7 +354,7 @@ async def test_payload_that_came_back_is_not_missing(opened, tmp_path):
 async def test_payload_whose_copy_is_right_is_proved_twice_before_it_is_put_aside(bucket, prefix, opened, tmp_path):
     async with opened() as core:
         await begun(core, tmp_path, versions=1)
-        (digest,) = core.parts.home.digests()
+        (digest,) = core.context.storage.digests()
         assert await core.damage.put_aside_unproved(digest, "it leads elsewhere")
         assert payloads_of(bucket.names(prefix)) == [f"blobs/{digest[:2]}/{digest}"]
         assert not await core.damage.put_aside_unproved(digest, "it leads elsewhere")
@@ -366,7 +366,7 @@ async def test_proof_that_saw_a_copy_before_it_was_replaced_is_made_again(opened
         run = LargeRun(core, tmp_path)
         await run.begin()
         await run.publish(snapshot=True)
-        verify, proofs = keeper.verify_way, []
+        verify, proofs = garbage_collector.verify_way, []
 
         def refuted_once(*args, **options):
             proofs.append(args)
@@ -374,8 +374,8 @@ async def test_proof_that_saw_a_copy_before_it_was_replaced_is_made_again(opened
                 raise DamagedPayload(0, "it leads elsewhere")
             verify(*args, **options)
 
-        monkeypatch.setattr(keeper, "verify_way", refuted_once)
-        await core.keeper.work()
+        monkeypatch.setattr(garbage_collector, "verify_way", refuted_once)
+        await core.collector.work()
         assert len(proofs) == 2
         assert not core.damage._doubted
         assert (await core.get_status()).snapshot_version == 0
@@ -385,6 +385,6 @@ async def test_proof_that_saw_a_copy_before_it_was_replaced_is_made_again(opened
 async def test_payload_that_is_in_the_bucket_no_longer_is_forgotten(opened, tmp_path, end):
     async with opened() as core:
         await begun(core, tmp_path, versions=2)
-        gone, kept = sorted(core.parts.home.digests())
-        await getattr(core.parts.home, end)(gone)
-        assert [*core.parts.copies._order] == [kept]
+        gone, kept = sorted(core.context.storage.digests())
+        await getattr(core.context.storage, end)(gone)
+        assert [*core.context.cache._order] == [kept]

@@ -17,7 +17,7 @@ from heterorl.common.rpc import presigned
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.payload import file_digest
-from heterorl.coordinator.store.bucket import home
+from heterorl.coordinator.store.bucket import bucket_storage
 from heterorl.coordinator.store.bucket import objects as requests
 from heterorl.coordinator.store.bucket.objects import Piece
 from heterorl.learner.publish.upload import MAX_TAKES, upload
@@ -138,7 +138,7 @@ async def test_put_that_cannot_be_taken_is_streamed_after_a_few_attempts(run, li
 async def test_put_that_breaks_off_is_gone_on_with_from_the_piece_that_is_missing(
     run, bucket, prefix, line, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(home, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(bucket_storage, "PIECE_BYTES", MIB)
     monkeypatch.setattr(presigned, "AGAIN_S", 0.01)
     payload, before = payload_at(tmp_path / "payload"), received()
     how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
@@ -161,7 +161,7 @@ class _Killed(Exception):
 
 
 async def test_learner_that_starts_again_sends_the_pieces_that_are_missing(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(home, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(bucket_storage, "PIECE_BYTES", MIB)
     payload = payload_at(tmp_path / "payload")
     data = (tmp_path / "payload").read_bytes()
     how = {"epoch": run.run.epoch, "digest": payload.digest, "num_bytes": SIZE}
@@ -183,11 +183,11 @@ async def test_learner_that_starts_again_sends_the_pieces_that_are_missing(run, 
 
 
 def test_pieces_count_as_far_as_they_are_whole_and_without_a_gap(monkeypatch):
-    monkeypatch.setattr(home, "PIECE_BYTES", 10)
+    monkeypatch.setattr(bucket_storage, "PIECE_BYTES", 10)
 
     def whole(*found, num_bytes):
         pieces = [Piece(digest="d", offset=offset, num_bytes=size, put_at=0.0) for offset, size in found]
-        return [piece.offset for piece in home.whole_pieces(pieces, num_bytes)]
+        return [piece.offset for piece in bucket_storage.whole_pieces(pieces, num_bytes)]
 
     assert whole(num_bytes=25) == []
     assert whole((0, 10), (10, 10), (20, 5), num_bytes=25) == [0, 10, 20]
@@ -208,7 +208,7 @@ class _Refusing(http.server.BaseHTTPRequestHandler):
 
 
 async def test_what_was_put_before_the_store_refused_is_not_streamed_again(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(home, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(bucket_storage, "PIECE_BYTES", MIB)
     monkeypatch.setattr(presigned, "AGAIN_S", 0.01)
     payload, before = payload_at(tmp_path / "payload"), received()
     stand_in = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)

@@ -7,7 +7,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.offline.restore import restore
+from heterorl.coordinator.offline.restore_backup import restore
 from heterorl.coordinator.store.bucket.objects import BucketClient
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
@@ -81,12 +81,12 @@ async def test_restored_copy_takes_nothing_from_the_live_run_and_goes_on_in_a_pr
     assert bucket.names(other) == []
     copy_payloads(bucket, tmp_path / "drill", other)
     drill = await Coordinator.open(config("drill", where=other), SystemClock())
-    assert {name.rpartition("/")[2] for name in payloads_of(bucket.names(other))} == drill.parts.home.digests()
+    assert {name.rpartition("/")[2] for name in payloads_of(bucket.names(other))} == drill.context.storage.digests()
     again = await begun(drill, tmp_path / "again", versions=0)
     again.head, again.arena = found.head_version, run.arena
     for _ in range(3):
         await again.publish(snapshot=True)
-        await drill.keeper.collect(missing_bytes=1)
+        await drill.collector.collect(missing_bytes=1)
     forget_copies(tmp_path / "drill")
     assert (await pulled(drill, run, tmp_path / "spool-drill")).state_root == again.roots[5]
     await drill.close()
@@ -143,11 +143,11 @@ async def test_prefix_whose_mark_was_deleted_is_claimed_and_who_had_it_deletes_n
     core = await Coordinator.open(config("new"), SystemClock())
     before = bucket.names(prefix)
 
-    digest = next(iter(live.parts.home.digests()))
+    digest = next(iter(live.context.storage.digests()))
     with pytest.raises(CorruptStore, match="another store has taken the prefix"):
-        await live.parts.home.erase(digest)
+        await live.context.storage.erase(digest)
     with pytest.raises(CorruptStore):
-        await live.parts.home.set_aside(digest)
+        await live.context.storage.set_aside(digest)
     assert live.on_fatal.done(), "the process ends"
     assert bucket.names(prefix) == before
     await live.close()

@@ -21,7 +21,7 @@ from heterorl.common.types.policy import NO_PLACE, PayloadKind, PayloadRef, PutP
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.store.bucket import home
+from heterorl.coordinator.store.bucket import bucket_storage
 from heterorl.demo.processes import start, stop
 from heterorl.learner.publish.upload import upload
 from heterorl.v1 import policy_pb2
@@ -238,13 +238,13 @@ async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(bucket, pre
     payload = payload_at(tmp_path / "payload")
     payloads = bucket.config(tmp_path, prefix=prefix, url_lifetime_s=600.0)
     async with run_at(tmp_path / "run", payloads) as run:
-        place, clock = run.core.parts.incoming, Ahead()
+        place, clock = run.core.context.direct_uploads, Ahead()
         place._clock = clock
         async with learner(run) as client:
             assert await put(client, run, payload, tmp_path / "payload")
-        others = [f"{number:064x}" for number in range(home.MAX_OPEN)]
+        others = [f"{number:064x}" for number in range(bucket_storage.MAX_OPEN)]
         urls = [(await place.place(digest, 100)).url for digest in others]
-        assert [bool(url) for url in urls] == [True] * (home.MAX_OPEN - 1) + [False]
+        assert [bool(url) for url in urls] == [True] * (bucket_storage.MAX_OPEN - 1) + [False]
         assert (await place.place(payload.digest, SIZE)).offset == SIZE, "the same payload again is none more"
         assert await place.place(others[0], payloads.put_bytes + 1) == NO_PLACE
 
@@ -259,7 +259,7 @@ async def test_addresses_are_bounded_and_what_nobody_took_is_deleted(bucket, pre
         core = await Coordinator.open(config, clock)
         try:
             assert len(incoming_of(bucket.names(prefix))) == left
-            assert len(core.parts.incoming._open) == left
+            assert len(core.context.direct_uploads._open) == left
             assert payloads_of(bucket.names(prefix)) != []
         finally:
             await core.close()

@@ -14,10 +14,10 @@ from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.policy import PolicyServicer
-from heterorl.coordinator.servicers.rollout import RolloutServicer
-from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
+from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.clock import ManualClock
 from tests.support.links import PLAINTEXT

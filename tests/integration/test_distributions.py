@@ -125,7 +125,7 @@ def test_what_the_images_copy_builds_the_same_wheel(wheel, tmp_path):
 def test_installed_program_and_package_are_ours_beside_foreign_services(kind, tmp_path, monkeypatch, request):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     programs, packages = installed(request.getfixturevalue(kind), tmp_path / "environment")
-    code = "import heterorl, heterorl.coordinator.app; print(heterorl.__file__)"
+    code = "import heterorl, heterorl.coordinator.coordinator_app; print(heterorl.__file__)"
     project = tmp_path / "project"
     project.mkdir()
 

@@ -27,8 +27,8 @@ from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, DiagnosisClient, d
 from heterorl.common.types.common import NO_LORA, Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.doctor import link_checks, machine_checks
 from heterorl.doctor.check import Failure, Level
 from heterorl.doctor.examine import DoctorTarget, Limits, examine

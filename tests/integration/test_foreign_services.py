@@ -33,7 +33,7 @@ def test_the_module_is_a_program(project):
 
 
 def test_the_package_says_its_version_and_brings_its_services(project):
-    code = "import heterorl.coordinator.app; print(heterorl.__version__, heterorl.__file__)"
+    code = "import heterorl.coordinator.coordinator_app; print(heterorl.__version__, heterorl.__file__)"
 
     version, place = run(sys.executable, "-c", code).split()
     assert (version, Path(place).resolve()) == (__version__, ROOT / "services" / "__init__.py")

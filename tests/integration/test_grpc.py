@@ -29,10 +29,10 @@ from heterorl.common.wire.policy import frame_checksum
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import seed_of
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.policy import PolicyServicer
-from heterorl.coordinator.servicers.rollout import RolloutServicer
-from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
+from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.learner.publish.upload import MAX_MISMATCHES, upload
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.groups import group_to_pb, push_of

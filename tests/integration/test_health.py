@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.rpc.channel import check_health
-from heterorl.coordinator.rpc.server import Server
+from heterorl.coordinator.rpc.grpc_server import Server
 from tests.support.certificates import Certificates, paths
 from tests.support.links import PLAINTEXT
 

@@ -23,8 +23,8 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, run_pb2_grpc
 from tests.support.certificates import DAY, Certificates, now, paths
 from tests.support.groups import group_to_pb, push_of
@@ -190,7 +190,7 @@ async def test_revocation_ends_calls_and_open_streams_at_once(secure):
     with pytest.raises(Unauthenticated, match="revoked"):
         await anext(watch)
     # As the coordinator's loop does every few seconds.
-    secure.core.parts.sites.revoked = secure.server.revoked_sites()
+    secure.core.context.sites.revoked = secure.server.revoked_sites()
     status = await secure.operator.get_status()
     assert status.head_version == 1
     assert {site.site: "is revoked" in site.problem for site in status.sites} == {SITE: True}

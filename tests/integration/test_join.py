@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
-from heterorl.certs import desk as desk_module
 from heterorl.certs import enrolment
-from heterorl.certs.authority import issue_desk
-from heterorl.certs.desk import Desk, GuessLimit
+from heterorl.certs import enrolment_server as server_module
+from heterorl.certs.authority import issue_enrolment_server
 from heterorl.certs.enrolment import Enrolment, read_request
-from heterorl.certs.join import WrongAuthority, ask, join, signing_request
-from heterorl.certs.tokens import MAX_FRAME, BrokenFrame, JoinRefused, Refused, frame, parse_token, read_frame
+from heterorl.certs.enrolment_client import WrongAuthority, ask, join, signing_request
+from heterorl.certs.enrolment_server import EnrolmentServer, GuessLimit
+from heterorl.certs.join_tokens import MAX_FRAME, BrokenFrame, JoinRefused, Refused, frame, parse_token, read_frame
 from heterorl.cli.certs import first_lines
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, OperatorError, PortInUse
@@ -37,7 +37,7 @@ from tests.support.secure_run import SecureRun
 
 
 class Office:
-    """An authority with its desk; `ahead_s` moves its clock."""
+    """An authority with its enrolment server; `ahead_s` moves its clock."""
 
     def __init__(self, directory: Path) -> None:
         self.certificates = Certificates(directory)
@@ -57,8 +57,8 @@ class Office:
 
     @contextlib.asynccontextmanager
     async def open(self):
-        desk = Desk(self.directory, wall_time=self.time, limit=self.limit)
-        async with desk.listening("127.0.0.1:0") as port:
+        server = EnrolmentServer(self.directory, wall_time=self.time, limit=self.limit)
+        async with server.listening("127.0.0.1:0") as port:
             self.address = f"127.0.0.1:{port}"
             yield self
 
@@ -205,15 +205,15 @@ async def _silent(office, source, count):
 
 
 async def _ended(connections):
-    """Wait until the desk has closed them."""
+    """Wait until the server has closed them."""
     for reader, writer in connections:
         assert await reader.read() == b""
         writer.close()
 
 
 async def test_silent_connections_keep_nobody_from_joining(office, monkeypatch):
-    monkeypatch.setattr(desk_module, "SPEAK_S", 3600.0)
-    monkeypatch.setattr(desk_module, "ANSWER_S", 3600.0)
+    monkeypatch.setattr(server_module, "SPEAK_S", 3600.0)
+    monkeypatch.setattr(server_module, "ANSWER_S", 3600.0)
     first = await _silent(office, "127.0.1.1", 8)
     # Beyond its share an address is closed at once.
     await _ended(await _silent(office, "127.0.1.1", 2))
@@ -226,8 +226,8 @@ async def test_silent_connections_keep_nobody_from_joining(office, monkeypatch):
 
 
 async def test_connection_that_says_nothing_ends(office, monkeypatch):
-    monkeypatch.setattr(desk_module, "SPEAK_S", 0.05)
-    monkeypatch.setattr(desk_module, "ANSWER_S", 3600.0)
+    monkeypatch.setattr(server_module, "SPEAK_S", 0.05)
+    monkeypatch.setattr(server_module, "ANSWER_S", 3600.0)
 
     await _ended(await _silent(office, "127.0.1.1", 1))
 
@@ -313,8 +313,8 @@ async def test_nothing_is_said_to_another_than_the_tokens_authority(tmp_path, wh
     ]
     # In between: the right authority is public and easily shown; its key is not there.
     pair, greeting = {
-        "another authority": (issue_desk(other.certificates.authority.pair(), now=now()), der[1]),
-        "one in between": (issue_desk(other.certificates.authority.pair(), now=now()), der[0]),
+        "another authority": (issue_enrolment_server(other.certificates.authority.pair(), now=now()), der[1]),
+        "one in between": (issue_enrolment_server(other.certificates.authority.pair(), now=now()), der[0]),
         "a node of the run": (office.certificates.pair("sampler", "evil"), der[0]),
     }[who]
     heard = [tmp_path]
@@ -338,7 +338,7 @@ async def test_pin_that_was_changed_is_refused_before_a_word(office, tmp_path):
     assert office.book() == []
 
 
-async def test_desk_outlives_what_is_no_node(office):
+async def test_server_outlives_what_is_no_node(office):
     host, port = office.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=_blind())
     await read_frame(reader)
@@ -415,7 +415,7 @@ async def test_join_says_what_is_wrong_on_this_side(office, tmp_path):
     with pytest.raises(ConfigError, match="holds a certificate"):
         await join(token, address=office.address, out=tmp_path / "node")
     with pytest.raises(PortInUse):
-        async with Desk(office.directory).listening(office.address):
+        async with EnrolmentServer(office.directory).listening(office.address):
             pass
 
 

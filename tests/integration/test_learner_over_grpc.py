@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.policy import PolicyServicer
-from heterorl.coordinator.servicers.rollout import RolloutServicer
-from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
+from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.learner_world import FragileApi, Killed, fill, head_root, learn, learner_config, open_coordinator
 from tests.support.links import PLAINTEXT

@@ -13,8 +13,8 @@ import pytest
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.policy import PayloadKind
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.policy import PolicyServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
 from heterorl.v1 import policy_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.merging import Counted, count_composed, merging, published, puller
@@ -45,7 +45,7 @@ async def test_sampler_8_64_or_256_versions_behind_pulls_one_object_and_ends_at_
     head = 259
     async with merging(tmp_path) as core:
         run = await published(core, tmp_path, head)
-        await core.composer.settle()
+        await core.merger.settle()
         async with served(core) as client:
             for lag in (8, 64, 256):
                 new, old = Counted(client), Counted(client, is_old=True)
@@ -53,7 +53,7 @@ async def test_sampler_8_64_or_256_versions_behind_pulls_one_object_and_ends_at_
 
                 first = await puller(new, tmp_path / "first").pull(held=held, want_version=-1)
                 num_first = new.num_read
-                await core.composer.settle()
+                await core.merger.settle()
                 new.num_read = 0
                 second = await puller(new, tmp_path / "second").pull(held=held, want_version=-1)
                 chain = await puller(old, tmp_path / "chain").pull(held=held, want_version=-1)
@@ -70,13 +70,13 @@ async def test_sampler_8_64_or_256_versions_behind_pulls_one_object_and_ends_at_
 async def test_samplers_at_once_cause_one_composition(tmp_path):
     async with merging(tmp_path) as core:
         run = await published(core, tmp_path, 7)
-        await core.composer.settle()
+        await core.merger.settle()
         made = count_composed(core)
         async with served(core) as client:
             held = await puller(client, tmp_path / "held").pull(held=None, want_version=0)
             pulls = [puller(client, tmp_path / f"s{n}").pull(held=held, want_version=-1) for n in range(4)]
             pulled = await asyncio.gather(*pulls)
-            await core.composer.settle()
+            await core.merger.settle()
 
     assert {one.arena.state_root() for one in pulled} == {run.roots[7]}
     assert len(made) == 1
@@ -101,10 +101,10 @@ async def test_kill_in_the_middle_of_a_composition_costs_only_the_work(tmp_path,
 
     async with merging(tmp_path) as core, served(core) as client:
         found = len(core.merges.spans)
-        await core.composer.settle()
+        await core.merger.settle()
         held = await puller(client, tmp_path / "held").pull(held=None, want_version=0)
         first = await puller(client, tmp_path / "a").pull(held=held, want_version=-1)
-        await core.composer.settle()
+        await core.merger.settle()
         api = Counted(client)
         second = await puller(api, tmp_path / "a").pull(held=held, want_version=-1)
 

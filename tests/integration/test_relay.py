@@ -77,10 +77,10 @@ async def test_a_samplers_calls_are_its_own_behind_the_relay(run, site):
 
 async def test_silent_calls_take_nothing_at_the_coordinator_and_stop_nobody_at_the_relay(run, site, monkeypatch):
     monkeypatch.setattr(server_limits, "SHORT_PATIENCE_S", 0.0)
-    site.server.door._budget = server_limits.MemoryQuota(total_bytes=256 << 20, message_bytes=16 << 20)
+    site.server.admission._budget = server_limits.MemoryQuota(total_bytes=256 << 20, message_bytes=16 << 20)
     client = site.client("eu.1")
     await client.register(registration(run.run, "eu.1"))
-    before = run.server.door.shares.num_calls
+    before = run.server.admission.shares.num_calls
     pair = run.certificates.pair("sampler", "eu.bad")
     credentials = grpc.ssl_channel_credentials(run.certificates.ca, pair.key, pair.cert)
 
@@ -93,9 +93,9 @@ async def test_silent_calls_take_nothing_at_the_coordinator_and_stop_nobody_at_t
         calls = [channel.stream_stream(f"/heterorl.v1.{name}")(nothing()) for name in names for _ in range(8)]
         async with asyncio.timeout(20):
             # All room of short messages, and what one node may have of the others'.
-            while site.server.door._budget.num_bytes < 8 * (16 << 20):  # noqa: ASYNC110
+            while site.server.admission._budget.num_bytes < 8 * (16 << 20):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-        held = run.server.door.shares.num_calls - before
+        held = run.server.admission.shares.num_calls - before
         grant = await client.lease_work(site="eu.1", incarnation="inc-1", max_groups=1, policy_version=0)
         health = await check_health(f"127.0.0.1:{site.port}", tls=run.certificates.tls("operator", "ops"), timeout_s=10)
     await asyncio.gather(*(call.code() for call in calls))
@@ -169,7 +169,7 @@ async def test_a_new_version_is_told_to_all_by_one_watch(run, site, tmp_path):
         assert await asyncio.gather(*watching) == [1, 1, 1]
         pulled = await site.puller(tmp_path / "spool").pull(held=None, want_version=-1)
     assert pulled.version == 1
-    assert run.server.door.shares._of_rpc.total() <= 1
+    assert run.server.admission.shares._of_rpc.total() <= 1
 
 
 async def test_what_is_kept_survives_a_restart_and_an_outage(run, site, tmp_path):

@@ -18,7 +18,7 @@ from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.offline.restore import EPOCHS_BEYOND, restore
+from heterorl.coordinator.offline.restore_backup import EPOCHS_BEYOND, restore
 from heterorl.sampler.trust_record import RunReplaced
 from tests.support.clock import ManualClock
 from tests.support.debian import postgres_binaries
@@ -105,8 +105,8 @@ async def test_backup_goes_on_in_either_store_and_knows_nothing_that_came_after(
 
 
 async def test_no_row_changes_between_the_stores_and_no_number_is_given_out_twice(url_of, tmp_path):
-    from heterorl.coordinator.store.postgres.engine import connect
-    from heterorl.coordinator.store.postgres.tables import read_into
+    from heterorl.coordinator.store.postgres.postgres_engine import connect
+    from heterorl.coordinator.store.postgres.postgres_tables import read_into
 
     core = await opened(tmp_path / "data", "")
     run = await begun(core, tmp_path)
@@ -169,18 +169,18 @@ async def test_backup_of_postgres_under_traffic_is_one_moment(url_of, tmp_path):
 
 
 async def test_what_is_committed_between_two_tables_is_in_neither(url_of, tmp_path, monkeypatch):
-    from heterorl.coordinator.store.postgres import tables
+    from heterorl.coordinator.store.postgres import postgres_tables
 
     core = await opened(tmp_path / "data", url_of("postgres", "moment"))
     run = await begun(core, tmp_path)
     await run.push(2)
-    loop, real = asyncio.get_running_loop(), tables._read_table
+    loop, real = asyncio.get_running_loop(), postgres_tables._read_table
 
     def slow(*words):
         real(*words)
         asyncio.run_coroutine_threadsafe(run.push(1), loop).result(30)
 
-    monkeypatch.setattr(tables, "_read_table", slow)
+    monkeypatch.setattr(postgres_tables, "_read_table", slow)
     await core.backups.make("one")
     pushed = run.sequence
     await core.close()

@@ -7,9 +7,9 @@ import tomllib
 import pytest
 from typer.testing import CliRunner
 
-from heterorl.certs.desk import Desk
 from heterorl.certs.enrolment import Enrolment
-from heterorl.certs.join import join
+from heterorl.certs.enrolment_client import join
+from heterorl.certs.enrolment_server import EnrolmentServer
 from heterorl.cli.main import app
 from heterorl.common.errors import NotRegistered, Unauthenticated
 from heterorl.common.identity.spiffe import Role, read_identity
@@ -28,7 +28,7 @@ def certs(directory, *arguments):
 async def joined(directory, role, site):
     """A node that joined by token: the authority has no directory of it."""
     office, out = directory / "certs", directory / "far away" / f"{role}-{site}"
-    async with Desk(office).listening("127.0.0.1:0") as port:
+    async with EnrolmentServer(office).listening("127.0.0.1:0") as port:
         token = Enrolment(office).create(role=role, site=site, address="", days=1, expires=2e9)
         await join(token, address=f"127.0.0.1:{port}", out=out)
     return out

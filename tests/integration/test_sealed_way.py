@@ -13,7 +13,7 @@ from heterorl.common.wire import seal as seals
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.groups import intake
-from heterorl.coordinator.rpc.door import INLINE_BYTES
+from heterorl.coordinator.rpc.call_admission import INLINE_BYTES
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.v1 import rollout_pb2
 from tests.support.groups import group_to_bytes, group_to_pb, push_of

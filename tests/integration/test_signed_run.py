@@ -345,7 +345,7 @@ async def left_behind(tmp_path, key):
             await site.reach(0)
         while run.head < 9:
             await run.publish()
-        await core.composer.settle()
+        await core.merger.settle()
         yield core, run
 
 

@@ -15,8 +15,8 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.store.choice import open_engine
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.engine_choice import open_engine
 from heterorl.demo.processes import start, stop
 from tests.support.clock import ManualClock
 from tests.support.cluster import free_port
@@ -24,8 +24,8 @@ from tests.support.run import Run
 
 psycopg = pytest.importorskip("psycopg")
 
-from heterorl.coordinator.store.postgres import engine as engines  # noqa: E402 - needs psycopg
-from heterorl.coordinator.store.postgres.engine import connect, open_store, try_lock  # noqa: E402
+from heterorl.coordinator.store.postgres import postgres_engine as engines  # noqa: E402 - needs psycopg
+from heterorl.coordinator.store.postgres.postgres_engine import connect, open_store, try_lock  # noqa: E402
 from heterorl.coordinator.store.postgres.standby import Standby  # noqa: E402
 from tests.support.postgres import PostgresServer, binaries  # noqa: E402
 from tests.support.prometheus import metrics_port  # noqa: E402

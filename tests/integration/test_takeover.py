@@ -14,9 +14,9 @@ from tests.support.run import Run
 
 psycopg = pytest.importorskip("psycopg")
 
-from heterorl.coordinator.store.postgres import engine as engines  # noqa: E402 - needs psycopg
-from heterorl.coordinator.store.postgres.engine import open_store  # noqa: E402
-from heterorl.coordinator.store.postgres.tables import (  # noqa: E402
+from heterorl.coordinator.store.postgres import postgres_engine as engines  # noqa: E402 - needs psycopg
+from heterorl.coordinator.store.postgres.postgres_engine import open_store  # noqa: E402
+from heterorl.coordinator.store.postgres.postgres_tables import (  # noqa: E402
     WHOLE,
     WRITER,
     write_from,

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from heterorl.certs.authority import Pair
-from heterorl.certs.directory import Authority
+from heterorl.certs.authority_directory import Authority
 from heterorl.common.identity.spiffe import Identity, Role, read_identity
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig
 

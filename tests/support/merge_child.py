@@ -15,11 +15,11 @@ from typing import Any
 from heterorl.common.process.clock import SystemClock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads import composer
+from heterorl.coordinator.payloads import delta_merger
 
 
 async def main(directory: Path, num_chunks: int) -> None:
-    real, left = composer.compose, [num_chunks]
+    real, left = delta_merger.compose, [num_chunks]
 
     def dying(*positional: Any, **named: Any) -> Any:
         def step() -> None:
@@ -29,9 +29,9 @@ async def main(directory: Path, num_chunks: int) -> None:
 
         return real(*positional, **{**named, "on_chunk": step})
 
-    composer.compose = dying
+    delta_merger.compose = dying
     core = await Coordinator.open(CoordinatorConfig(data_dir=directory / "data"), SystemClock())
-    await core.composer.run()
+    await core.merger.run()
 
 
 if __name__ == "__main__":

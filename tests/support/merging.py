@@ -97,7 +97,7 @@ def puller(api: Any, spool: Path, **changes: Any) -> Puller:
 async def merging(directory: Path, **changes: Any) -> AsyncIterator[Coordinator]:
     """A coordinator whose composer runs."""
     core = await Coordinator.open(CoordinatorConfig(data_dir=directory / "data", **changes), ManualClock())
-    task = asyncio.create_task(core.composer.run())
+    task = asyncio.create_task(core.merger.run())
     try:
         yield core
     finally:
@@ -122,7 +122,7 @@ async def keeping(directory: Path, **changes: Any) -> AsyncIterator[tuple[Coordi
     values: dict[str, Any] = {"keep_versions": 4, "max_staleness_versions": 2, "snapshot_ratio": 0.05, **changes}
     core = await Coordinator.open(CoordinatorConfig(data_dir=directory / "data", **values), clock)
     clock.advance(2 * core.config.pull_lease_s)
-    task = asyncio.create_task(core.composer.run())
+    task = asyncio.create_task(core.merger.run())
     try:
         yield core, clock
     finally:

@@ -14,10 +14,10 @@ from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.policy import PolicyServicer
-from heterorl.coordinator.servicers.rollout import RolloutServicer
-from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
+from heterorl.coordinator.servicers.rollout_servicer import RolloutServicer
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.sampler.delay import NoDelay, Visibility
 from heterorl.sampler.trust_record import TrustRecord
 from heterorl.sampler.weight_sync import WeightSync

@@ -19,10 +19,10 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Layout, TensorSpec
-from heterorl.relay.app import RelayServer, Upstream
 from heterorl.relay.cache import CacheDirectory
+from heterorl.relay.cached_weights import CachedWeights
 from heterorl.relay.config import RelayConfig
-from heterorl.relay.weights import Weights
+from heterorl.relay.relay_app import RelayServer, Upstream
 from tests.support.certificates import paths
 from tests.support.run import CONTRACT, Run
 from tests.support.secure_run import PATIENT, SecureRun
@@ -68,7 +68,7 @@ class Site:
         )  # fmt: skip
         self.cache = CacheDirectory(self.directory, max_bytes=self.config.cache_bytes)
         self.upstream = Upstream(self.coordinator, tls=tls, policy=HASTY, payload_urls=self.config.payload_urls)
-        self.weights = Weights(api=self.upstream, cache=self.cache, clock=SystemClock())
+        self.weights = CachedWeights(api=self.upstream, cache=self.cache, clock=SystemClock())
         self.server = RelayServer(self.config, self.weights)
         self.port = await self.server.start()
         self.head = asyncio.ensure_future(self.weights.head.run())

@@ -18,17 +18,17 @@ from heterorl.common.rpc.error_status import from_rpc_error
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.policy import PolicyServicer
-from heterorl.coordinator.servicers.rollout import EvaluationServicer, RolloutServicer
-from heterorl.coordinator.servicers.run import (
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
+from heterorl.coordinator.servicers.rollout_servicer import EvaluationServicer, RolloutServicer
+from heterorl.coordinator.servicers.run_servicer import (
     BackupServicer,
     DiagnosisServicer,
     MetricsServicer,
     RunServicer,
     SampleServicer,
 )
-from heterorl.coordinator.sites.reported import Reported
+from heterorl.coordinator.sites.node_metrics import NodeMetrics
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
@@ -73,13 +73,15 @@ class SecureRun:
         )
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core.rollout), self.server.grpc)
         run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core.run), self.server.grpc)
-        diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(self.core.parts), self.server.grpc)
+        diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(
+            DiagnosisServicer(self.core.context), self.server.grpc
+        )
         backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(self.core.backups), self.server.grpc)
         evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(
             EvaluationServicer(self.core.evaluation), self.server.grpc
         )
         sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(self.core.sample), self.server.grpc)
-        reported = Reported(run_id=self.core.config.run_id, most_nodes=8, clock=self.core.clock)
+        reported = NodeMetrics(run_id=self.core.config.run_id, most_nodes=8, clock=self.core.clock)
         metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(reported), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
         self.address = f"127.0.0.1:{self.port}"

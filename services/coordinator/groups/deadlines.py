@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.common.types.rollout import WorkAssignment
-from heterorl.coordinator.groups import work
-from heterorl.coordinator.groups.work import Handed
+from heterorl.coordinator.groups import work_assignments
+from heterorl.coordinator.groups.work_assignments import Handed
 from heterorl.coordinator.sites import incarnations, quotas
 from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Deadlines:
                 break
             expired.append(assignment)
         rows.close()
-        work.expire(connection, expired)
+        work_assignments.expire(connection, expired)
         quotas.note_expired(connection, holder[0], sum(each < HELD_OUT for each in expired))
         if oldest == math.inf:
             return

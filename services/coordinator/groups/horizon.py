@@ -18,7 +18,7 @@ from typing import Any
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.wire.common import MAX_INT64
 from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.engine import NUMBERS, Connection
+from heterorl.coordinator.store.database_engine import NUMBERS, Connection
 
 
 def superseded_s(connection: Connection, version: int, *, reach: int, now: float) -> float:

@@ -26,8 +26,8 @@ from heterorl.common.wire.common import MAX_INT64, bytes_digest
 from heterorl.common.wire.rollout import group_id_from_pb
 from heterorl.common.wire.seal import GroupMessage, canonical, group_message, sealed
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import horizon, ledger, work
-from heterorl.coordinator.groups.admission import (
+from heterorl.coordinator.groups import horizon, ledger, work_assignments
+from heterorl.coordinator.groups.validation import (
     Facts,
     content_problem,
     counted_version,
@@ -35,11 +35,11 @@ from heterorl.coordinator.groups.admission import (
     judge,
     size_problem,
 )
-from heterorl.coordinator.ring import Ring
+from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 RETRY_AFTER_S = 1.0
 
@@ -71,7 +71,7 @@ class Surroundings:
 
     config: CoordinatorConfig
     quotas: Quotas
-    ring: Ring
+    ring: SampleRing
     head: int
     now: float
     instant: float
@@ -151,15 +151,15 @@ def record(
     column = "dropped" if reason else "accepted"
     connection.execute(f"UPDATE sites SET {column} = {column} + 1 WHERE site = ? AND incarnation = ?", key)
     if reason is None:
-        work.answer(connection, [arrived.assignment])
+        work_assignments.answer(connection, [arrived.assignment])
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
     ledger.add(connection, ledger.account_of(reason), 1)
     if arrived.sealed is not None and around.ring.wants(kind_of(reason), arrival):
         around.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
-    if reason in work.REOPENED:
-        work.reopen_held(connection, arrived.assignment, group_id)
+    if reason in work_assignments.REOPENED:
+        work_assignments.reopen_held(connection, arrived.assignment, group_id)
     if reason is DropReason.LOST_MEMBERS:
-        work.put_behind(connection, arrived.assignment, at_least=around.config.groups_per_version)
+        work_assignments.put_behind(connection, arrived.assignment, at_least=around.config.groups_per_version)
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)
 
 
@@ -221,7 +221,7 @@ def quota(arrived: Arrival, around: Surroundings, *, pending_bytes: int) -> tupl
 
 
 def _looked_up(connection: Connection, group: SealedGroup) -> tuple[int | None, bool]:
-    return work.lookup(connection, [(group.assignment, group.id)])[group.assignment]
+    return work_assignments.lookup(connection, [(group.assignment, group.id)])[group.assignment]
 
 
 def _facts(
@@ -297,7 +297,7 @@ class _Rows:
     def look_up(self, groups: Sequence[Arrival]) -> None:
         """Read the assignments of groups that may be usual; each once."""
         wanted = {arrived.assignment: arrived.id for arrived in groups if arrived.sealed is not None}
-        self._work = work.lookup(self._connection, list(wanted.items()))
+        self._work = work_assignments.lookup(self._connection, list(wanted.items()))
         self._asked = wanted
 
     def take(self, arrived: Arrival) -> PushOutcome:
@@ -340,7 +340,7 @@ class _Rows:
                 part = self._accepted[first : first + ROWS_AT_ONCE]
                 some = [row_of(arrived, None, self._around) for arrived in part]
                 connection.execute(insert(len(some)), list(itertools.chain.from_iterable(some)))
-            work.answer(connection, [arrived.assignment for arrived in self._accepted])
+            work_assignments.answer(connection, [arrived.assignment for arrived in self._accepted])
             counts = Counter((arrived.id.site, arrived.id.incarnation) for arrived in self._accepted)
             connection.executemany(
                 "UPDATE sites SET accepted = accepted + ?, watermark = ? WHERE site = ? AND incarnation = ?",

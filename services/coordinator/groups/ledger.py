@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from heterorl.common.types.rollout import DropReason, ReturnReason
 from heterorl.common.types.run import LedgerCounts
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 ACKED = "acked"
 CONSUMED = "consumed"

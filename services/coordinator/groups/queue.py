@@ -34,14 +34,14 @@ from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import horizon, ledger, schedule, work
+from heterorl.coordinator.groups import horizon, ledger, schedule, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, Surroundings, take_all
 from heterorl.coordinator.groups.schedule import seed_of
-from heterorl.coordinator.ring import Ring
+from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
-from heterorl.coordinator.store.engine import NUMBERS, OLDEST_OF_EACH_SITE, Connection
-from heterorl.coordinator.versions import variants
+from heterorl.coordinator.store.database_engine import NUMBERS, OLDEST_OF_EACH_SITE, Connection
+from heterorl.coordinator.versions import published_variants
 
 Order = Literal["oldest", "fair", "newest"]
 LATE_EVERY = 4
@@ -138,10 +138,10 @@ class Queue:
     config: CoordinatorConfig
     quotas: Quotas
     turns: Turns
-    ring: Ring
+    ring: SampleRing
 
     @classmethod
-    def of(cls, config: CoordinatorConfig, ring: Ring) -> Queue:
+    def of(cls, config: CoordinatorConfig, ring: SampleRing) -> Queue:
         """The queue of a configuration; what leaves it may go into the ring."""
         turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
         return cls(config=config, quotas=Quotas(config), turns=turns, ring=ring)
@@ -189,7 +189,7 @@ class Queue:
                 num_bytes += len(data)
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
                 seed = seed_of(assignment, seed=self.config.seed)
-                variant = variants.of_state(connection, group.oldest_version, group.state_root)
+                variant = published_variants.of_state(connection, group.oldest_version, group.state_root)
                 leased.append(
                     LeasedGroup(
                         sealed=group,
@@ -307,8 +307,8 @@ class Queue:
             ledger.add(connection, ledger.account_of(reason), len(rows))
             for group in filter(None, kept):
                 self.ring.keep_dropped(connection, group, reason, detail=detail)
-            if reason in work.REOPENED:
-                work.reopen(connection, [assignment for (assignment,) in rows])
+            if reason in work_assignments.REOPENED:
+                work_assignments.reopen(connection, [assignment for (assignment,) in rows])
         return num_dropped
 
     def drop_of_site(self, connection: Connection, site: SiteId, *, detail: str = "") -> int:
@@ -359,7 +359,7 @@ def abandon_consumed(connection: Connection, versions: Sequence[int]) -> None:
         ).fetchall()
         ledger.add(connection, ledger.CONSUMED, -len(rows))
         ledger.add(connection, ledger.account_of(DropReason.LINEAGE_ABANDONED), len(rows))
-        work.reopen(connection, [assignment for (assignment,) in rows])
+        work_assignments.reopen(connection, [assignment for (assignment,) in rows])
 
 
 def undo_lease(connection: Connection, ids: Iterable[GroupId]) -> None:

@@ -23,7 +23,7 @@ from heterorl.common.types.run import PromptCounts
 from heterorl.common.wire.sample import outline
 from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import DifficultyConfig
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 _ROUNDS = 4
 

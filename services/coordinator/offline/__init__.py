@@ -1,5 +1,4 @@
-"""A data directory read from outside, without a running coordinator: checked, or put in another place; never changed.
+"""Tools that read a data directory without a running coordinator and never change it.
 
-Open `verify` first: what must hold of a whole history and of its payloads. `restore` makes a new data directory of a
-backup.
+Open `verify` first: it checks a whole history and its payloads. `restore_backup` makes a data directory of a backup.
 """

@@ -1,6 +1,6 @@
-"""Payloads: listed, read, kept for whom they may still serve, and deleted.
+"""Payloads: which are kept, verified, merged, backed up and deleted.
 
-`keeper` alone deletes published payloads, by `retention`: `index` retires their rows, `store/blobs` unlinks files.
-`composer` makes deltas over many versions, and `merges` keeps and deletes those. `damage` takes out
-of use what `common/pull/payload_reader` finds wrong. Open `keeper` first.
+`garbage_collector` deletes published payloads as `retention` decides: `payload_index` removes their rows, `store/blobs`
+their files. `delta_merger` makes deltas over many versions, `merged_deltas` caches them. `damage` takes payloads that
+`common/pull/payload_reader` found damaged out of use. Open `garbage_collector` first.
 """

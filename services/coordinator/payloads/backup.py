@@ -32,13 +32,13 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import stated_version
 from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads.damage import Damage
-from heterorl.coordinator.payloads.keeper import Keeper
+from heterorl.coordinator.payloads.garbage_collector import GarbageCollector
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.choice import OWNER
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.engine import Connection
-from heterorl.coordinator.store.files import typed_error
-from heterorl.coordinator.store.home import Copies
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.engine_choice import OWNER
+from heterorl.coordinator.store.payload_files import typed_error
+from heterorl.coordinator.store.payload_storage import PayloadCache
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class Backups:
         run_id: str,
         database: Database,
         blobs: BlobStore,
-        copies: Copies,
+        cache: PayloadCache,
         damage: Damage,
-        keeper: Keeper,
+        collector: GarbageCollector,
         clock: Clock,
         store_url: str = "",
     ) -> None:
@@ -72,9 +72,9 @@ class Backups:
         self._run_id = run_id
         self._database = database
         self._blobs = blobs
-        self._copies = copies
+        self._cache = cache
         self._damage = damage
-        self._keeper = keeper
+        self._collector = collector
         self._clock = clock
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
 
@@ -112,7 +112,7 @@ class Backups:
         partial = self._directory / f"{name}{_PARTIAL}"
         await asyncio.to_thread(_begin, self._directory, partial)
         try:
-            async with self._keeper.undisturbed():
+            async with self._collector.undisturbed():
                 copy = partial / STORE_FILE
                 if self._store_url:
                     digests, head, audit_digest = await asyncio.to_thread(_read_out, self._store_url, copy)
@@ -143,7 +143,7 @@ class Backups:
         """Have a payload at hand and take it; what was taken before is not lost by a moment without it."""
         for left in reversed(range(_TRIES)):
             try:
-                async with self._copies.at_hand([digest]):
+                async with self._cache.at_hand([digest]):
                     return await asyncio.to_thread(self._take, digest, target)
             except Busy as error:
                 if not left:
@@ -181,8 +181,8 @@ def _read_out(url: str, path: Path) -> Named:
     """Read a database into a file of SQLite's; blocks."""
     import psycopg
 
-    from heterorl.coordinator.store.postgres.engine import connect
-    from heterorl.coordinator.store.postgres.tables import read_into
+    from heterorl.coordinator.store.postgres.postgres_engine import connect
+    from heterorl.coordinator.store.postgres.postgres_tables import read_into
 
     try:
         with connect(url) as raw:

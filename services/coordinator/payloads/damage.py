@@ -18,12 +18,12 @@ from heterorl.common.errors import Busy, CorruptStore, RemoteError, UnknownPaylo
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
 from heterorl.common.pull.payload_reader import DamagedFile
 from heterorl.common.types.common import Digest
-from heterorl.coordinator.payloads import index
-from heterorl.coordinator.payloads.merges import Merges
+from heterorl.coordinator.payloads import payload_index
+from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.files import BUSY_S, file_size, unreadable
-from heterorl.coordinator.store.home import Copies, Cure
+from heterorl.coordinator.store.payload_files import BUSY_S, file_size, unreadable
+from heterorl.coordinator.store.payload_storage import PayloadCache, Repair
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -32,9 +32,9 @@ ResultT = TypeVar("ResultT")
 class Damage:
     """Takes damaged payloads out of use. Belongs to the event loop."""
 
-    def __init__(self, *, database: Database, blobs: BlobStore, copies: Copies, merges: Merges) -> None:
+    def __init__(self, *, database: Database, blobs: BlobStore, cache: PayloadCache, merges: MergedDeltas) -> None:
         self._database = database
-        self._copies = copies
+        self._cache = cache
         self._blobs = blobs
         self._merges = merges
         self._told: set[Digest] = set()
@@ -46,12 +46,12 @@ class Damage:
 
         UnknownPayload: not there, or not what it was; the caller plans again. Busy: it cannot be read now.
         """
-        if isinstance(error, FileNotFoundError | DamagedFile) and await self._copies.heal(digest) is not Cure.LOST:
+        if isinstance(error, FileNotFoundError | DamagedFile) and await self._cache.heal(digest) is not Repair.LOST:
             # Also where it is right by now: who reads on in the file that was replaced still finds the old bytes.
             return Busy(f"payload {digest[:12]} was fetched again", retry_after_s=BUSY_S)
         if isinstance(error, FileNotFoundError):
             self._check_is_there()
-            if await self._database.run(lambda connection: index.is_named(connection, digest)):
+            if await self._database.run(lambda connection: payload_index.is_named(connection, digest)):
                 await self.put_aside(digest, str(error))
             return UnknownPayload(f"payload {digest[:12]} is not stored")
         if isinstance(error, DamagedFile):
@@ -67,13 +67,13 @@ class Damage:
     async def put_aside_unproved(self, digest: Digest, problem: str) -> bool:
         """Put one aside that a proof refused, unless another copy of it has other bytes; returns whether it is to be
         proved again at once: a right copy may have been replaced during the proof."""
-        cure = await self._copies.heal(digest)
-        if cure is Cure.RIGHT and digest not in self._doubted:
+        cure = await self._cache.heal(digest)
+        if cure is Repair.RIGHT and digest not in self._doubted:
             _LOG.warning("payload %s is proved again: %s", digest[:12], problem)
             self._doubted.add(digest)
             return True
         self._doubted.discard(digest)
-        if cure is not Cure.CURED:
+        if cure is not Repair.CURED:
             await self.put_aside(digest, problem)
         return False
 
@@ -85,7 +85,7 @@ class Damage:
         """Offer a payload no longer, and move its file where a person finds it."""
         DAMAGED_PAYLOADS.inc()
         _LOG.error("payload %s is out of use: %s", digest[:12], problem)
-        await self._database.run(lambda connection: index.strike_out(connection, digest))
+        await self._database.run(lambda connection: payload_index.strike_out(connection, digest))
         await self.on_disk(self._blobs.set_aside(digest))
         await self._merges.drop(digest)
 
@@ -94,7 +94,7 @@ class Damage:
         for digest, path in files:
             if await asyncio.to_thread(file_size, path) is None:
                 self._check_is_there()
-                if await self._copies.heal(digest) is Cure.LOST:
+                if await self._cache.heal(digest) is Repair.LOST:
                     await self.put_aside(digest, "it is gone")
 
     async def on_disk(self, action: Awaitable[ResultT]) -> ResultT:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.coordinator.versions.plans import cheapest_way
+from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 MAX_LEASES = 4096
 """Plans remembered; beyond, the one that was silent the longest is forgotten (its caller plans again)."""

@@ -1,5 +1,5 @@
-"""The server's side of gRPC: who may call what, how much of what, and in which order it is asked.
+"""The gRPC server: who may call which rpc, how many calls and bytes each caller gets, and which requests are refused.
 
-`door` lets a call in when there is room for it; `access` checks the certificate of each call and each message. Limits
-are asked per certificate before memory is taken. Open `server` first, then `door`.
+`call_admission` admits a call when there is room; `access` checks its certificate. Limits are checked per certificate
+before memory is used. Open `grpc_server` first, then `call_admission`.
 """

@@ -145,7 +145,7 @@ EXPIRED_RETRY_S = 5.0
 _FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE, RefusalReason.UNKNOWN_RPC})
 
 
-class Gate:
+class CallAuthorizer:
     """Decides about calls of one run.
 
     Args:

@@ -1,4 +1,4 @@
-"""Messages <-> domain calls. Servicers decide nothing; typed errors pass through to the interceptor.
+"""gRPC servicers: translate messages to calls of the columns. Typed errors pass through to the interceptor.
 
-One servicer for each column, which takes that column. Open `rollout` first.
+One servicer for each column. Open `rollout_servicer` first.
 """

@@ -1,4 +1,4 @@
-"""What is known of each site: its processes, its share, its quota, its quarantine, its metrics, the log of audit.
+"""What the coordinator knows of each site: processes, share, quota, quarantine, metrics, and the audit log.
 
-One site can neither take the others' share nor bring the run to a stop. Open `sites` first, then `quarantine`.
+No site can take the others' share or stop the run. Open `sites` first, then `quarantine`.
 """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.engine import NAMES, Connection
+from heterorl.coordinator.store.database_engine import NAMES, Connection
 
 MAX_GAP = 100_000
 """Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""

@@ -28,7 +28,7 @@ from heterorl.common.types.run import CanaryReport, CanaryVerdict
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 MAX_LOGPROBS = 4096
 KEPT_VERSIONS = 4096

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 ASKED_S = 60.0
 """A site that asked for work so recently, or holds some that counts, is one of those that share."""

@@ -16,7 +16,7 @@ from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, Sit
 from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 _LOG = logging.getLogger(__name__)
 MAX_SEEN = 16

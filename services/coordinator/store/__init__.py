@@ -1,5 +1,5 @@
-"""Where bytes become durable: one connection and group commit, and payload files by content.
+"""Durable storage: a database with one connection and group commit, and payload files named by their content.
 
-An operation answers only after its bytes are on disk; a file's name exists only when all its bytes are right.
+An operation answers only after its bytes are on disk; a file gets its name only when all its bytes are right.
 `sqlite` and `postgres` are the engines. Open `database` first, then `blobs`.
 """

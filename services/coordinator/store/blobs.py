@@ -23,7 +23,7 @@ from heterorl.common.process.clock import Bell
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest, is_digest
 from heterorl.common.weights.payload import file_digest
-from heterorl.coordinator.store.files import (
+from heterorl.coordinator.store.payload_files import (
     cut,
     file_size,
     identity,
@@ -36,7 +36,7 @@ from heterorl.coordinator.store.files import (
     unreadable,
     write_all,
 )
-from heterorl.coordinator.store.home import Home
+from heterorl.coordinator.store.payload_storage import PayloadStorage
 
 
 class Locks:
@@ -69,7 +69,7 @@ class BlobStore:
         bound: str = "store_bytes",
         make_room: Callable[[int], Awaitable[None]] = no_room,
         on_full: Callable[[], None] = ignore,
-        home: Home | None = None,
+        storage: PayloadStorage | None = None,
     ) -> None:
         """Open the directory.
 
@@ -80,9 +80,9 @@ class BlobStore:
             bound: the key that `store_bytes` comes from.
             make_room: called with the missing bytes before an upload is refused.
             on_full: called when the disk refused a payload.
-            home: where payloads are kept; without one, here.
+            storage: where payloads are kept; without one, here.
         """
-        self._home = home or Home()
+        self._storage = storage or PayloadStorage()
         self._blobs, self._partial, self._damaged = (root / name for name in ("blobs", "partial", "damaged"))
         self._store_bytes, self._bound = store_bytes, bound
         self._max_payload_bytes = max_payload_bytes
@@ -112,11 +112,11 @@ class BlobStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of all payloads, and those that uploads under way may still bring."""
-        at_home = self._home.used_bytes
+        at_home = self._storage.used_bytes
         return self._used if at_home is None else at_home
 
     def size(self, digest: Digest) -> int | None:
-        at_home = self._home.size(digest)
+        at_home = self._storage.size(digest)
         return file_size(self.path(digest)) if at_home is None else at_home
 
     def is_there(self) -> bool:
@@ -145,7 +145,7 @@ class BlobStore:
             raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
         async with self._locks[digest]:
             if self.size(digest) is not None:
-                await self._home.keep(digest, self.path(digest))
+                await self._storage.keep(digest, self.path(digest))
                 return num_bytes
             have = self._partial_size(digest)
             if not 0 <= offset <= have:
@@ -157,7 +157,7 @@ class BlobStore:
                 if written == num_bytes:
                     await asyncio.to_thread(self._complete, digest)
             if written == num_bytes:
-                await self._home.keep(digest, self.path(digest))
+                await self._storage.keep(digest, self.path(digest))
             return written
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
@@ -170,7 +170,7 @@ class BlobStore:
                     await asyncio.to_thread(self._complete, digest)
             if self.size(digest) != num_bytes:
                 return False
-            await self._home.keep(digest, self.path(digest))
+            await self._storage.keep(digest, self.path(digest))
             return True
 
     @contextmanager
@@ -197,7 +197,7 @@ class BlobStore:
                 await self._reserve(num_bytes)
                 with self._settled(digest, num_bytes):
                     await asyncio.to_thread(name_file, path, self.path(digest))
-            await self._home.keep(digest, self.path(digest))  # also what it did not take before
+            await self._storage.keep(digest, self.path(digest))  # also what it did not take before
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
         """Delete a payload or an upload; returns the bytes freed, None when it must stay.
@@ -211,7 +211,7 @@ class BlobStore:
         async with self._locks[digest]:
             if digest in self._held or await is_needed():
                 return None
-            at_home = await self._home.erase(digest)
+            at_home = await self._storage.erase(digest)
             return max(at_home, await self._remove_files(self.path(digest), self._partial / digest))
 
     async def _remove_files(self, *paths: Path) -> int:
@@ -225,7 +225,7 @@ class BlobStore:
 
     async def set_aside(self, digest: Digest) -> None:
         async with self._locks[digest]:
-            await self._home.set_aside(digest)
+            await self._storage.set_aside(digest)
             if (size := file_size(self.path(digest))) is not None:
                 await asyncio.to_thread(name_file, self.path(digest), self._damaged / digest)
                 self.count(-size)
@@ -237,7 +237,7 @@ class BlobStore:
             found = {Digest(path.name) for folder in folders for path in folder.rglob("*") if path.is_file()}
         except OSError as error:
             raise unreadable(error) from error
-        found |= self._home.digests()
+        found |= self._storage.digests()
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
     def count(self, num_bytes: int) -> None:
@@ -247,7 +247,7 @@ class BlobStore:
             self.freed.ring()
 
     async def _reserve(self, num_bytes: int) -> None:
-        await self._home.reserve(num_bytes)
+        await self._storage.reserve(num_bytes)
         missing = self._used + num_bytes - self._store_bytes
         if missing > 0:
             await self._make_room(missing)

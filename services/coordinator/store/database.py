@@ -4,7 +4,7 @@ Guarantees: operations run one after another, each wholly or not at all; those t
 a full disk fails them with StoreFull and leaves the store as it was; any other I/O error is fatal at once, because
 an fsync that failed cannot be repeated, and so is the loss of a database that is elsewhere. Operations that met a full
 disk together run again one by one, so that what needs no room is done. Which database holds the bytes is the engine's
-(`store/engine.py`).
+(`store/database_engine.py`).
 
 An order that a person gives under an id is remembered in its own transaction with its answer: said again, it has no
 effect again. The newest MAX_KEPT orders of a kind are known, so one whose answer was lost may come late, behind others.
@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest, StoreFull, StoreLost
 from heterorl.common.process import metrics
-from heterorl.coordinator.store.engine import SET_META, Connection, Engine, Fault
+from heterorl.coordinator.store.database_engine import SET_META, Connection, DatabaseEngine, Fault
 from heterorl.coordinator.store.sqlite import SqliteEngine
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def _ignore() -> None:
 class Database:
     """Runs operations on the store's thread."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, *, on_full: Callable[[], None]) -> None:
+    def __init__(self, engine: DatabaseEngine, loop: asyncio.AbstractEventLoop, *, on_full: Callable[[], None]) -> None:
         self._engine = engine
         self._loop = loop
         self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
@@ -84,7 +84,7 @@ class Database:
         return await cls.over(lambda: SqliteEngine.open(path), on_full=on_full)
 
     @classmethod
-    async def over(cls, opened: Callable[[], Engine], *, on_full: Callable[[], None] = _ignore) -> Self:
+    async def over(cls, opened: Callable[[], DatabaseEngine], *, on_full: Callable[[], None] = _ignore) -> Self:
         """Open a store and check it; `on_full` is called on the event loop when the disk refuses.
 
         Raises:
@@ -223,7 +223,7 @@ def _run_alone(connection: Connection, operation: Operation) -> tuple[Any, BaseE
         return None, error
 
 
-def _run_one(engine: Engine, operation: Operation) -> tuple[Any, BaseException | None]:
+def _run_one(engine: DatabaseEngine, operation: Operation) -> tuple[Any, BaseException | None]:
     engine.save()
     try:
         result = operation(engine.connection)

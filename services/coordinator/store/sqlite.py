@@ -15,7 +15,7 @@ from pathlib import Path
 from heterorl.common.errors import CorruptStore, DiskFull
 from heterorl.common.process.files import make_directory
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.engine import Fault
+from heterorl.coordinator.store.database_engine import Fault
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)

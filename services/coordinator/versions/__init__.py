@@ -1,5 +1,5 @@
-"""The chain of versions: who may extend it, what was published, in which variants, and the way to each.
+"""The chain of versions: who may extend it, what was published, in which variants, and how to pull each version.
 
-Versions are dense and never change. A publication is fenced by the lease's epoch. Open `lineage` first, then `chain`,
-which is one variant of it.
+Versions are numbered without gaps and never change. The lease's epoch fences each publication. Open `lineage` first,
+then `chain`, which reads one variant of it.
 """

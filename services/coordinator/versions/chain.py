@@ -14,7 +14,7 @@ from typing import Any
 from heterorl.common.errors import InvalidRequest, UnknownVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 
 TRAINED = ""
 """The name of the weights that are trained."""

@@ -31,7 +31,7 @@ from heterorl.common.wire.common import bytes_digest, contract_from_bytes, contr
 from heterorl.common.wire.policy import manifest_digest
 from heterorl.common.wire.statement import statement_difference, statement_from_bytes
 from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.engine import Connection
+from heterorl.coordinator.store.database_engine import Connection
 from heterorl.coordinator.versions.chain import Chain
 
 _KEYS = {

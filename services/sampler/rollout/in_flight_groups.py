@@ -9,8 +9,8 @@ under way no longer; a group whose environment leaves things to chance is not no
 
 A row may end the process that computes it, as by the system's killer for memory: no line of that process can say so.
 The next process returns what the note `under_way.json` names and it does not continue, as if its engine had failed
-under it, so that a row that kills three processes is closed (heterorl.coordinator.groups.work). What was answered
-meanwhile is not held any more, and its return means nothing.
+under it, so that a row that kills three processes is closed (heterorl.coordinator.groups.work_assignments). What was
+answered meanwhile is not held any more, and its return means nothing.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from heterorl.certs import directory as book
+from heterorl.certs import authority_directory as book
 from heterorl.certs.authority import LOCAL_HOSTS, hosts_of
-from heterorl.certs.directory import Authority
+from heterorl.certs.authority_directory import Authority
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.spiffe import Identity, Role, read_identity

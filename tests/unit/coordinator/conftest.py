@@ -12,7 +12,7 @@ import pytest
 
 from heterorl.coordinator import core as core_module
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.core import Coordinator, open_parts
+from heterorl.coordinator.core import Coordinator, open_context
 from heterorl.coordinator.store.sqlite import SqliteEngine
 from tests.support.clock import ManualClock
 from tests.support.run import Run
@@ -53,10 +53,10 @@ def _payloads(request, tmp_path_factory):
     def open_in_bucket(config, clock, **options):
         name = hashlib.sha256(str(config.data_dir.resolve()).encode()).hexdigest()[:16]
         bucket = server.config(credentials, prefix=name, url_lifetime_s=60.0)
-        return open_parts(config.model_copy(update={"payloads": bucket}), clock, **options)
+        return open_context(config.model_copy(update={"payloads": bucket}), clock, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_module, "open_parts", open_in_bucket)
+        patch.setattr(core_module, "open_context", open_in_bucket)
         yield
 
 
@@ -76,7 +76,7 @@ def _engine(request):
     if not IS_POSTGRES:
         yield
         return
-    from heterorl.coordinator.store.postgres.engine import open_store
+    from heterorl.coordinator.store.postgres.postgres_engine import open_store
 
     server = request.getfixturevalue("postgres_of_all")
     with pytest.MonkeyPatch.context() as patch:

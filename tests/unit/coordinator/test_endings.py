@@ -11,7 +11,7 @@ from heterorl.common.wire.columns import columns_of
 from heterorl.common.wire.common import contract_from_pb, contract_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.admission import ending_problem
+from heterorl.coordinator.groups.validation import ending_problem
 from heterorl.coordinator.versions.lineage import contract_difference
 from tests.support.clock import ManualClock
 from tests.support.groups import group_to_pb

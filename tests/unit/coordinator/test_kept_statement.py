@@ -31,7 +31,7 @@ async def opened(tmp_path):
 
 
 async def kept(core):
-    return await core.parts.database.run(read_statement)
+    return await core.context.database.run(read_statement)
 
 
 async def test_statement_outlives_the_coordinator(opened):

@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from heterorl.common.errors import InvalidRequest, UnknownSample
 from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
-from heterorl.coordinator import ring
+from heterorl.coordinator import sample_ring
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -132,7 +132,7 @@ async def test_no_page_reads_the_list_from_its_beginning(core, wanted):
 
     def operation(connection):
         connection.set_trace_callback(statements.append)
-        ring.read_page(connection, wanted, SamplePage(limit=50))
+        sample_ring.read_page(connection, wanted, SamplePage(limit=50))
         connection.set_trace_callback(None)
         plans = []
         for statement in statements:
@@ -146,11 +146,11 @@ async def test_no_page_reads_the_list_from_its_beginning(core, wanted):
 
 async def test_one_operation_looks_at_so_many_rows_at_most(core):
     found, looked_up_to = await core.database.run(
-        lambda connection: ring.read_page(connection, SampleFilter(min_reward=3.0), SamplePage())
+        lambda connection: sample_ring.read_page(connection, SampleFilter(min_reward=3.0), SamplePage())
     )
 
     assert found == []
-    assert looked_up_to == NUM - ring.ROWS_AT_ONCE + 1
+    assert looked_up_to == NUM - sample_ring.ROWS_AT_ONCE + 1
 
 
 async def test_a_number_that_the_store_cannot_count_to_is_refused_before_it(core):

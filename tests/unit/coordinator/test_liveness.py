@@ -16,7 +16,7 @@ from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.rollout import LEASE_BATCH
+from heterorl.coordinator.rollout_column import LEASE_BATCH
 from heterorl.coordinator.store import sqlite as sqlite_engine
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads import index, merges
+from heterorl.coordinator.payloads import merged_deltas, payload_index
 from heterorl.coordinator.store.blobs import Locks
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
@@ -49,14 +49,16 @@ def plan_of(connection, sql, *values):
 
 
 async def test_graph_is_read_from_indexes_and_leaves_abandoned_versions_out(core):
-    graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
+    graph = await core.database.run(lambda connection: payload_index.graph(Chain(connection)))
 
     assert graph.lineage == [version for version in range(NUM_VERSIONS) if version not in (7, 8, 9)]
-    small = await core.database.run(lambda connection: index._lineage(Chain(connection, "int8"), 6, NUM_VERSIONS - 1))
+    small = await core.database.run(
+        lambda connection: payload_index._lineage(Chain(connection, "int8"), 6, NUM_VERSIONS - 1)
+    )
     assert small == [6, *range(10, 20)]
     statements = []
     await core.database.run(lambda connection: connection.set_trace_callback(statements.append))
-    await core.database.run(lambda connection: index.graph(Chain(connection)))
+    await core.database.run(lambda connection: payload_index.graph(Chain(connection)))
     await core.database.run(lambda connection: connection.set_trace_callback(None))
     about_versions = [text for text in statements if "FROM versions" in text and "LIMIT 1" not in text]
     assert about_versions
@@ -66,14 +68,14 @@ async def test_graph_is_read_from_indexes_and_leaves_abandoned_versions_out(core
 
 
 async def test_start_reads_the_states_of_merged_deltas_alone(core):
-    roots = await core.database.run(lambda connection: merges._state_roots(connection, {3, 7}))
+    roots = await core.database.run(lambda connection: merged_deltas._state_roots(connection, {3, 7}))
 
     assert roots == {"": {3: "root-3", 7: "root-7"}, "int8": {7: "small-7"}}
 
 
 async def test_store_of_an_earlier_program_gets_the_index_at_its_next_start(core, tmp_path):
     await core.database.run(lambda connection: connection.execute("DROP INDEX versions_abandoned"))
-    before = (await core.database.run(lambda connection: index.graph(Chain(connection)))).lineage
+    before = (await core.database.run(lambda connection: payload_index.graph(Chain(connection)))).lineage
     await core.close()
 
     again = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
@@ -81,7 +83,7 @@ async def test_store_of_an_earlier_program_gets_the_index_at_its_next_start(core
         lambda connection: [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")]
     )
     assert "versions_abandoned" in names
-    assert (await again.database.run(lambda connection: index.graph(Chain(connection)))).lineage == before
+    assert (await again.database.run(lambda connection: payload_index.graph(Chain(connection)))).lineage == before
     await again.close()
 
 

@@ -9,7 +9,7 @@ from heterorl.common.types.evaluation import EvaluationSet, PromptResult, Scored
 from heterorl.common.types.rollout import DropReason, Rejection
 from heterorl.common.types.run import CanaryReport, Heartbeat
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleFilter, SampleKind, SampleNote, SamplePage
-from heterorl.coordinator import observe
+from heterorl.coordinator import run_metrics
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.sqlite import connect
@@ -137,9 +137,9 @@ async def every_call(core, run, clock):
     await core.rollback(to_version=0, request_id="b")
     await core.renew_lease(epoch=run.epoch)
     await run.publish(lineage_version=0, snapshot=True)
-    await observe.observe_run(core)
-    await core.keeper.work()
-    await core.keeper.collect()
+    await run_metrics.observe_run(core)
+    await core.collector.work()
+    await core.collector.collect()
     await core.acquire_lease(holder="learner", contract=run.contract, request_id="r2")
 
 
@@ -154,7 +154,7 @@ async def test_no_statement_reads_what_grows(tmp_path, statements):
     await core.close()
     # The ring shrinks.
     core = await Coordinator.open(config.model_copy(update={"samples_bytes": 7000}), clock)
-    await observe.observe_run(core)
+    await run_metrics.observe_run(core)
     assert (await core.list_samples(wanted=SampleFilter(), page=SamplePage())).num_kept == 1
 
     bad = await core.database.run(

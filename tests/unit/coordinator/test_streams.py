@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, queue
-from heterorl.coordinator.rollout import LEASE_BATCH
+from heterorl.coordinator.rollout_column import LEASE_BATCH
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from heterorl.common.errors import Unreachable
-from heterorl.relay.weights import Answers
+from heterorl.relay.cached_weights import Answers
 
 
 class Hands:

@@ -1,4 +1,4 @@
-"""Payloads in an S3-compatible bucket: it is their home, and a bounded directory has copies of what is read here.
+"""Payloads in an S3-compatible bucket, and a bounded cache of them in the data directory.
 
-Open `home` first.
+Open `bucket_storage` first.
 """

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from heterorl.common.errors import Busy, ConfigError, CorruptStore, DependencyMissing
 from heterorl.common.types.common import Digest, file_name, is_digest
 from heterorl.coordinator.config import BucketConfig
-from heterorl.coordinator.store.files import BUSY_S, open_file, write_all
+from heterorl.coordinator.store.payload_files import BUSY_S, open_file, write_all
 
 if TYPE_CHECKING:
     from obstore.store import S3Store

@@ -1,4 +1,4 @@
-"""PostgreSQL as the store: the same operations by one writer at a time, whose place another host can take.
+"""PostgreSQL as the store: one coordinator writes at a time, and a standby on another host can take over.
 
-Open `engine` first, then `standby`.
+Open `postgres_engine` first, then `standby`.
 """

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 
 from heterorl.common.errors import DiskFull, OperatorError, StoreHeld, StoreLost
-from heterorl.coordinator.store.postgres.engine import PostgresEngine, connect, take, try_lock
+from heterorl.coordinator.store.postgres.postgres_engine import PostgresEngine, connect, take, try_lock
 
 _LOG = logging.getLogger(__name__)
 ASK_EVERY_S = 0.5

@@ -17,8 +17,8 @@ from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.v1 import run_pb2_grpc
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT

@@ -109,7 +109,7 @@ async def world(tmp_path):
         api = Hostile(core)
         held = await puller(api, tmp_path / "first").pull(held=None, want_version=0)
         await puller(api, tmp_path / "asks").pull(held=held, want_version=HEAD)
-        await core.composer.settle()
+        await core.merger.settle()
         base = held.arena.copy()
         api.asked.clear()
         yield api, run, puller(api, tmp_path / "spool", base=lambda: base), held

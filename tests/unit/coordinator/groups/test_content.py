@@ -22,7 +22,7 @@ from heterorl.common.types.rollout import (
     Span,
 )
 from heterorl.common.wire.columns import columns_of
-from heterorl.coordinator.groups.admission import content_problem
+from heterorl.coordinator.groups.validation import content_problem
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE
 

@@ -123,7 +123,7 @@ async def test_mean_follows_the_newest_groups(tmp_path):
     core = await opened(tmp_path, difficulty=WINDOW)
     run = await started(core, tmp_path)
     await one_pass(core, run, await run.lease(PROMPTS))
-    reading = core.parts.database.run(
+    reading = core.context.database.run(
         lambda connection: dict(connection.execute("SELECT prompt_index, mean FROM prompts WHERE prompt_index < 4"))
     )
 
@@ -131,7 +131,7 @@ async def test_mean_follows_the_newest_groups(tmp_path):
     work = next(work for work in await run.lease(8) if work.prompt_index % 10 in (1, 2))
     solved = tuple(rollout(run.head, reward=1.0, reward_parts=()) for _ in range(2))
     data = sealed(dataclasses.replace(run.group(work), rollouts=solved)).data
-    await core.parts.database.run(lambda connection: note_rewards(connection, [data, data, None], WINDOW))
+    await core.context.database.run(lambda connection: note_rewards(connection, [data, data, None], WINDOW))
     found = (await core.get_status()).prompts
     assert (found.in_window, found.too_easy, found.too_hard) == (9, 36, 5), "a prompt is counted where it is now"
     await core.close()
@@ -144,7 +144,7 @@ async def test_without_a_window_nothing_is_kept_and_nothing_is_passed_over(tmp_p
 
     assert [work.id for work in await run.lease(2)] == [PROMPTS, PROMPTS + 1]
     assert (await core.get_status()).prompts is None
-    rows = await core.parts.database.run(
+    rows = await core.context.database.run(
         lambda connection: connection.execute("SELECT count(*) FROM prompts").fetchone()[0]
     )
     assert rows == 0

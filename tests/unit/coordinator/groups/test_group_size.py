@@ -13,7 +13,7 @@ from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import queue
-from heterorl.coordinator.groups.admission import contract_problem, worst_bytes
+from heterorl.coordinator.groups.validation import contract_problem, worst_bytes
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 

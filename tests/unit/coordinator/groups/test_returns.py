@@ -9,7 +9,7 @@ from heterorl.common.types.rollout import DropReason, PushStatus, ReturnReason
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.groups.work import MAX_IN_ROW, MAX_RETURNS, is_hopeless
+from heterorl.coordinator.groups.work_assignments import MAX_IN_ROW, MAX_RETURNS, is_hopeless
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, credits_of
 

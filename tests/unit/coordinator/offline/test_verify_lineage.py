@@ -23,7 +23,7 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline import history as history_module
 from heterorl.coordinator.offline.history import read_histories
-from heterorl.coordinator.payloads import index
+from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.merging import keeping, published
 from tests.support.run import Run
@@ -440,9 +440,9 @@ async def test_history_of_which_payloads_were_deleted_is_sound_and_the_rest_is_r
         run = await published(core, tmp_path, 0)
         for _ in range(30):
             await run.publish()
-            await core.composer.settle()
-            await core.keeper.work()
-        offered = await core.database.run(lambda connection: index.graph(Chain(connection)).payloads)
+            await core.merger.settle()
+            await core.collector.work()
+        offered = await core.database.run(lambda connection: payload_index.graph(Chain(connection)).payloads)
     (data,) = (path.parent for path in tmp_path.rglob("coordinator.sqlite"))
     first = min(p.to_version for p in offered if p.kind is PayloadKind.SNAPSHOT)
     assert first > 0

@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.common.errors import Busy, UnknownPayload
 from heterorl.common.pull import payload_reader
-from heterorl.coordinator.payloads import index
+from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.payloads.damage import Damage
 from tests.support.run import Run
 
@@ -68,7 +68,7 @@ async def test_payload_that_is_gone_is_offered_no_longer(core, payload):
     with pytest.raises(UnknownPayload):
         await read(core, payload)
 
-    assert not await core.database.run(lambda connection: index.is_named(connection, payload.digest))
+    assert not await core.database.run(lambda connection: payload_index.is_named(connection, payload.digest))
 
 
 @pytest.mark.files
@@ -98,11 +98,11 @@ async def test_snapshot_that_cannot_be_read_now_is_verified_later(core, payload,
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refused)
-        await core.keeper.work()
+        await core.collector.work()
     assert (await core.get_status()).snapshot_version == -1
     assert [payload] == list((await plan(core)).payloads)
 
-    await core.keeper.work()
+    await core.collector.work()
     assert (await core.get_status()).snapshot_version == 0
 
 

@@ -10,7 +10,7 @@ from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.coordinator.payloads.retention import Graph, Needs, decide_retirement
 from heterorl.coordinator.payloads.snapshots import decide_snapshot
-from heterorl.coordinator.versions.plans import plan_pull
+from heterorl.coordinator.versions.pull_plans import plan_pull
 
 
 def delta(start, stop, size=10):

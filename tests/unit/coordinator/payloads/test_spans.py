@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.coordinator.payloads.merges import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
+from heterorl.coordinator.payloads.merged_deltas import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
 
 
 def spans(text):

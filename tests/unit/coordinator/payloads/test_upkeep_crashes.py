@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import DigestMismatch, UnknownPayload
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
-from heterorl.coordinator.payloads import index
+from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.versions.chain import Chain
 from tests.support.examples import examples
 from tests.support.merging import keeping, published, puller, stored_files
@@ -64,7 +64,7 @@ class History:
         await self.run.publish(snapshot=True, lineage_version=self.run.head)
 
     async def roll_back(self):
-        lineage = (await self.core.database.run(lambda connection: index.graph(Chain(connection)))).lineage
+        lineage = (await self.core.database.run(lambda connection: payload_index.graph(Chain(connection)))).lineage
         if len(lineage) > 1:
             await self.run.publish(snapshot=True, lineage_version=lineage[-2])
 
@@ -92,15 +92,15 @@ class History:
         await self.beat()
 
     async def work(self):
-        await self.core.composer.settle()
-        await self.core.keeper.work()
+        await self.core.merger.settle()
+        await self.core.collector.work()
 
     async def squeeze(self):
-        await self.core.keeper.collect(missing_bytes=1)
+        await self.core.collector.collect(missing_bytes=1)
 
     async def check(self):
         """Everybody alive reaches the head, and so does a newcomer; what is offered is there."""
-        graph = await self.core.database.run(lambda connection: index.graph(Chain(connection)))
+        graph = await self.core.database.run(lambda connection: payload_index.graph(Chain(connection)))
         assert {payload.digest for payload in graph.payloads} <= stored_files(self.directory)
         for held in (None, *self.alive.values()):
             pulled = await self.pull(held)
@@ -151,9 +151,9 @@ async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeyp
     chooser = random.Random(11)
     async with keeping(tmp_path, snapshot_ratio=0.05) as (core, _):
         run = await published(core, tmp_path, 21)
-        await core.composer.settle()
-        await core.keeper.work()
-        graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
+        await core.merger.settle()
+        await core.collector.work()
+        graph = await core.database.run(lambda connection: payload_index.graph(Chain(connection)))
         found = [(payload, core.blobs.path(payload.digest)) for payload in graph.payloads]
         merged = [payload for version in range(22) for payload in core.merges.into(version)]
         found += [(payload, core.merges.path(payload)) for payload in merged]
@@ -186,8 +186,8 @@ async def test_damaged_payload_on_the_way_costs_a_detour_and_no_wrong_state(tmp_
     chooser = random.Random(seed)
     async with keeping(tmp_path, snapshot_ratio=0.05) as (core, _):
         run = await published(core, tmp_path, 9)
-        await core.composer.settle()
-        await core.keeper.work()
+        await core.merger.settle()
+        await core.collector.work()
         await run.publish()
         held = await puller(core, tmp_path / "a").pull(held=None, want_version=2)
         plan = await core.plan_pull(have_version=2, have_root=run.roots[2], want_version=9, accept_merged=True)
@@ -208,7 +208,7 @@ async def test_damaged_upload_is_refused_and_sent_again(tmp_path):
         run = await published(core, tmp_path, 0)
         for _ in range(20):
             request = await run.prepare()
-            digest = next(iter(stored_files(tmp_path) - (await core.database.run(index.named))[0]))
+            digest = next(iter(stored_files(tmp_path) - (await core.database.run(payload_index.named))[0]))
             data = core.blobs.path(digest).read_bytes()
             core.blobs.path(digest).unlink()
             part = core.blobs._partial / digest

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.internal import encoder, wire_format
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator.rpc import door
+from heterorl.coordinator.rpc import call_admission
 from heterorl.coordinator.rpc.bounds import (
     BOUNDS,
     FIELDS,
@@ -41,7 +41,7 @@ PUSH = "/heterorl.v1.RolloutService/PushGroups"
 @pytest.fixture
 def guard():
     gate = SimpleNamespace(recheck=lambda peer: None, check_request=lambda *asked: None)
-    return door.Door(gate, shares=None, budget=None)
+    return call_admission.CallAdmission(gate, shares=None, budget=None)
 
 
 def test_the_walk_finds_fields():
@@ -183,13 +183,13 @@ async def test_push_of_any_bytes_takes_memory_like_its_length(guard, groups, siz
 async def test_event_loop_never_reads_a_long_message(guard, monkeypatch):
     """With a few such calls at a time one caller stopped the lease's renewals and the watchdog."""
     threads = []
-    real = door.parse
+    real = call_admission.parse
     monkeypatch.setattr(
-        door, "parse", lambda *args, **more: threads.append(threading.get_ident()) or real(*args, **more)
+        call_admission, "parse", lambda *args, **more: threads.append(threading.get_ident()) or real(*args, **more)
     )
     newer = encoder.TagBytes(900, wire_format.WIRETYPE_VARINT) + b"\x01"
 
-    for count in (1, door.INLINE_BYTES):
+    for count in (1, call_admission.INLINE_BYTES):
         await guard.message("/heterorl.v1.RolloutService/LeaseWork", None, newer * count)
 
     assert threads[0] == threading.get_ident()

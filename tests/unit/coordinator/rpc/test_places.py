@@ -7,7 +7,7 @@ from heterorl.common.identity.spiffe import Identity, LocalPeer, Role
 from heterorl.common.rpc.server_limits import SHORT, SHORT_BYTES, Caller
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import Text, bound_of
-from heterorl.coordinator.rpc.door import Shares, holder_of
+from heterorl.coordinator.rpc.call_admission import Shares, holder_of
 from tests.support.protos import METHODS, is_repeated
 
 HEARTBEAT = "/heterorl.v1.RunService/Heartbeat"

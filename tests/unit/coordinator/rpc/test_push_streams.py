@@ -7,9 +7,9 @@ import pytest
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, PushStatus
-from heterorl.coordinator.rpc.door import Requests
-from heterorl.coordinator.servicers import rollout as servicer
-from heterorl.coordinator.servicers.rollout import COMMITS, PushStreams
+from heterorl.coordinator.rpc.call_admission import Requests
+from heterorl.coordinator.servicers import rollout_servicer as servicer
+from heterorl.coordinator.servicers.rollout_servicer import COMMITS, PushStreams
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 

@@ -47,7 +47,7 @@ async def test_incarnations_that_never_pushed_are_forgotten_but_the_newest_few(r
     assert await _rows(run) == KEPT
     shown = [entry.incarnation for entry in (await run.api.get_status()).sites]
     assert sorted(shown) == sorted(f"i{number}" for number in range(100 - KEPT, 100))
-    assert len(run.api.parts.sites._seen) == KEPT
+    assert len(run.api.context.sites._seen) == KEPT
 
 
 async def test_incarnation_that_holds_work_or_pushed_a_group_stays(run):
@@ -80,7 +80,7 @@ async def test_many_that_pushed_are_shown_as_one_with_all_their_groups(run):
     for number in range(SHOWN + 4):
         await _push(run, f"i{number}")
     await run.register(site=SiteId("us-1"), incarnation=INCARNATION)
-    run.api.parts.sites._seen.clear()
+    run.api.context.sites._seen.clear()
 
     sites = (await run.api.get_status()).sites
 
@@ -103,7 +103,7 @@ async def test_many_that_pushed_and_push_again_are_neither_remembered_nor_shown(
 
     sites = (await run.api.get_status()).sites
 
-    assert len(run.api.parts.sites._seen) == MAX_SEEN + 1
+    assert len(run.api.context.sites._seen) == MAX_SEEN + 1
     own = [entry for entry in sites if entry.site == SITE]
     assert len(own) <= 1 + KEPT + MAX_SEEN
     assert sum(entry.groups_accepted for entry in own) == count
@@ -112,7 +112,7 @@ async def test_many_that_pushed_and_push_again_are_neither_remembered_nor_shown(
 
 async def test_incarnation_that_is_seen_most_recently_is_remembered(run):
     await run.register(incarnation="lives")
-    sites, clock = run.api.parts.sites, run.api.parts.clock
+    sites, clock = run.api.context.sites, run.api.context.clock
     for number in range(3 * MAX_SEEN):
         clock.advance(1.0)
         sites.see(SITE, f"i{number}", clock.monotonic())

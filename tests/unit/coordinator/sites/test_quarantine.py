@@ -12,7 +12,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.sites import audit, quarantine
 from heterorl.coordinator.sites.quarantine import Rule, decide
-from heterorl.coordinator.versions import variants
+from heterorl.coordinator.versions import published_variants
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 
@@ -253,7 +253,7 @@ async def test_group_is_checked_in_the_form_that_it_was_made_with_whatever_its_s
     quantised = "f" * 64
 
     def add_variant(connection):
-        variants.offer(connection, ["int8"])
+        published_variants.offer(connection, ["int8"])
         connection.execute("INSERT INTO variant_versions VALUES ('int8', 0, ?, 'd', ?, 44, 0.5)", (b"", quantised))
 
     await core.database.run(add_variant)

@@ -22,7 +22,7 @@ from heterorl.common.types.run import (
     describe_standstill,
     quarantined_sites,
 )
-from heterorl.coordinator import observe
+from heterorl.coordinator import run_metrics
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -113,7 +113,7 @@ async def test_standstill_is_said_once_and_so_is_its_end(tmp_path, caplog):
         """What is said and shown after two looks."""
         caplog.clear()
         for _ in range(2):
-            await observe.observe_run(core)
+            await run_metrics.observe_run(core)
         words = ("the run stands still", "the run goes on")
         lines = [record for record in caplog.records if record.message.startswith(words)]
         return [record.levelno for record in lines], REGISTRY.get_sample_value("heterorl_coordinator_standstill")

@@ -18,7 +18,7 @@ from heterorl.common.weights.payload_file import FRAME_BYTES
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.home import Home
+from heterorl.coordinator.store.payload_storage import PayloadStorage
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
 from tests.support.run import Run, frames
@@ -276,7 +276,7 @@ async def test_payload_is_not_named_from_an_upload_that_began_anew(tmp_path):
     assert blobs.query(digest_of(data)) == 4
 
 
-class FailingHome(Home):
+class FailingHome(PayloadStorage):
     """Does not take the first file that it is given."""
 
     def __init__(self):
@@ -294,7 +294,7 @@ class FailingHome(Home):
 @pytest.mark.parametrize("call", ["adopt", "append"])
 async def test_what_its_home_did_not_take_is_offered_again_before_it_is_called_durable(tmp_path, call):
     home = FailingHome()
-    blobs = BlobStore(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, home=home)
+    blobs = BlobStore(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
     data = b"a snapshot that was composed here"
 
     async def attempt():

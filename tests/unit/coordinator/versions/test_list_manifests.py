@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import InvalidRequest, UnknownVersion
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.versions import plans
+from heterorl.coordinator.versions import pull_plans
 from heterorl.coordinator.versions.chain import MAX_MANIFESTS, Chain
 from tests.support.clock import ManualClock
 from tests.support.run import Run
@@ -73,7 +73,7 @@ async def test_plan_over_large_manifests_carries_its_targets_alone_and_the_other
 
     small = await plan()
     assert len(small.manifests) == len(small.payloads) == 8
-    monkeypatch.setattr(plans, "MAX_MANIFEST_BYTES", 3 * len(target.data))
+    monkeypatch.setattr(pull_plans, "MAX_MANIFEST_BYTES", 3 * len(target.data))
     large = await plan()
 
     assert large.payloads == small.payloads

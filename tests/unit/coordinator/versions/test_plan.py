@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.coordinator.versions.plans import plan_pull
-from heterorl.coordinator.versions.rollback import _rebuilt, _undone
+from heterorl.coordinator.versions.pull_plans import plan_pull
+from heterorl.coordinator.versions.rollback_order import _rebuilt, _undone
 
 
 def edge(start, end, size):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.pull.fetcher import MAX_OBJECT_BYTES, LinkEstimate
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.coordinator.versions.plans import plan_pull
+from heterorl.coordinator.versions.pull_plans import plan_pull
 
 
 def edge(start, stop, size):

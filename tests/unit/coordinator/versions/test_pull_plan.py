@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-from heterorl.coordinator.versions.plans import plan_pull
+from heterorl.coordinator.versions.pull_plans import plan_pull
 
 
 def delta(start, end, num_bytes):

@@ -196,9 +196,9 @@ async def test_any_lag_of_a_variant_is_pulled_to_the_same_root_by_chain_and_by_m
     held = {(name, v): await pull(core, tmp_path, name, v) for name in NAMES for v in (0, 3, 4, 11)}
     chains = {key: await pull(core, tmp_path, key[0], 17, held=state) for key, state in held.items()}
 
-    composing = asyncio.create_task(core.composer.run())
-    core.composer.poke()
-    await core.composer.settle()
+    composing = asyncio.create_task(core.merger.run())
+    core.merger.poke()
+    await core.merger.settle()
     kinds = set()
     for (name, version), state in held.items():
         plan = await core.plan_pull(

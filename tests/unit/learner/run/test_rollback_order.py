@@ -68,7 +68,7 @@ async def ordered(core):
 
 
 def _ordered(connection):
-    from heterorl.coordinator.versions.rollback import ordered as read
+    from heterorl.coordinator.versions.rollback_order import ordered as read
 
     version = read(connection)
     return -1 if version is None else version

@@ -3,13 +3,13 @@
 import pytest
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, StoreLost
-from heterorl.coordinator.store.engine import Fault
+from heterorl.coordinator.store.database_engine import Fault
 
 psycopg = pytest.importorskip("psycopg")
 
 from psycopg import errors  # noqa: E402 - needs psycopg
 
-from heterorl.coordinator.store.postgres import engine  # noqa: E402
+from heterorl.coordinator.store.postgres import postgres_engine  # noqa: E402
 
 AT = 'connection to server at "db.example", port 5432 failed: '
 
@@ -30,7 +30,7 @@ AT = 'connection to server at "db.example", port 5432 failed: '
     ],
 )
 def test_server_that_is_away_or_busy_is_asked_again(words):
-    error = engine.error_of_connecting(psycopg.OperationalError(words))
+    error = postgres_engine.error_of_connecting(psycopg.OperationalError(words))
 
     assert type(error) is StoreLost
     assert error.exit_code == 1
@@ -51,14 +51,14 @@ def test_server_that_is_away_or_busy_is_asked_again(words):
     ],
 )
 def test_what_a_server_refuses_is_for_a_person(words):
-    error = engine.error_of_connecting(psycopg.OperationalError(words))
+    error = postgres_engine.error_of_connecting(psycopg.OperationalError(words))
 
     assert type(error) is OperatorError
     assert error.exit_code == 2
 
 
 def test_url_that_cannot_be_read_is_not_repeated():
-    error = engine.error_of_connecting(psycopg.ProgrammingError('invalid URI: "postgresql://me:hunter2@"'))
+    error = postgres_engine.error_of_connecting(psycopg.ProgrammingError('invalid URI: "postgresql://me:hunter2@"'))
 
     assert type(error) is OperatorError
     assert "hunter2" not in str(error)
@@ -89,5 +89,5 @@ def test_url_that_cannot_be_read_is_not_repeated():
     ],
 )
 def test_only_damage_is_called_so(error, is_broken, of_opening, of_statement):
-    assert type(engine.error_of_opening(error, is_broken=is_broken)) is of_opening
-    assert engine.fault_of_statement(error, is_broken=is_broken) is of_statement
+    assert type(postgres_engine.error_of_opening(error, is_broken=is_broken)) is of_opening
+    assert postgres_engine.fault_of_statement(error, is_broken=is_broken) is of_statement

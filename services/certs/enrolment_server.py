@@ -1,0 +1,236 @@
+"""The authority's desk: answers nodes that join, where the authority's key is and nowhere else.
+
+    loop        waits for                               unblocked by
+    accept      a connection                            the kernel; the end of the process
+    answer      two frames of a node, the directory     the node; SPEAK_S, ANSWER_S; the lock's holder
+
+Guarantees: nothing is issued but for a token; a connection lasts ANSWER_S at most, SPEAK_S before the node has said its
+token; OF_ADDRESS of one address are open at once, MAX_CONNECTIONS of all. When these are open, the oldest one that has
+said nothing ends, of the address that has most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import ipaddress
+import logging
+import ssl
+import tempfile
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from heterorl.certs.authority import issue_enrolment_server
+from heterorl.certs.authority_directory import SECRET, Authority, write_file
+from heterorl.certs.enrolment import Enrolment, read_request
+from heterorl.certs.join_tokens import ID_BYTES, SECRET_BYTES, BrokenFrame, JoinRefused, Refused, frame, read_frame
+from heterorl.common.errors import HeterorlError, PortInUse
+
+_LOG = logging.getLogger(__name__)
+ANSWER_S = 10.0
+SPEAK_S = 3.0
+"""For the handshake, the token and the signing request."""
+MAX_CONNECTIONS, OF_ADDRESS = 64, 8
+
+
+class _Unread(asyncio.StreamReaderProtocol):
+    """A connection of which nothing is read before its handshake begins: its first bytes are the handshake's."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+
+
+class EnrolmentServer:
+    """Listens for joining nodes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        wall_time: Callable[[], float] = time.time,
+        limit: GuessLimit | None = None,
+    ) -> None:
+        """Prepare to answer for the authority of a directory.
+
+        Raises:
+            ConfigError: there is none, or it has expired.
+        """
+        authority = Authority(directory)
+        pair = authority.pair()
+        self._enrolment = Enrolment(directory)
+        self._greeting = x509.load_pem_x509_certificate(pair.cert).public_bytes(Encoding.DER)
+        now = datetime.datetime.fromtimestamp(wall_time(), datetime.UTC)
+        own = issue_enrolment_server(pair, now=now)
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._tls.minimum_version = ssl.TLSVersion.TLSv1_3
+        with tempfile.TemporaryDirectory(prefix="heterorl-desk-") as place:
+            # The only way to hand a key to OpenSSL; the directory is this user's alone and goes at once.
+            path = Path(place) / "desk.pem"
+            write_file(path, own.key + own.cert, mode=SECRET)
+            self._tls.load_cert_chain(path)
+        self._wall_time = wall_time
+        self._limit = limit or GuessLimit()
+        self._open: Counter[str] = Counter()
+        self._silent: dict[asyncio.Timeout, str] = {}
+        # One request at a time: whoever guesses over many connections at once is counted all the same.
+        self._turn = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, address: str) -> AsyncIterator[int]:
+        """Answer at host:port until the context ends; yields the port.
+
+        Raises:
+            PortInUse: the address is taken.
+        """
+        host, _, port = address.rpartition(":")
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: _Unread(asyncio.StreamReader(), self._accept), host.strip("[]"), int(port)
+            )
+        except OSError as error:
+            raise PortInUse("--listen", address) from error
+        async with server:
+            yield int(server.sockets[0].getsockname()[1])
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = str(writer.get_extra_info("peername")[0])
+        address = network_of(peer)
+        self._open[address] += 1
+        try:
+            if self._has_room(address):
+                async with asyncio.timeout(ANSWER_S):
+                    await self._converse(reader, writer, peer)
+        except (TimeoutError, BrokenFrame, OSError) as error:
+            _LOG.debug("%s was not answered: %s", peer, error)
+        finally:
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _has_room(self, address: str) -> bool:
+        """Whether one more connection of an address, which is counted, may stay; makes room where none is left."""
+        if self._open[address] > OF_ADDRESS:
+            return False
+        if self._open.total() <= MAX_CONNECTIONS:
+            return True
+        # Of equals the first, which is the oldest.
+        oldest = max(self._silent, key=lambda silent: self._open[self._silent[silent]], default=None)
+        if oldest is None:
+            return False
+        del self._silent[oldest]
+        oldest.reschedule(asyncio.get_running_loop().time())
+        return True
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> list[bytes]:
+        """What a node says: its token and its signing request."""
+        async with asyncio.timeout(SPEAK_S) as silent:
+            self._silent[silent] = network_of(peer)
+            try:
+                # Counted before the handshake: a connection that never begins one is a connection.
+                await writer.start_tls(self._tls, ssl_handshake_timeout=SPEAK_S)
+                writer.write(frame(self._greeting))
+                await writer.drain()
+                return [await read_frame(reader), await read_frame(reader)]
+            finally:
+                self._silent.pop(silent, None)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+        token, csr = await self._listen(reader, writer, peer)
+        try:
+            async with self._turn:
+                certificate = await self._answer(token, csr, peer)
+            reply = bytes([0]) + certificate.public_bytes(Encoding.DER)
+        except JoinRefused as error:
+            _LOG.warning("%s gets no certificate: %s", peer, error)
+            reply = bytes([error.reason]) + str(error).encode()[:1024]
+        except HeterorlError as error:
+            # The operator's to know; the caller learns that it was not its fault.
+            _LOG.error("%s gets no certificate: %s", peer, error)
+            reply = bytes([Refused.FAULT]) + b"the authority cannot issue certificates now"
+        writer.write(frame(reply))
+        await writer.drain()
+
+    async def _answer(self, token: bytes, csr: bytes, peer: str) -> x509.Certificate:
+        number = token[:ID_BYTES]
+        wait_s = self._limit.wait_s(peer, number, now=self._wall_time())
+        if wait_s > 0:
+            raise JoinRefused(Refused.TOO_MANY, f"too many wrong tokens from {peer}, wait {wait_s:.0f} s")
+        try:
+            if len(token) != ID_BYTES + SECRET_BYTES:
+                raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
+            request = read_request(csr)
+            certificate = await asyncio.to_thread(
+                self._enrolment.redeem,
+                number=number,
+                secret=token[ID_BYTES:],
+                request=request,
+                wall_time=self._wall_time,
+            )
+        except JoinRefused:
+            self._limit.note(peer, number, now=self._wall_time())
+            raise
+        _LOG.info("%s is %s, certificate %x", peer, request.uri, certificate.serial_number)
+        return certificate
+
+
+class GuessLimit:
+    """Addresses and when they failed; bounded, the one that failed longest ago is forgotten first.
+
+    Failures count for each token, so that nodes behind one address do not shut one another out; for all tokens of an
+    address there is a far larger number. An IPv6 address counts as its /64, which one machine has whole.
+    """
+
+    def __init__(
+        self, *, max_failures: int = 5, max_of_address: int = 100, window_s: float = 300.0, max_addresses: int = 4096
+    ) -> None:
+        self._max_failures = max_failures
+        self._max_of_address = max_of_address
+        self._window_s = window_s
+        self._max_addresses = max_addresses
+        self._failures: OrderedDict[tuple[str, bytes], deque[float]] = OrderedDict()
+
+    def wait_s(self, address: str, number: bytes, *, now: float) -> float:
+        """Seconds until an address may try the token of a number again; 0 is now."""
+        waits = [0.0]
+        for key in _keys(address, number):
+            times = self._failures.get(key)
+            if times is not None and len(times) == times.maxlen:
+                waits.append(times[0] + self._window_s - now)
+        return max(waits)
+
+    def note(self, address: str, number: bytes, *, now: float) -> None:
+        """An address failed with the token of a number."""
+        for key, most in zip(_keys(address, number), (self._max_failures, self._max_of_address), strict=True):
+            self._failures.setdefault(key, deque(maxlen=most)).append(now)
+            self._failures.move_to_end(key)
+        while len(self._failures) > self._max_addresses:
+            self._failures.popitem(last=False)
+
+
+def _keys(address: str, number: bytes) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
+    network = network_of(address)
+    return (network, number), (network, b"")
+
+
+def network_of(address: str) -> str:
+    """The address, or its /64: what one machine has."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))

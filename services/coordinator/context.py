@@ -1,0 +1,69 @@
+"""What the columns of the coordinator share: the store, the payloads, the sites, the bells, the clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.pull.payload_reader import PayloadReader
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups.deadlines import Deadlines
+from heterorl.coordinator.groups.queue import Queue
+from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.damage import Damage
+from heterorl.coordinator.payloads.delta_merger import DeltaMerger
+from heterorl.coordinator.payloads.garbage_collector import GarbageCollector
+from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
+from heterorl.coordinator.payloads.retention import PullLeases
+from heterorl.coordinator.sites.sites import Sites
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.disk_space import DiskSpace
+from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadCache, PayloadStorage
+from heterorl.coordinator.versions.lineage import Standing
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorContext:
+    """One coordinator's parts, put together once. Times are instants of the monotonic clock."""
+
+    config: CoordinatorConfig
+    clock: Clock
+    database: Database
+    storage: PayloadStorage
+    blobs: BlobStore
+    cache: PayloadCache
+    direct_uploads: DirectUploads
+    merges: MergedDeltas
+    merger: DeltaMerger
+    leases: PullLeases
+    reader: PayloadReader
+    damage: Damage
+    collector: GarbageCollector
+    disk: DiskSpace
+    backups: Backups
+    sites: Sites
+    deadlines: Deadlines
+    bell: Bell
+    """Groups came or went, or the lease: for the learner's stream."""
+    head_bell: Bell
+    """A version was published: for every sampler, of which there may be a thousand."""
+    queue: Queue
+    started: float
+    standing: Standing = field(default_factory=Standing)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the coordinator stops: streams end."""
+
+    async def change(self, operation: Callable[[Connection], ResultT], *, is_publication: bool = False) -> ResultT:
+        """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""
+        future = self.database.submit(operation)
+        future.add_done_callback(lambda _: self.bell.ring())
+        if is_publication:
+            future.add_done_callback(lambda _: self.head_bell.ring())
+        return await asyncio.shield(future)

@@ -1,0 +1,199 @@
+"""Wires the coordinator: core, gRPC server, metrics, signals.
+
+It ends by SIGTERM, SIGINT or a fatal error of the store. The watchdog is not fed while the store's thread hangs.
+Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
+the store closes last. Nothing acknowledged depends on this order: SIGKILL loses as little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from heterorl.common.process import metrics, notify, tracing
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.files import replacing
+from heterorl.common.rpc import server_limits
+from heterorl.coordinator import run_metrics
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.grpc_server import Server
+from heterorl.coordinator.servicers.policy_servicer import PolicyServicer
+from heterorl.coordinator.servicers.rollout_servicer import EvaluationServicer, RolloutServicer
+from heterorl.coordinator.servicers.run_servicer import (
+    BackupServicer,
+    DiagnosisServicer,
+    MetricsServicer,
+    RunServicer,
+    SampleServicer,
+)
+from heterorl.coordinator.sites.node_metrics import MetricsPage, NodeMetrics
+from heterorl.coordinator.store.background import RetryingLoop
+from heterorl.coordinator.store.database_engine import DatabaseEngine
+from heterorl.coordinator.store.engine_choice import claimed, standby_at
+from heterorl.v1 import (
+    backup_pb2_grpc,
+    diagnosis_pb2_grpc,
+    evaluation_pb2_grpc,
+    metrics_pb2_grpc,
+    policy_pb2_grpc,
+    rollout_pb2_grpc,
+    run_pb2_grpc,
+    sample_pb2_grpc,
+)
+
+_LOG = logging.getLogger(__name__)
+GAUGE_INTERVAL_S = 1.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long the store's thread waits for the interpreter after each statement, at worst; ten times as long if unset."""
+
+
+async def main(config: CoordinatorConfig, *, is_standby: bool = False) -> int:
+    """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error).
+
+    A database that is away is waited for. A standby serves once no other coordinator has the store, too, and shows only
+    its metrics before.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stop = asyncio.Event()
+    clock = SystemClock()
+    notifier = notify.from_environment()
+    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with notify.supervised(notifier, clock) as watch:
+        page = MetricsPage(config, NodeMetrics(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock))
+        engine = None
+        if is_standby or config.store.url:
+            engine = await _take_store(config, stop, notifier, page if is_standby else None)
+            if engine is None:
+                return 0
+        return await _serve(config, clock, stop, notifier, engine, page, watch)
+
+
+async def _take_store(
+    config: CoordinatorConfig, stop: asyncio.Event, notifier: notify.Notifier, page: MetricsPage | None
+) -> DatabaseEngine | None:
+    """Wait for the store in a database; None when a signal came first. A standby has a page meanwhile."""
+    is_elsewhere = bool(config.payloads.bucket)
+    standby = standby_at(config.data_dir, config.store.url, is_elsewhere=is_elsewhere, is_patient=page is not None)
+    if page is not None:
+        _LOG.info("run %s: standing by, metrics on port %d", config.run_id, page.stand_by())
+        notifier.ready(f"run {config.run_id}, standing by")
+    waiting = asyncio.create_task(asyncio.to_thread(standby.wait))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        standby.give_up()
+        stopping.cancel()
+        engine = await waiting
+    if engine is None or stop.is_set():
+        if engine is not None:
+            engine.close()
+        return None
+    if page is not None:
+        _LOG.warning("run %s: taking over, epoch %d of the store", config.run_id, engine.epoch)
+    return await asyncio.to_thread(claimed, config.data_dir, engine, is_elsewhere=is_elsewhere)
+
+
+async def _serve(
+    config: CoordinatorConfig,
+    clock: Clock,
+    stop: asyncio.Event,
+    notifier: notify.Notifier,
+    engine: DatabaseEngine | None,
+    page: MetricsPage,
+    watch: notify.Watch,
+) -> int:
+    calls = _take_descriptors(config.max_concurrent_rpcs)
+    core = await Coordinator.open(config, clock, engine=engine)
+    # A session or a disk that hangs keeps the store from whoever could take over.
+    watch.silent_s = core.database.silent_s
+    server = Server(
+        max_message_bytes=config.max_message_bytes,
+        max_concurrent_rpcs=calls,
+        site_concurrent_rpcs=config.site_concurrent_rpcs,
+        messages_in_flight_bytes=config.messages_in_flight_bytes,
+        run_id=config.run_id,
+        tls=config.tls,
+    )
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
+    rollouts = RolloutServicer(core.rollout, max_prompt_tokens=config.max_prompt_tokens)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
+    diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core.context), server.grpc)
+    sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
+    backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
+    evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
+    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(page.reported), server.grpc)
+    try:
+        port = await server.start(config.listen)
+        metrics.watch_disk(config.data_dir)
+        # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
+        await run_metrics.observe_run(core)
+        tracing.start(config.tracing, service="coordinator", name=config.run_id)
+        metrics_port = page.serve()
+        await asyncio.to_thread(_announce, config, port)
+        _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
+        notifier.ready(f"run {config.run_id}, port {port}")
+        async with asyncio.TaskGroup() as tasks:
+            gauges = tasks.create_task(_gauges(core, server, clock))
+            merger = tasks.create_task(core.merger.run())
+            collector = tasks.create_task(core.collector.run())
+            direct_uploads = tasks.create_task(core.context.direct_uploads.run())
+            core.on_fatal.add_done_callback(lambda _: stop.set())
+            await stop.wait()
+            for loop in (gauges, merger, collector, direct_uploads):
+                loop.cancel()
+    finally:
+        _LOG.info("stopping")
+        notifier.stopping()
+        await core.end_streams()
+        await server.stop(config.stop_grace_s)
+        await core.close()
+    return 1 if core.on_fatal.done() else 0
+
+
+def _take_descriptors(wanted: int) -> int:
+    """Take the descriptors that the system gives; returns the calls at once that they are enough for.
+    Raises ConfigError: not even for a few."""
+    limit = server_limits.raise_limit(calls=wanted)
+    calls = server_limits.calls_within(limit, wanted=wanted)
+    if calls < wanted:
+        _LOG.warning(
+            "%d file descriptors are enough for %d calls at once, not for max_concurrent_rpcs = %d:"
+            " allow %d (ulimit -n, LimitNOFILE=) or lower it",
+            limit, calls, wanted, server_limits.needed_for(wanted),
+        )  # fmt: skip
+    return calls
+
+
+def _announce(config: CoordinatorConfig, port: int) -> None:
+    """Write host:port beside the data, for those who let the system choose the port."""
+    host = config.listen.rpartition(":")[0]
+    path = Path(config.data_dir) / "address"
+    try:
+        with replacing(path, is_durable=False) as file:
+            file.write(f"{host}:{port}\n".encode("ascii"))
+    except OSError as error:
+        # A convenience: on a full disk the coordinator serves all the same.
+        _LOG.warning("%s is not written: %s", path, error)
+
+
+async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
+    revoked: frozenset[int] = frozenset()
+
+    async def look() -> None:
+        nonlocal revoked
+        if await asyncio.to_thread(core.disk.look):
+            core.collector.poke()
+        core.context.sites.revoked = server.revoked_sites()
+        await run_metrics.observe_run(core)
+        if revoked != (now := server.revoked_serials()):
+            await core.run.note_revoked(now)
+            revoked = now
+
+    # The store's end is main's to notice.
+    await RetryingLoop("gauges", clock).repeat(look, every_s=GAUGE_INTERVAL_S)

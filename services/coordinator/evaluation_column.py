@@ -1,0 +1,148 @@
+"""The column of evaluations: held-out prompts out to sites, scores in, what is known of versions.
+
+See heterorl.common.api.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.process import metrics
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.evaluation import Evaluation, EvaluationSet, EvaluationState, PromptResult
+from heterorl.common.types.rollout import WorkGrant
+from heterorl.common.types.sample import as_sample
+from heterorl.coordinator import evaluation_jobs as jobs
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.sites.sites import Holder
+from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage
+
+RETRY_AFTER_S = 2.0
+NEVER_RETRY_S = 60.0
+"""When a site asks again that may not evaluate, or whose form of the weights is not evaluated."""
+
+
+class EvaluationColumn:
+    """Evaluations."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+
+    async def lease(
+        self, *, holder: Holder, count: int, policy_version: int, request_id: str, sets: Sequence[EvaluationSet]
+    ) -> WorkGrant:
+        """Hand out held-out prompts of the version that a site has."""
+        config, now = self._context.config, self._context.clock.monotonic()
+        site, incarnation = holder
+
+        def operation(connection: Connection) -> WorkGrant:
+            self._context.sites.require(connection, site, incarnation)
+            quarantine.check_site(connection, SiteId(site))
+            head = lineage.head_version(connection)
+            is_ending = self._is_ending(connection)
+            refusal = ""
+            if config.evaluation_sites and site not in config.evaluation_sites:
+                refusal = "evaluation_sites does not name this site"
+            elif self._context.sites.variant(connection, site, incarnation):
+                refusal = "the weights are evaluated as they are trained, and this site pulls a variant"
+            if refusal:
+                return WorkGrant(assignments=(), reason=refusal, retry_after_s=0.0 if is_ending else NEVER_RETRY_S)
+            self._context.deadlines.look(connection, now)
+            asker = jobs.Asker(
+                holder=holder,
+                policy_version=policy_version,
+                sets={each.name: each for each in sets if each.num_prompts},
+                request_id=request_id,
+                only=head if is_ending else None,
+            )
+            digests = {each.name: each.task_digest for each in config.evaluation if each.task_digest}
+            job, handed, reason = jobs.hand_out(connection, asker, count=count, digests=digests)
+            if job is None or not handed:
+                is_over = is_ending and job is None
+                return WorkGrant(assignments=(), reason=reason, retry_after_s=0.0 if is_over else RETRY_AFTER_S)
+            assignments = self._context.deadlines.begin(connection, handed, holder, now)
+            return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0, evaluation=job.spec)
+
+        # Also what a process that died had not summed up.
+        await self._end_over()
+        grant = await self._context.database.run(operation)
+        self._context.sites.see(site, incarnation, now, policy_version=policy_version)
+        return grant
+
+    async def push_evaluation(
+        self, *, site: SiteId, incarnation: str, state_root: Digest, results: Sequence[PromptResult]
+    ) -> int:
+        """Count what came of held-out prompts."""
+        self._context.disk.check()
+
+        def operation(connection: Connection) -> tuple[int, bool]:
+            self._context.sites.require(connection, site, incarnation)
+            quarantine.check_site(connection, site)
+            new = jobs.count(connection, (site, incarnation), state_root=state_root, results=results)
+            for each in new:
+                if each.result.prompt:
+                    spec = each.job.spec
+                    sample = as_sample(each.result, version=spec.version, task_set=spec.task_set, site=site)
+                    self._context.queue.ring.keep_evaluation(connection, sample)
+            return len(new), bool(new and jobs.over(connection, in_use=None, is_ending=False))
+
+        num_new, is_over = await self._context.database.run(operation)
+        if is_over:
+            # Before the answer: a site that hears none says it again, and it is ended then.
+            await self._end_over()
+        self._context.sites.see(site, incarnation, self._context.clock.monotonic())
+        metrics.EVALUATED_PROMPTS.labels(metrics.SITES.of(site)).inc(num_new)
+        return num_new
+
+    async def _end_over(self) -> None:
+        """End what is over; statistics are computed without the store."""
+        clock, since = self._context.clock, self._context.clock.monotonic() - self._context.config.work_lease_s
+        # A coordinator that has just started has not heard yet which versions sites have.
+        in_use = self._context.sites.versions_in_use(since) if since >= self._context.started else None
+        over = await self._context.database.run(
+            lambda connection: jobs.over(connection, in_use=in_use, is_ending=self._is_ending(connection))
+        )
+        for job, state in over:
+            await self._end(job, state, clock.wall())
+
+    async def _end(self, job: int, state: EvaluationState, now: float) -> None:
+        found = await self._context.database.run(lambda connection: jobs.scores_of(connection, job))
+        if found.draws:
+            summary = await in_thread(found.summed_up)
+            await self._context.database.run(
+                lambda connection: jobs.end(connection, job, state, scores=found, summary=summary, now=now)
+            )
+
+    async def list_evaluations(
+        self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
+    ) -> tuple[Evaluation, ...]:
+        """What is known of versions on sets."""
+        if not 1 <= limit <= 1000:
+            raise InvalidRequest(f"limit: {limit} is not in 1..1000")
+        found = await self._context.database.run(
+            lambda connection: jobs.listed(
+                connection, task_set=task_set, after_version=max(-1, after_version), limit=limit
+            )
+        )
+        return await in_thread(lambda: tuple(each.evaluation() for each in found))
+
+    async def observe(self) -> None:
+        """Set the gauges to the newest evaluation of each set."""
+        if not self._context.config.evaluation:
+            return
+        sets = [each.name for each in self._context.config.evaluation]
+        newest = await self._context.database.run(lambda connection: jobs.newest_done(connection, sets))
+        for name, found in newest.items():
+            metrics.EVALUATION_VERSION.labels(name).set(found.version)
+            if found.summary.average is not None:
+                metrics.EVALUATION_REWARD.labels(name).set(found.summary.average.mean)
+
+    def _is_ending(self, connection: Connection) -> bool:
+        return bool(get_meta(connection, "draining")) or self._context.config.is_finished(
+            lineage.head_version(connection)
+        )

@@ -1,0 +1,387 @@
+"""Prompt groups, and held-out prompts of evaluations, handed out to samplers; and what comes back without a group.
+
+Store operations:
+
+    work        holders, returned (JSON: counted returns by site), open_from (no new assignment below it: others first)
+    returners   site, accepted (its groups at its newest counted return), num_returns (counted since such a group)
+    ledger      closed/<reason>    assignments closed, beside the conservation law: they have no group
+
+Guarantees: every assignment is a row until its group is accepted, so no prompt is skipped but by a window of difficulty
+(groups/schedule.py) or because its row gives no group; what expired or was given back for another reason is handed out
+first, with the same prompt and seed; the newest holders whose lease ran out may still answer, once. An assignment whose
+row gave no group waits while the assignments of a version are handed out, of twice as many after the next return and so
+on, so it never stands before all others. After MAX_RETURNS counted returns it is closed: it is handed out no more, and
+a group of an earlier holder is dropped as one too many.
+
+A held-out prompt, whose number is HELD_OUT or more, is a row until it is answered or its evaluation is over. When all
+are out, a site with time is handed those of others: the first answer counts, and none waits for a slow or dead site.
+
+What a hostile site can do: it returns what it holds, which it could leave to expire, or answer with a group that
+teaches nothing. So a return counts only for the newest holder, and only MAX_IN_ROW times after a group of the site was
+taken: a site whose rewards all fail, by malice or for a service that is down, closes a few assignments and no more.
+While other sites want work nothing is closed before two of them have returned it. Each closing is in the log, with site
+and reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.evaluation import HELD_OUT
+from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups import ledger, schedule
+from heterorl.coordinator.groups.schedule import prompt_of, seed_of
+from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.sites.sites import Holder
+from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.database_engine import NUMBERS, Connection
+
+REOPENED = frozenset(
+    {
+        DropReason.STALE_AT_INGEST,
+        DropReason.STALE_AT_LEASE,
+        DropReason.STALE_AT_COMMIT,
+        DropReason.INVALID,
+        DropReason.UNKNOWN_VERSION,
+        DropReason.WRONG_DIGEST,
+        DropReason.LINEAGE_ABANDONED,
+        DropReason.QUARANTINED,
+        DropReason.LOST_MEMBERS,
+        *quarantine.REJECTABLE,
+    }
+)
+"""Drops after which the prompt is handed out again, so that no prompt is skipped. Not what the learner abandoned: a
+group too long for it, one whose step is not finite or whose rewards are all equal would come back with the same prompt
+and seed for ever."""
+MAX_HOLDERS = 3
+"""Sites that may answer an assignment: the one that holds it and the two before. A site that held it once and let it go
+could otherwise wait for whoever generates now and answer first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """An assignment as handed out."""
+
+    assignment: int
+    prompt_index: int
+    seed: int
+
+
+def hand_out(
+    connection: Connection,
+    *,
+    site: SiteId,
+    incarnation: str,
+    count: int,
+    num_prompts: int,
+    config: CoordinatorConfig,
+    request_id: str = "",
+) -> list[Handed]:
+    """Lease `count` assignments to a site under a request's id: open ones first, then new ones of the window."""
+    first = int(get_meta(connection, "next_assignment") or 0)
+    rows = connection.execute(
+        "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND open_from <= ?"
+        " AND assignment < ? ORDER BY assignment LIMIT ?",
+        (first, HELD_OUT, count),
+    ).fetchall()
+    handed = _lease(connection, rows, (site, incarnation), request_id)
+    chosen, last = schedule.choose_prompts(
+        connection,
+        first,
+        count - len(handed),
+        num_prompts=num_prompts,
+        seed=config.seed,
+        config=config.difficulty,
+    )
+    new = [
+        Handed(assignment=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed))
+        for assignment, prompt in chosen
+    ]
+    names = json.dumps([_holder(site, incarnation)])
+    connection.executemany(
+        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders, request_id)"
+        " VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
+        [(each.assignment, each.prompt_index, each.seed, site, incarnation, names, request_id) for each in new],
+    )
+    if new:
+        set_meta(connection, "next_assignment", str(last))
+    return [*handed, *new]
+
+
+def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
+    """Make work of the held-out prompts of an evaluation."""
+    connection.executemany(
+        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
+        " VALUES (?, ?, ?, '', '', 0, '[]')",
+        [(number, index, seed) for index, number in enumerate(numbers)],
+    )
+
+
+def hand_out_held_out(
+    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
+) -> list[Handed]:
+    """Lease held-out prompts of an evaluation: open ones, else such as other sites have, to at most MAX_HOLDERS."""
+    rows = connection.execute(
+        "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
+        " AND assignment < ? ORDER BY assignment LIMIT ?",
+        (numbers.start, numbers.stop, count),
+    ).fetchall()
+    if not rows:
+        out = connection.execute(
+            "SELECT assignment, prompt_index, seed, holders FROM work WHERE assignment >= ? AND assignment < ?"
+            " ORDER BY assignment",
+            (numbers.start, numbers.stop),
+        ).fetchall()
+        others = [(row, json.loads(row[3])) for row in out]
+        rows = [row for row, names in others if _holder(*holder) not in names and len(names) < MAX_HOLDERS][:count]
+    return _lease(connection, rows, holder, request_id)
+
+
+def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tuple[int | None, bool]:
+    """(prompt of a held-out assignment if this site ever held it, whether it is answered or over)."""
+    row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
+    if row is None:
+        return None, True
+    return (int(row[0]) if _holder(*holder) in json.loads(row[1]) else None), False
+
+
+def has_any(connection: Connection, numbers: range) -> bool:
+    """Whether an assignment of these is not answered."""
+    row = connection.execute(
+        "SELECT 1 FROM work WHERE assignment >= ? AND assignment < ? LIMIT 1", (numbers.start, numbers.stop)
+    ).fetchone()
+    return row is not None
+
+
+def forget(connection: Connection, numbers: range) -> None:
+    """Forget assignments of held-out prompts."""
+    connection.execute("DELETE FROM work WHERE assignment >= ? AND assignment < ?", (numbers.start, numbers.stop))
+
+
+def handed_before(connection: Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
+    """What a request was given whose answer was lost, as far as the site still holds it."""
+    if not request_id:
+        return []
+    rows = connection.execute(
+        "SELECT assignment, prompt_index, seed FROM temp.out_work o JOIN work USING (assignment)"
+        " WHERE o.site = ? AND o.incarnation = ? AND o.request_id = ? ORDER BY assignment",
+        (site, incarnation, request_id),
+    )
+    return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed in rows]
+
+
+def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dict[int, tuple[int | None, bool]]:
+    """For each assignment, named with one group: its prompt if this site ever held it, and whether it has its group."""
+    following = int(get_meta(connection, "next_assignment") or 0)
+    numbers = json.dumps([assignment for assignment, _ in wanted])
+    rows = {
+        assignment: (prompt, holders)
+        for assignment, prompt, holders in connection.execute(
+            f"SELECT assignment, prompt_index, holders FROM work WHERE assignment IN {NUMBERS}",
+            (numbers,),
+        ).fetchall()
+    }
+    found: dict[int, tuple[int | None, bool]] = {}
+    for assignment, group_id in wanted:
+        prompt, holders = rows.get(assignment, (None, "[]"))
+        is_holder = _holder(group_id.site, group_id.incarnation) in json.loads(holders)
+        found[assignment] = (
+            int(prompt) if is_holder and assignment < following else None,
+            prompt is None and assignment < following,
+        )
+    return found
+
+
+def answer(connection: Connection, assignments: Sequence[int]) -> None:
+    """The assignments have their groups; each is named once."""
+    cursor = connection.execute(f"DELETE FROM work WHERE assignment IN {NUMBERS}", (json.dumps(assignments),))
+    assert cursor.rowcount == len(assignments), "admission checked that the assignments are open"
+
+
+def reopen(connection: Connection, assignments: Sequence[int]) -> None:
+    """Hand the assignments of dropped groups out again; prompts and seeds follow from the run's seed."""
+    (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))
+    connection.executemany(
+        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
+        " VALUES (?, ?, ?, '', '', 0, '[]') ON CONFLICT DO NOTHING",
+        [(each, prompt_of(each, num_prompts=num_prompts, seed=seed), seed_of(each, seed=seed)) for each in assignments],
+    )
+
+
+def reopen_held(connection: Connection, assignment: int, group_id: GroupId) -> None:
+    """Take an assignment back from the site whose answer was refused; others' assignments stay."""
+    give_back(connection, site=group_id.site, incarnation=group_id.incarnation, assignments=[assignment])
+
+
+def put_behind(connection: Connection, assignment: int, *, at_least: int) -> None:
+    """Let as many new assignments go before an open one as came after it: a row that fails again and again is handed
+    out ever more rarely, and never alone."""
+    following = int(get_meta(connection, "next_assignment") or 0)
+    connection.execute(
+        "UPDATE work SET open_from = ? WHERE assignment = ? AND is_leased = 0",
+        (following + max(at_least, following - assignment), assignment),
+    )
+
+
+def give_back(connection: Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
+    """Open assignments that the site holds and will not answer, nor may any more; those of others stay."""
+    holder = _holder(site, incarnation)
+    wanted = json.dumps([assignment for assignment in assignments if assignment < 2**63])
+    rows = connection.execute(
+        "SELECT assignment, holders FROM work WHERE site = ? AND incarnation = ? AND is_leased = 1"
+        f" AND assignment IN {NUMBERS}",
+        (site, incarnation, wanted),
+    ).fetchall()
+    connection.executemany(
+        "UPDATE work SET is_leased = 0, holders = ? WHERE assignment = ?",
+        [(json.dumps([name for name in json.loads(names) if name != holder]), each) for each, names in rows],
+    )
+
+
+def held_by(
+    connection: Connection, assignment: int, *, site: SiteId, incarnation: str
+) -> tuple[int, dict[str, int]] | None:
+    """(prompt, counted returns by site) of an assignment that a site holds; None where it does not."""
+    row = connection.execute(
+        "SELECT prompt_index, returned FROM work WHERE assignment = ? AND site = ? AND incarnation = ?"
+        " AND is_leased = 1",
+        (min(assignment, 2**63 - 1), site, incarnation),
+    ).fetchone()
+    return None if row is None else (int(row[0]), json.loads(row[1]))
+
+
+def keep_only(connection: Connection, held: Collection[int], *, site: SiteId, incarnation: str) -> None:
+    """Open what the incarnation holds beside `held`: its process begins anew and has lost the rest."""
+    rows = connection.execute(
+        "SELECT assignment FROM temp.out_work WHERE site = ? AND incarnation = ?", (site, incarnation)
+    ).fetchall()
+    kept = set(held)
+    lost = [assignment for (assignment,) in rows if assignment not in kept]
+    give_back(connection, site=site, incarnation=incarnation, assignments=lost)
+
+
+def open_held(connection: Connection, site: SiteId) -> None:
+    """Open all assignments that a site holds, which it may still answer."""
+    rows = connection.execute("SELECT assignment FROM temp.out_work WHERE site = ?", (site,)).fetchall()
+    expire(connection, [assignment for (assignment,) in rows])
+
+
+def expire(connection: Connection, assignments: Sequence[int]) -> None:
+    """Open assignments whose lease ran out; their holders may still answer."""
+    connection.execute(
+        f"UPDATE work SET is_leased = 0 WHERE is_leased = 1 AND assignment IN {NUMBERS}", (json.dumps(assignments),)
+    )
+
+
+def _holder(site: str, incarnation: str) -> str:
+    return f"{site}/{incarnation}"
+
+
+def _lease(
+    connection: Connection, rows: Sequence[tuple[int, int, int, str]], to: Holder, request_id: str
+) -> list[Handed]:
+    """Give rows of work (assignment, prompt, seed, holders) to a site."""
+    holder = _holder(*to)
+    for assignment, _, _, holders in rows:
+        names = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
+        connection.execute(
+            "UPDATE work SET is_leased = 1, site = ?, incarnation = ?, holders = ?, request_id = ?"
+            " WHERE assignment = ?",
+            (*to, json.dumps(names), request_id, assignment),
+        )
+    return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed, _ in rows]
+
+
+_LOG = logging.getLogger(__name__)
+MAX_RETURNS = 3
+"""Counted returns after which an assignment is closed."""
+MAX_IN_ROW = 32
+"""Returns of a site that count before a group of it is taken."""
+_MAX_DOUBLINGS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """An assignment that is handed out no more, and who returned it last."""
+
+    assignment: int
+    prompt_index: int
+    site: SiteId
+    reason: ReturnReason
+
+
+def is_hopeless(returned: Mapping[str, int], *, is_shared: bool) -> bool:
+    """Whether so many counted returns by site close an assignment; `is_shared` while several sites want work."""
+    return sum(returned.values()) >= MAX_RETURNS and (len(returned) > 1 or not is_shared)
+
+
+def take_back(
+    connection: Connection,
+    holder: Holder,
+    assignments: Sequence[int],
+    reason: ReturnReason | None,
+    *,
+    config: CoordinatorConfig,
+) -> list[Closed]:
+    """Take assignments back from who holds them; returns what that closes. Those that it does not hold stay as they
+    are; `reason` says why their rows give no group, None counts nothing."""
+    site, incarnation = SiteId(holder[0]), holder[1]
+    # A held-out prompt that cannot be drawn is answered without a score.
+    uncounted = [each for each in assignments if reason is None or each >= HELD_OUT]
+    give_back(connection, site=site, incarnation=incarnation, assignments=uncounted)
+    if reason is None:
+        return []
+    is_shared = tallies.read(connection, "wanting") > 1
+    accepted, in_row = _standing(connection, site)
+    following = int(get_meta(connection, "next_assignment") or 0)
+    closed = []
+    for assignment in assignments:
+        if assignment >= HELD_OUT:
+            continue
+        row = held_by(connection, assignment, site=site, incarnation=incarnation)
+        if row is None:
+            continue
+        prompt, returned = row
+        if in_row < MAX_IN_ROW:
+            in_row += 1
+            returned[site] = returned.get(site, 0) + 1
+            if is_hopeless(returned, is_shared=is_shared):
+                answer(connection, [assignment])
+                ledger.add(connection, ledger.closed_account_of(reason), 1)
+                closed.append(Closed(assignment=assignment, prompt_index=prompt, site=site, reason=reason))
+                continue
+        give_back(connection, site=site, incarnation=incarnation, assignments=[assignment])
+        doublings = min(max(0, sum(returned.values()) - 1), _MAX_DOUBLINGS)
+        connection.execute(
+            "UPDATE work SET returned = ?, open_from = ? WHERE assignment = ?",
+            (json.dumps(returned), following + (config.groups_per_version << doublings), assignment),
+        )
+    connection.execute(
+        "INSERT INTO returners VALUES (?, ?, ?) ON CONFLICT (site)"
+        " DO UPDATE SET accepted = excluded.accepted, num_returns = excluded.num_returns",
+        (site, accepted, in_row),
+    )
+    return closed
+
+
+def say_closed(closed: Sequence[Closed]) -> None:
+    """Log what was closed."""
+    for each in closed:
+        _LOG.warning(
+            "assignment %d is closed without a group: prompt %d gave none %d times or more, the last at site %s: %s",
+            each.assignment, each.prompt_index, MAX_RETURNS, each.site, each.reason.value,
+        )  # fmt: skip
+
+
+def _standing(connection: Connection, site: SiteId) -> tuple[int, int]:
+    """Groups that were ever taken of a site, and its counted returns since the newest."""
+    (accepted,) = connection.execute("SELECT coalesce(sum(accepted), 0) FROM sites WHERE site = ?", (site,)).fetchone()
+    row = connection.execute("SELECT accepted, num_returns FROM returners WHERE site = ?", (site,)).fetchone()
+    in_row = int(row[1]) if row is not None and row[0] == accepted else 0
+    return int(accepted), in_row

@@ -1,0 +1,152 @@
+"""The learner's lease: taken, renewed, given back; each is one store operation. See heterorl.common.api."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from heterorl.common.errors import InvalidRequest, LeaseHeld
+from heterorl.common.types.common import Contract, LearnerProgress
+from heterorl.common.types.policy import LeaseGrant, stated_version
+from heterorl.common.wire.statement import check_statement
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.groups import validation
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage, rollback_order
+from heterorl.coordinator.versions.lineage import Lease, decide_acquire, keep_statement
+from heterorl.coordinator.versions.published_variants import check_names, offer
+
+_LOG = logging.getLogger(__name__)
+MAX_INCARNATION = 64
+SAME_HOLDER = (
+    "stop one of the two learners that have this holder, or give one another `holder` and `state_dir`; a learner that"
+    " was started again from its own state_dir need not wait"
+)
+
+
+class LearnerLease:
+    """Who may publish."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+        self._expires = context.started + context.config.learner_lease_s
+        """Instant of the monotonic clock; read and written by store operations only. A lease found in the store gets a
+        fresh term."""
+
+    async def acquire_lease(
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        variants: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
+        statement: bytes = b"",
+    ) -> LeaseGrant:
+        if not holder or not request_id:
+            raise InvalidRequest("holder and request_id must not be empty")
+        if len(incarnation) > MAX_INCARNATION:
+            raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
+        check_names(variants)
+        if statement:
+            check_statement(statement, contract)
+        problem = validation.contract_problem(contract, self._context.config)
+        if problem:
+            raise InvalidRequest(problem, action=validation.SIZE_ACTION)
+        now = self._context.clock.monotonic()
+
+        def operation(connection: Connection) -> tuple[int, int | None, str, str]:
+            lease = read_lease(connection, expires=self._expires)
+            decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
+            if decision.epoch is None:
+                action = SAME_HOLDER if lease.holder == holder else None
+                raise LeaseHeld(reason, action=action, retry_after_s=decision.wait_s)
+            lineage.agree(connection, contract, may_state=True)
+            other = keep_statement(connection, statement)
+            if decision.is_new:
+                for key, value in {
+                    "epoch": str(decision.epoch),
+                    "holder": holder,
+                    "lease_request_id": request_id,
+                    "lease_incarnation": incarnation,
+                    "lease_released": "0",
+                    "lease_groups_per_version": str(groups_per_version),
+                    "num_prompts": str(contract.num_prompts),
+                    "draining": "",
+                }.items():
+                    set_meta(connection, key, value)
+                self._context.queue.return_leased(connection)
+                detail = f"epoch {decision.epoch}"
+                audit.append(
+                    connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._context.clock.wall()
+                )
+                offer(connection, variants)
+            # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
+            self._expires = now + self._context.config.learner_lease_s
+            return decision.epoch, lineage.head_version(connection), reason, other
+
+        epoch, head, reason, other = await self._context.change(operation)
+        _LOG.info("learner %s: %s", holder, reason)
+        if other:
+            _LOG.warning(
+                "sites go on joining with what was stated first, learner %s states otherwise: %s", holder, other
+            )
+        return LeaseGrant(
+            epoch=epoch,
+            holder=holder,
+            ttl_s=self._context.config.learner_lease_s,
+            head_version=stated_version(head),
+            max_message_bytes=self._context.config.max_message_bytes,
+            max_staleness_versions=self._context.config.max_staleness_versions,
+            masks_stale=self._context.config.mask_stale,
+            most_groups_per_version=self._context.config.most_groups_per_version,
+        )
+
+    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
+        """Extend the lease, also after its expiry while nobody else took it; keep the progress in memory."""
+        now = self._context.clock.monotonic()
+
+        def operation(connection: Connection) -> LeaseGrant:
+            lineage.check_epoch(connection, epoch)
+            self._expires = now + self._context.config.learner_lease_s
+            self._context.standing.note(progress, epoch=epoch, now=now)
+            return LeaseGrant(
+                epoch=epoch,
+                holder=get_meta(connection, "holder") or "",
+                ttl_s=self._context.config.learner_lease_s,
+                head_version=stated_version(lineage.head_version(connection)),
+                rollback_to=stated_version(rollback_order.ordered(connection)),
+                max_staleness_versions=self._context.config.max_staleness_versions,
+                masks_stale=self._context.config.mask_stale,
+            )
+
+        return await self._context.database.run(operation)
+
+    async def release_lease(self, *, epoch: int) -> None:
+        """End the lease; its groups return to the queue. Said again while nobody else took it, it changes nothing."""
+
+        def operation(connection: Connection) -> None:
+            if get_meta(connection, "epoch") == str(epoch) and get_meta(connection, "lease_released") == "1":
+                # The first answer was lost.
+                return
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, "lease_released", "1")
+            self._context.queue.return_leased(connection)
+
+        await self._context.change(operation)
+
+
+def read_lease(connection: Connection, *, expires: float) -> Lease:
+    """The durable part of the lease, with the given expiry."""
+    return Lease(
+        epoch=int(get_meta(connection, "epoch") or 0),
+        holder=get_meta(connection, "holder") or "",
+        request_id=get_meta(connection, "lease_request_id") or "",
+        incarnation=get_meta(connection, "lease_incarnation") or "",
+        expires=expires,
+        is_released=get_meta(connection, "lease_released") != "0",
+    )

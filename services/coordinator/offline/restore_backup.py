@@ -1,0 +1,213 @@
+"""A run from a backup, or from the data directory of a coordinator that was stopped, in a new place and either store.
+
+    DATA_DIR/.restoring    under way; removed by the next attempt
+    DATA_DIR               whole and durable once the store is there: the file, or the rows in the database, come last
+
+What the place that is left behind acknowledged since is gone, and nobody who saw it can be asked from here. So the run
+says of itself that it went back: a row in the log of audit, and epochs of learners so far on that whoever held a lease
+in what is gone holds none here. It has no prefix of a bucket any more: payloads are files here, until they are
+copied to a prefix that has no mark. Sites that saw newer versions refuse the run until a person there agrees
+(`heterorl accept-rewind`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError
+from heterorl.common.process.files import make_directory, replacing, sync_directory
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION, stated_version
+from heterorl.common.weights.payload import file_digest
+from heterorl.coordinator.offline.history import STORE_FILE, open_store
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.disk_space import operators_error
+from heterorl.coordinator.store.engine_choice import OWNER
+from heterorl.coordinator.store.sqlite import connect as connect_file
+from heterorl.coordinator.versions import lineage
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from heterorl.coordinator.store.database_engine import Cursor
+
+EPOCHS_BEYOND = 1 << 20
+"""More than the leases that were granted between a backup and its restoration."""
+_PARTIAL = ".restoring"
+Advance = Callable[[int, int], None]
+"""Told the bytes of payloads that are done, and of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What is in the new place; `missing` are payloads that the backup names and has not whole."""
+
+    run_id: str
+    head_version: int
+    num_groups: int
+    num_payloads: int
+    missing: tuple[Digest, ...]
+    audit_digest: str
+
+
+def restore(
+    source: Path, *, run_id: str, data_dir: Path, url: str, now: float, advance: Advance = lambda _done, _all: None
+) -> Restored:
+    """Make the data directory, and the tables where `url` is a database's.
+
+    Args:
+        source: a backup, or the data directory of a coordinator that was stopped, with a store in SQLite; not changed.
+        run_id: of the coordinator that will serve it.
+        data_dir: must not exist, or be empty.
+        url: of a database or schema without tables of a store; empty for SQLite.
+        now: seconds since the epoch.
+        advance: is told how far it is.
+
+    Raises:
+        ConfigError: it is another run's, or the new place is taken.
+        OperatorError: there is no store, it is in use, or PostgreSQL refuses.
+        CorruptStore: the store fails its check, or was written by another schema.
+    """
+    partial = data_dir / _PARTIAL
+    try:
+        # In it, not beside it: a data_dir may be a mount of its own.
+        make_directory(data_dir, mode=0o700)
+        if {path.name for path in data_dir.iterdir()} - {_PARTIAL, "lost+found"}:
+            raise ConfigError("data_dir", f"{data_dir} is not empty", action="choose a new directory")
+        shutil.rmtree(partial, ignore_errors=True)
+        make_directory(partial, mode=0o700)
+        try:
+            return _restore(source, partial, run_id=run_id, data_dir=data_dir, url=url, now=now, advance=advance)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise operators_error(data_dir, error) from error
+    except sqlite3.Error as error:
+        raise OperatorError(f"the store could not be copied: {error}", action="check the disk of data_dir") from error
+
+
+def _restore(
+    source: Path, partial: Path, *, run_id: str, data_dir: Path, url: str, now: float, advance: Advance
+) -> Restored:
+    store = partial / STORE_FILE
+    with open_store(source) as connection:
+        own = get_meta(connection, "run_id")
+        if own != run_id:
+            raise ConfigError("run_id", f"{source} is of run {own}, this coordinator serves {run_id}")
+        with contextlib.closing(sqlite3.connect(store)) as copy:
+            connection.backup(copy)
+    store.chmod(0o600)
+    with _target(url) as raw, contextlib.closing(connect_file(store)) as file:
+        found = _begin_anew(file, now=now)
+        copied, missing = _copy_payloads(file, source / "blobs", partial / "blobs", advance)
+        if raw is not None:
+            _write(file, raw, partial)
+        # Folds its log into the file.
+        file.close()
+        _sync(store)
+        for name in ("blobs", "postgres" if url else STORE_FILE):
+            (partial / name).replace(data_dir / name)
+        sync_directory(data_dir)
+    return Restored(run_id=run_id, num_payloads=copied, missing=missing, **found)
+
+
+def _begin_anew(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:
+    """Note in the copy that the run went back here; returns what it holds."""
+    file.execute("BEGIN IMMEDIATE")
+    head = stated_version(lineage.head_version(file))
+    if get_meta(file, "epoch") is not None:
+        set_meta(file, "epoch", str(int(get_meta(file, "epoch") or 0) + EPOCHS_BEYOND))
+        set_meta(file, "lease_released", "1")
+        set_meta(file, "lease_request_id", "")
+        set_meta(file, "lease_incarnation", "")
+    # The copy is a store of its own: a bucket's prefix stays with the run that has it, which may go on.
+    file.execute("DELETE FROM meta WHERE key = ?", (OWNER,))
+    detail = f"to version {head}" if head != NO_VERSION else "before its first version"
+    digest = audit.append(file, AuditKind.RESTORED, subject=get_meta(file, "run_id") or "", detail=detail, now=now)
+    (num_groups,) = _one(file.execute("SELECT count(*) FROM groups WHERE state IN ('pending', 'leased')"))
+    file.execute("COMMIT")
+    return {"head_version": head, "num_groups": int(num_groups), "audit_digest": digest}
+
+
+def _copy_payloads(
+    file: sqlite3.Connection, source: Path, target: Path, advance: Advance
+) -> tuple[int, tuple[Digest, ...]]:
+    """Copy what the store names and is whole; a coordinator does without the others as without damaged ones."""
+    named = {Digest(row[0]): int(row[1]) for row in file.execute("SELECT digest, num_bytes FROM payloads")}
+    done, total, missing = 0, sum(named.values()), []
+    make_directory(target)
+    for digest, num_bytes in named.items():
+        place = target / digest[:2] / digest
+        make_directory(place.parent)
+        try:
+            shutil.copyfile(source / digest[:2] / digest, place)
+        except FileNotFoundError:
+            missing.append(digest)
+        else:
+            if file_digest(place) != digest:
+                place.unlink()
+                missing.append(digest)
+            else:
+                _sync(place)
+        done += num_bytes
+        advance(done, total)
+    for folder in target.glob("*"):
+        sync_directory(folder)
+    return len(named) - len(missing), tuple(missing)
+
+
+@contextlib.contextmanager
+def _target(url: str) -> Iterator[psycopg.Connection[Any] | None]:
+    """A transaction over tables that are made in it, or nothing; committed where the block ends well."""
+    if not url:
+        yield None
+        return
+    try:
+        import psycopg
+    except ImportError:
+        raise DependencyMissing("psycopg", "postgres") from None
+    from heterorl.coordinator.store.postgres.postgres_engine import connect, lock_soon
+    from heterorl.coordinator.store.postgres.postgres_tables import WHOLE, WRITER
+
+    with contextlib.closing(connect(url)) as raw:
+        if not lock_soon(raw):
+            raise OperatorError("a coordinator has the store at store.url", action="choose an empty database or schema")
+        try:
+            with raw.transaction():
+                if _one(raw.execute("SELECT to_regclass('store')"))[0] is not None:
+                    raise ConfigError(
+                        "store.url", "there is a store already", action="name an empty database or schema"
+                    )
+                raw.execute((WRITER + WHOLE).encode())
+                yield raw
+        except psycopg.Error as error:
+            raise OperatorError(f"PostgreSQL refuses: {' '.join(str(error).split())[:300]}") from error
+
+
+def _write(file: sqlite3.Connection, raw: psycopg.Connection[Any], partial: Path) -> None:
+    from heterorl.coordinator.store.postgres.postgres_engine import name_store
+    from heterorl.coordinator.store.postgres.postgres_tables import write_from
+
+    write_from(file, raw)
+    with replacing(partial / "postgres", is_durable=True) as mark:
+        mark.write(f"{name_store(raw)}\n".encode("ascii"))
+
+
+def _one(cursor: Cursor | Any) -> Any:
+    row = cursor.fetchone()
+    assert row is not None, "a query with one row"
+    return row
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,220 @@
+"""Makes merged deltas in the background, one at a time, on one thread of the lowest priority.
+
+Guarantees: no object is made twice at once; memory is that of one composition; the event loop and the store only ever
+see small steps of it; whatever goes wrong fails nobody: callers go by what is there. What is asked for comes first,
+then the blocks that everybody's way is made of. A new version or a request of a plan pokes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.errors import CorruptData, LimitExceeded
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.weights.arena import CHUNK_ELEMENTS
+from heterorl.common.weights.compose import MAX_PAYLOADS, compose
+from heterorl.common.weights.manifest import chunks_of
+from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.payloads.merged_deltas import MergedDeltas, Span, due_blocks
+from heterorl.coordinator.store.background import BackgroundWorker
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.payload_storage import PayloadCache
+from heterorl.coordinator.versions import lineage, published_variants
+from heterorl.coordinator.versions.chain import Chain, MergedInto
+from heterorl.coordinator.versions.pull_plans import cheapest_way
+
+_LOG = logging.getLogger(__name__)
+MAX_REQUESTS = 16
+MAX_CHUNK_ELEMENTS = 4 * CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """Payloads to compose into one over `span`, and the manifest that it leads to."""
+
+    span: Span
+    payloads: tuple[PayloadRef, ...]
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What to do next, if anything; `skipped` are spans that no composition can serve."""
+
+    job: _Job | None
+    head: int
+    skipped: frozenset[Span]
+
+
+class DeltaMerger(BackgroundWorker):
+    """The one who makes merged deltas. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        merges: MergedDeltas,
+        database: Database,
+        path_of: Callable[[Digest], Path],
+        cache: PayloadCache,
+        config: CoordinatorConfig,
+        leased: Callable[[], frozenset[Digest]],
+        may_write: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        super().__init__("delta_merger", clock)
+        self._leased = leased
+        self._may_write = may_write
+        self._merges = merges
+        self._database = database
+        self._path_of = path_of
+        self._cache = cache
+        self._budget_bytes = config.merged_bytes
+        self._window = config.merge_window_versions
+        self._requests: dict[Span, None] = {}
+        self._skipped: frozenset[Span] = frozenset()
+        """Not to be tried (again): impossible, failed, or evicted to keep the budget."""
+        self._current: Span | None = None
+
+    def request(self, span: Span) -> None:
+        """Ask for one object over a span; nothing when it is there, under way, impossible, or too many are asked."""
+        is_known = span in self._requests or span in self._skipped or span in self._merges.spans
+        if self._budget_bytes and not is_known and span != self._current and len(self._requests) < MAX_REQUESTS:
+            self._requests[span] = None
+            self.poke()
+
+    async def run(self) -> None:
+        """Compose what is due until cancelled; returns when the store ends, or when merging is off."""
+        if not self._budget_bytes:
+            return
+
+        async def work() -> None:
+            while self._may_write() and await self._work():
+                self._wake.clear()
+
+        try:
+            await self._loop(work)
+        finally:
+            await self.close()
+
+    async def _work(self) -> bool:
+        """Make one object; returns whether there may be another to make."""
+        requests, skipped, have = tuple(self._requests), self._skipped, self._merges.spans
+        choice = await self._database.run(
+            lambda connection: self._choose(connection, requests=requests, skipped=skipped, have=have)
+        )
+        if choice is None:
+            return False
+        self._skipped = frozenset(
+            span for span in self._skipped | choice.skipped if span.stop > choice.head - self._window
+        )
+        if choice.job is None:
+            # Nothing that is due would shorten the way of those that are left.
+            for span in requests:
+                self._requests.pop(span, None)
+            return False
+        self._current = choice.job.span
+        self._requests.pop(choice.job.span, None)
+        try:
+            stored = [part.digest for part in choice.job.payloads if part.kind is not PayloadKind.MERGED]
+            async with self._cache.at_hand(stored):
+                payload = await self._in_thread(functools.partial(self._compose, choice.job))
+        except CorruptData as error:
+            _LOG.warning("versions %d to %d cannot be merged: %s", self._current.start, self._current.stop, error)
+            self._skipped |= {self._current}
+            return True
+        except OSError as error:
+            return await self._after(error, self._current)
+        finally:
+            self._current = None
+        self._merges.add(payload, choice.job.span.variant)
+        _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
+        # What had to go for want of room would be due at once, for ever.
+        self._skipped |= set(
+            await self._merges.evict(
+                head=choice.head, window=self._window, budget_bytes=self._budget_bytes, leased=self._leased
+            )
+        )
+        return True
+
+    async def _after(self, error: OSError, span: Span) -> bool:
+        if await self._merges.forget_missing():
+            return True
+        _LOG.warning("merging versions %d to %d: %s", span.start, span.stop, error)
+        if isinstance(error, FileNotFoundError):
+            self._skipped |= {span}
+            return True
+        # A full disk: the next version is the next attempt.
+        return False
+
+    def _choose(
+        self,
+        connection: Connection,
+        *,
+        requests: tuple[Span, ...],
+        skipped: frozenset[Span],
+        have: frozenset[Span],
+    ) -> _Choice | None:
+        """Runs on the store's thread; changes nothing. None while there is no version."""
+        head = lineage.head_version(connection)
+        if head is None:
+            return None
+        impossible: set[Span] = set()
+        blocks = [
+            span
+            for variant in published_variants.stored(connection)
+            for span in due_blocks(head=head, window=self._window, have=have | skipped, variant=variant)
+        ]
+        for span in (*requests, *blocks):
+            if span in have:
+                continue
+            chain = Chain(connection, span.variant)
+            path = _path_over(chain, span, functools.partial(self._merges.into, variant=span.variant))
+            if len(path) < 2:
+                impossible.add(span)
+            elif len(path) <= MAX_PAYLOADS:
+                job = _Job(span=span, payloads=path, manifest=chain.manifest(span.stop))
+                return _Choice(job=job, head=head, skipped=frozenset(impossible))
+            # Else: shorter once the blocks are made.
+        return _Choice(job=None, head=head, skipped=frozenset(impossible))
+
+    def _compose(self, job: _Job) -> PayloadRef:
+        manifest = manifest_from_bytes(job.manifest)
+        if manifest.chunk_elements > MAX_CHUNK_ELEMENTS:
+            raise LimitExceeded(f"chunks of {manifest.chunk_elements} elements, {MAX_CHUNK_ELEMENTS} are the most")
+        paths = [
+            self._merges.path(payload) if payload.kind is PayloadKind.MERGED else self._path_of(payload.digest)
+            for payload in job.payloads
+        ]
+        scratch = self._merges.scratch()
+        composed = compose(
+            paths, scratch, layout_id=manifest.layout_id, chunks=chunks_of(manifest), on_chunk=self._check_stop
+        )
+        payload = PayloadRef(
+            kind=PayloadKind.MERGED,
+            from_version=job.span.start,
+            to_version=job.span.stop,
+            digest=composed.digest,
+            num_bytes=composed.num_bytes,
+        )
+        self._merges.name(scratch, payload)
+        return payload
+
+
+def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
+    """The cheapest deltas, merged ones among them, that lead over a span; none when there is no way."""
+
+    def into(version: int) -> list[PayloadRef]:
+        payloads = [*chain.into(version), *merged_into(version)]
+        return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT and p.from_version >= span.start]
+
+    if not chain.is_in_lineage(span.stop):
+        return ()
+    return cheapest_way(into, have_version=span.start, want_version=span.stop)

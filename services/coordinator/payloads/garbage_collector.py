@@ -1,0 +1,245 @@
+"""Keeps the payloads servable and few: verifies snapshots, writes them when they are due, deletes what nobody needs.
+
+A deletion survives a crash at any point: rows first, in one transaction that writes down what they named, then the
+files, then the note. So a plan never names a file that may go, and a start ends what an earlier process began. Before
+anything is retired, the way to the head that everything then depends on is rebuilt and compared with its manifests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from heterorl.common.errors import Busy, StoreFull
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.metrics import RECLAIMED_BYTES
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind
+from heterorl.common.weights.compose import MAX_PAYLOADS
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.payloads import payload_index
+from heterorl.coordinator.payloads.damage import Damage
+from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
+from heterorl.coordinator.payloads.retention import Needs, PullLeases
+from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
+from heterorl.coordinator.store.background import BackgroundWorker
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.payload_storage import PayloadCache
+from heterorl.coordinator.versions import published_variants
+from heterorl.coordinator.versions.chain import Chain
+
+_LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+BATCHES = 8
+"""Versions of the window are given up an eighth of it at a time: each time costs a rebuild of the head."""
+UNPUBLISHED_VERSIONS = 2
+"""An upload that no version named while the head moved on so far is given up."""
+
+
+class GarbageCollector(BackgroundWorker):
+    """The one who deletes payloads and writes snapshots. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        config: CoordinatorConfig,
+        clock: Clock,
+        database: Database,
+        blobs: BlobStore,
+        cache: PayloadCache,
+        merges: MergedDeltas,
+        damage: Damage,
+        leases: PullLeases,
+        in_use: Callable[[float], frozenset[int]],
+        may_write: Callable[[], bool],
+    ) -> None:
+        super().__init__("garbage_collector", clock)
+        self._config = config
+        self._clock = clock
+        self._database = database
+        self._blobs = blobs
+        self._cache = cache
+        self._merges = merges
+        self._damage = damage
+        self._leases = leases
+        self._in_use = in_use
+        self._may_write = may_write
+        self._rebuilt = config.data_dir / "rebuilt"
+        self._collecting = asyncio.Lock()
+        self._unpublished: dict[Digest, int] = {}
+
+    async def recover(self) -> None:
+        """End what an earlier process began, as far as the disk lets; nothing is served yet."""
+        await asyncio.to_thread(payload_index.empty, self._rebuilt)
+        try:
+            await self._sweep()
+        except (StoreFull, Busy) as error:
+            _LOG.warning("deletion goes on later: %s", error)
+
+    async def run(self) -> None:
+        """Verify, write and delete what is due until cancelled; returns when the store ends."""
+        await self._loop(self.work)
+
+    async def work(self) -> None:
+        """Verify, write and delete what is due now; on a full disk delete all that may go, and write nothing."""
+        is_pressed = not self._may_write()
+        for variant in await self._database.run(published_variants.stored):
+            while await self._verify_newest(variant) or (not is_pressed and await self._write_due(variant)):
+                pass
+        if is_pressed:
+            # They are a cache.
+            leased = self._leases.payloads(self._clock.monotonic())
+            await self._merges.evict(head=0, window=0, budget_bytes=0, leased=lambda: leased)
+        await self.collect(missing_bytes=int(is_pressed))
+
+    # snapshots
+
+    async def _verify_newest(self, variant: str) -> bool:
+        """Verify the newest snapshot that is not; returns whether there was one."""
+        work = await self._ask(variant, payload_index.unverified_snapshot)
+        if work is None:
+            return False
+        if not await self._is_proved(work):
+            # Put aside, and another one is the newest; or unreadable for now.
+            return await self._ask(variant, payload_index.unverified_snapshot) != work
+        await self._ask(variant, lambda chain: chain.note_verified(work.payloads[0]))
+        where = f" in variant {variant}" if variant else ""
+        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, where)
+        return True
+
+    async def _write_due(self, variant: str) -> bool:
+        """Write a snapshot when one is due; returns whether it did."""
+        merged_into = functools.partial(self._merges.into, variant=variant)
+        way = await self._ask(variant, lambda chain: payload_index.way_of_joiner(chain, merged_into))
+        is_due, reason = decide_snapshot(
+            way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
+        )
+        if not is_due:
+            return False
+        # A longer way is shortened by a snapshot on it.
+        work = await self._ask(variant, lambda chain: payload_index.work(chain, way[:MAX_PAYLOADS]))
+        _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, reason)
+        scratch = self._rebuilt / "snapshot"
+        try:
+            async with self._cache.at_hand(_stored(work)):
+                write = functools.partial(write_snapshot, self._paths(work), scratch, work, self._check_stop)
+                payload = await self._in_thread(write)
+            adopted = self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
+            await self._damage.on_disk(adopted)
+        except DamagedPayload as error:
+            await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error))
+            return True
+        except (StoreFull, Busy, OSError) as error:
+            # The next version is the next attempt.
+            _LOG.warning("no snapshot of version %d: %s", work.manifests[-1].version, error)
+            return False
+        finally:
+            scratch.unlink(missing_ok=True)
+        return await self._ask(variant, lambda chain: payload_index.add_snapshot(chain, payload))
+
+    async def _is_proved(self, work: Work) -> bool:
+        """Rebuild every state along a way; a payload that is not what it should be is put aside."""
+        try:
+            async with self._cache.at_hand(_stored(work)):
+                paths = self._paths(work)
+                await self._in_thread(lambda: verify_way(paths, work.manifests, on_chunk=self._check_stop))
+        except DamagedPayload as error:
+            if await self._damage.put_aside_unproved(work.payloads[error.index].digest, str(error)):
+                return await self._is_proved(work)
+        except OSError as error:
+            _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
+            digests = (payload.digest for payload in work.payloads)
+            await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
+        else:
+            self._damage.note_proved(_stored(work))
+            return True
+        return False
+
+    def _paths(self, work: Work) -> list[Path]:
+        return [
+            self._merges.path(payload) if payload.kind is PayloadKind.MERGED else self._blobs.path(payload.digest)
+            for payload in work.payloads
+        ]
+
+    # deletion
+
+    @asynccontextmanager
+    async def undisturbed(self) -> AsyncIterator[None]:
+        """While nothing may be deleted; for short."""
+        async with self._collecting:
+            yield
+
+    async def collect(self, *, missing_bytes: int = 0) -> int:
+        """Delete what nobody needs; returns the bytes freed. In batches, unless bytes are missing."""
+        async with self._collecting:
+            await self._give_up_unpublished()
+            if not self._leases.are_known(self._clock.monotonic()):
+                return await self._sweep()
+            for variant in await self._database.run(published_variants.stored):
+                await self._retire_unneeded(variant, is_pressed=missing_bytes > 0)
+            return await self._sweep()
+
+    async def _retire_unneeded(self, variant: str, *, is_pressed: bool) -> None:
+        needs = self._needs()
+        retirement = await self._ask(variant, lambda chain: payload_index.decide(chain, needs))
+        is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
+        if not retirement.payloads or not (is_pressed or is_worth_it):
+            return
+        proved = retirement.way
+        work = await self._ask(variant, lambda chain: payload_index.work(chain, proved))
+        if not proved or await self._is_proved(work):
+            needs = self._needs()
+            await self._ask(variant, lambda chain: payload_index.carry_out(chain, needs, proved=proved))
+
+    def _needs(self) -> Needs:
+        now = self._clock.monotonic()
+        term_s = self._config.pull_lease_s
+        return Needs(
+            window=self._config.merge_window_versions,
+            staleness=self._config.max_staleness_versions,
+            in_use=self._in_use(now - term_s) | self._leases.versions(now),
+            leased=self._leases.payloads(now),
+        )
+
+    async def _sweep(self) -> int:
+        """Delete the files of retired payloads; returns the bytes freed."""
+        freed: dict[Digest, int] = {}
+        for digest in await self._database.run(payload_index.retired):
+            num_bytes = await self._remove(digest)
+            if num_bytes is not None:
+                freed[digest] = num_bytes
+        total = sum(freed.values())
+        if freed:
+            await self._database.run(lambda connection: payload_index.forget_retired(connection, freed))
+            RECLAIMED_BYTES.inc(total)
+        return total
+
+    async def _remove(self, digest: Digest) -> int | None:
+        async def is_needed() -> bool:
+            is_named = await self._database.run(lambda connection: payload_index.is_named(connection, digest))
+            return is_named or digest in self._leases.payloads(self._clock.monotonic())
+
+        return await self._damage.on_disk(self._blobs.remove(digest, is_needed=is_needed))
+
+    async def _give_up_unpublished(self) -> None:
+        """Retire uploads that no version came to name."""
+        named, num_versions = await self._database.run(payload_index.named)
+        waiting = self._blobs.stored() - named
+        self._unpublished = {digest: self._unpublished.get(digest, num_versions) for digest in waiting}
+        given_up = [d for d, seen in self._unpublished.items() if num_versions >= seen + UNPUBLISHED_VERSIONS]
+        if given_up:
+            await self._database.run(lambda connection: payload_index.retire_digests(connection, given_up))
+
+    async def _ask(self, variant: str, operation: Callable[[Chain], ResultT]) -> ResultT:
+        return await self._database.run(lambda connection: operation(Chain(connection, variant)))
+
+
+def _stored(work: Work) -> list[Digest]:
+    """The payloads of a way that are not made here."""
+    return [payload.digest for payload in work.payloads if payload.kind is not PayloadKind.MERGED]

@@ -1,0 +1,244 @@
+"""Merged deltas, one payload instead of many: which are worth it, and the cache of them beside the payloads.
+
+    data_dir/merged/<start>-<stop>-<digest>        complete and durable, never changed
+    data_dir/merged/compose*                       under way; whatever is left of it goes at the next start
+
+The directory is all there is, and may be deleted at any time: at the start it is read again, and what does not lead
+between the states of the versions that it names, in one variant, is removed. A file that disappears is struck out when
+somebody notices.
+
+A block is a span of 4^j versions that starts at a multiple of its length. Any lag is covered by few blocks, each block
+is made from 4 of the next smaller size, and all of them together cost less than composing every 4 deltas twice: a
+merged delta of k versions has about k^0.65 times the bytes of one, so larger blocks cost ever less a version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.errors import Busy, CorruptData, MalformedPayload
+from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.weights.payload_file import read_roots
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.payload_files import file_size
+
+RADIX = 4
+KEEP_VERSIONS = 8
+"""How far the head may move on before a merged delta that is no block goes: time to finish a download."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The versions that a merged delta leads over, from `start` to `stop`, in one variant."""
+
+    start: int
+    stop: int
+    variant: str = ""
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_block(self) -> bool:
+        """Whether this is one of the spans that everybody's way is made of."""
+        length = RADIX
+        while length < self.length:
+            length *= RADIX
+        return length == self.length and self.start % length == 0
+
+
+def due_blocks(*, head: int, window: int, have: Collection[Span], variant: str = "") -> Iterator[Span]:
+    """Blocks that reach into the last `window` versions and are not there: small before large, the newest first."""
+    length = RADIX
+    while length <= window:
+        for stop in range(head // length * length, max(length - 1, head - window), -length):
+            span = Span(stop - length, stop, variant)
+            if span not in have:
+                yield span
+        length *= RADIX
+
+
+def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, variant: str = "") -> Span | None:
+    """The span of a plan's deltas when one merged delta is worth making: several, long enough, to the head."""
+    deltas = [payload for payload in payloads if payload.kind is not PayloadKind.SNAPSHOT]
+    if len(deltas) < 2:
+        return None
+    span = Span(deltas[0].from_version, deltas[-1].to_version, variant)
+    return span if span.stop == head and span.length >= RADIX else None
+
+
+def to_evict(sizes: Mapping[Span, int], *, head: int, window: int, budget_bytes: int) -> list[Span]:
+    """Merged deltas that are of no use any more, then the least useful until the rest fits the budget.
+
+    Useless: a block that ends before the window, anything else that ends KEEP_VERSIONS before the head. Least useful:
+    what is no block, then what ends the longest ago, then the smallest.
+    """
+
+    def is_useless(span: Span) -> bool:
+        return span.stop <= head - window or (not span.is_block and span.stop < head - KEEP_VERSIONS)
+
+    evicted = [span for span in sizes if is_useless(span)]
+    rest = sorted(set(sizes) - set(evicted), key=lambda span: (span.is_block, span.stop, span.length))
+    used = sum(sizes[span] for span in rest)
+    for span in rest:
+        if used <= budget_bytes:
+            break
+        evicted.append(span)
+        used -= sizes[span]
+    return evicted
+
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"(\d{1,18})-(\d{1,18})-([0-9a-f]{64})")
+
+
+class MergedDeltas:
+    """The merged deltas of one run. Belongs to the event loop, but `into` may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index: dict[Span, PayloadRef] = {}
+        self._into: dict[tuple[str, int], tuple[PayloadRef, ...]] = {}
+
+    async def open(self, database: Database) -> None:
+        """Find again what an earlier process left."""
+        found = _scan(self._directory)
+        if found:
+            versions = {version for payload, _ in found for version in (payload.from_version, payload.to_version)}
+            await self._adopt(found, await database.run(lambda connection: _state_roots(connection, versions)))
+
+    async def _adopt(
+        self, found: Iterable[tuple[PayloadRef, tuple[str, str]]], root_of: dict[str, dict[int, str]]
+    ) -> None:
+        for payload, roots in found:
+            start, stop = payload.from_version, payload.to_version
+            right = [
+                Span(start, stop, variant)
+                for variant, root in root_of.items()
+                if (root.get(start), root.get(stop)) == roots
+            ]
+            if right and right[0] not in self._index:
+                self._index[right[0]] = payload
+            else:
+                self.path(payload).unlink(missing_ok=True)
+        self._replace_into()
+
+    @property
+    def spans(self) -> frozenset[Span]:
+        return frozenset(self._index)
+
+    def into(self, version: int, variant: str = "") -> tuple[PayloadRef, ...]:
+        return self._into.get((variant, version), ())
+
+    def path(self, payload: PayloadRef) -> Path:
+        return self._directory / f"{payload.from_version}-{payload.to_version}-{payload.digest}"
+
+    def find(self, digest: Digest) -> Path | None:
+        return next((self.path(payload) for payload in self._index.values() if payload.digest == digest), None)
+
+    def scratch(self) -> Path:
+        """Where the next one may be written; the same each time. Callable from any thread."""
+        make_directory(self._directory)
+        return self._directory / "compose"
+
+    def name(self, scratch: Path, payload: PayloadRef) -> None:
+        """Give a durable file its name. Callable from any thread."""
+        scratch.replace(self.path(payload))
+        sync_directory(self._directory)
+
+    def add(self, payload: PayloadRef, variant: str = "") -> None:
+        """Offer a merged delta that has its name."""
+        self._index[Span(payload.from_version, payload.to_version, variant)] = payload
+        self._replace_into()
+
+    async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
+        """Strike out those among `payloads`, or among all, that somebody deleted; returns whether there were any."""
+        looked_at = [*self._index.values()] if payloads is None else payloads
+        merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
+        missing = [payload for payload in merged if await asyncio.to_thread(_is_gone, self.path(payload))]
+        self._index = {span: payload for span, payload in self._index.items() if payload not in missing}
+        self._replace_into()
+        return bool(missing)
+
+    async def drop(self, digest: Digest) -> None:
+        """Delete a damaged one; it is made again from its parts."""
+        for span in [span for span, payload in self._index.items() if payload.digest == digest]:
+            await asyncio.to_thread(self.path(self._index.pop(span)).unlink, missing_ok=True)
+        self._replace_into()
+
+    async def evict(
+        self, *, head: int, window: int, budget_bytes: int, leased: Callable[[], frozenset[Digest]] = frozenset
+    ) -> list[Span]:
+        """Delete what is useless or too much, but nothing that somebody fetches; returns the spans deleted."""
+        sizes = {span: payload.num_bytes for span, payload in self._index.items()}
+        evicted = to_evict(sizes, head=head, window=window, budget_bytes=budget_bytes)
+        kept = leased()
+        evicted = [span for span in evicted if self._index[span].digest not in kept]
+        paths = [self.path(self._index.pop(span)) for span in evicted]
+        self._replace_into()
+        for path in paths:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+        return evicted
+
+    def _replace_into(self) -> None:
+        # Replaced, never changed: a plan on the store's thread may be reading it.
+        into: defaultdict[tuple[str, int], tuple[PayloadRef, ...]] = defaultdict(tuple)
+        for span, payload in self._index.items():
+            into[span.variant, span.stop] += (payload,)
+        self._into = dict(into)
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        return file_size(path) is None
+    except Busy:
+        # Nobody can tell; whoever reads it is told the same.
+        return False
+
+
+def _state_roots(connection: Connection, versions: Iterable[int]) -> dict[str, dict[int, str]]:
+    # Of these alone: a history is as long as the run, and each row as long as a manifest.
+    roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for each in versions:
+        rows = connection.execute("SELECT variant, state_root FROM stated WHERE version = ?", (each,))
+        for variant, root in rows:
+            roots[variant][each] = root
+    return dict(roots)
+
+
+def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
+    """Payloads with the states they lead between; whatever else lies there is removed."""
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        try:
+            if match is None:
+                raise MalformedPayload("not a merged delta")
+            roots = read_roots(path)
+        except CorruptData as error:
+            _LOG.debug("%s is removed: %s", path.name, error)
+            path.unlink()
+            continue
+        except OSError as error:
+            # Not damage; whoever can read it at a later start has it then.
+            _LOG.warning("%s is not offered: %s", path.name, error)
+            continue
+        payload = PayloadRef(
+            kind=PayloadKind.MERGED,
+            from_version=int(match[1]),
+            to_version=int(match[2]),
+            digest=Digest(match[3]),
+            num_bytes=path.stat().st_size,
+        )
+        found.append((payload, roots))
+    return found

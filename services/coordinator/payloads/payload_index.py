@@ -1,0 +1,197 @@
+"""What the store says of the payloads that are kept, as store operations, and the directory where they are rebuilt.
+
+Each variant is a graph of its own over the same versions; what may go as a file is decided over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.coordinator.payloads.retention import Graph, Needs, Retirement, decide_retirement
+from heterorl.coordinator.payloads.snapshots import Work
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.chain import TRAINED, Chain, MergedInto, payload_of
+from heterorl.coordinator.versions.pull_plans import cheapest_way
+
+
+def empty(directory: Path) -> None:
+    """Make a directory and remove what an earlier process left in it."""
+    make_directory(directory)
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def graph(chain: Chain) -> Graph:
+    """The published payloads of a chain over the versions that they touch."""
+    payloads, head = chain.payloads(), lineage.head_version(chain.connection)
+    if head is None:
+        return Graph(payloads=payloads, lineage=[], verified=chain.verified())
+    # The head belongs to it also when all its payloads were struck out.
+    oldest = min([head, *(payload.to_version for payload in payloads)])
+    return Graph(
+        payloads=payloads,
+        lineage=_lineage(chain, oldest, head),
+        verified=chain.verified(),
+    )
+
+
+def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
+    """Versions of a chain from `oldest` on that were not abandoned, by indexes alone.
+
+    A row is as long as its manifest, and SQLite reads through the manifest to what stands behind it: with 300 kB each
+    this took a second for each thousand versions.
+    """
+    connection = chain.connection
+    # The plus keeps SQLite from the table's own order, and leaves the index of abandoned versions.
+    rows = connection.execute("SELECT version FROM versions WHERE is_abandoned = 1 AND +version >= ?", (oldest,))
+    abandoned = {int(row[0]) for row in rows}
+    if chain.variant:
+        rows = connection.execute(
+            "SELECT version FROM variant_versions WHERE variant = ? AND version >= ? ORDER BY version",
+            (chain.variant, oldest),
+        )
+        return [int(row[0]) for row in rows if int(row[0]) not in abandoned]
+    # Versions are dense.
+    return [version for version in range(max(oldest, 0), head + 1) if version not in abandoned]
+
+
+def work(chain: Chain, way: Sequence[PayloadRef]) -> Work:
+    """A way with the manifests that it leads to."""
+    stated = (manifest_from_bytes(chain.manifest(payload.to_version)) for payload in way)
+    return Work(payloads=tuple(way), manifests=tuple(stated))
+
+
+def unverified_snapshot(chain: Chain) -> Work | None:
+    """The newest snapshot of the lineage, when it is not verified yet."""
+    row = chain.connection.execute(
+        "SELECT p.kind, p.from_version, p.to_version, p.digest, p.num_bytes, f.version FROM payloads p"
+        " JOIN versions v ON v.version = p.to_version"
+        " LEFT JOIN verified f ON f.version = p.to_version AND f.variant = p.variant"
+        " WHERE p.variant = ? AND p.kind = ? AND v.is_abandoned = 0 ORDER BY p.to_version DESC LIMIT 1",
+        (chain.variant, PayloadKind.SNAPSHOT.value),
+    ).fetchone()
+    if row is None or row[5] is not None:
+        return None
+    return work(chain, (payload_of(row[:5]),))
+
+
+def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
+    """Offer a verified snapshot that the coordinator wrote; False when its version was abandoned or has one."""
+    inserted = 0
+    if chain.is_in_lineage(payload.to_version):
+        inserted = chain.connection.execute(
+            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (
+                payload.to_version,
+                payload.kind.value,
+                payload.from_version,
+                payload.digest,
+                payload.num_bytes,
+                chain.variant,
+            ),
+        ).rowcount
+    if inserted:
+        chain.note_verified(payload)
+    return bool(inserted)
+
+
+def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
+    """The cheapest way from a verified snapshot to the head; empty when there is none."""
+    verified = chain.verified()
+
+    def into(version: int) -> list[PayloadRef]:
+        payloads = [*chain.into(version), *merged_into(version)]
+        return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT or version in verified]
+
+    head = lineage.head_version(chain.connection)
+    return () if head is None else cheapest_way(into, have_version=None, want_version=head)
+
+
+def decide(chain: Chain, needs: Needs) -> Retirement:
+    """Choose what nobody needs: all of a variant that ended before the oldest version that may still be asked for."""
+    found = graph(chain)
+    oldest = lineage.num_versions(chain.connection) - 1 - needs.window
+    if chain.variant != TRAINED and (not found.lineage or found.lineage[-1] < oldest):
+        gone = tuple(payload for payload in found.payloads if payload.digest not in needs.leased)
+        return Retirement(payloads=gone, way=(), reason=f"variant {chain.variant} is published no more")
+    return decide_retirement(found, needs)
+
+
+def carry_out(chain: Chain, needs: Needs, *, proved: tuple[PayloadRef, ...]) -> None:
+    """Retire what nobody needs, unless the way that is then depended on is another than was proved.
+
+    Decided again in the transaction that retires: versions and leases may have come in between.
+    """
+    retirement = decide(chain, needs)
+    if retirement.way[: len(proved)] == proved and bool(retirement.way) == bool(proved):
+        retire(chain, retirement.payloads)
+
+
+def strike_out(connection: Connection, digest: Digest) -> None:
+    """Offer a payload no longer."""
+    connection.execute("DELETE FROM verified WHERE digest = ?", (digest,))
+    connection.execute("DELETE FROM payloads WHERE digest = ?", (digest,))
+
+
+def retire(chain: Chain, payloads: Iterable[PayloadRef]) -> None:
+    """Offer payloads no longer, and write down the files that may go."""
+    connection, variant = chain.connection, chain.variant
+    for payload in payloads:
+        connection.execute(
+            "DELETE FROM payloads WHERE variant = ? AND to_version = ? AND kind = ? AND from_version = ?",
+            (variant, payload.to_version, payload.kind.value, payload.from_version),
+        )
+        if payload.kind is PayloadKind.SNAPSHOT:
+            connection.execute("DELETE FROM verified WHERE variant = ? AND version = ?", (variant, payload.to_version))
+        retire_digests(connection, [payload.digest])
+
+
+def retire_digests(connection: Connection, digests: Iterable[Digest]) -> None:
+    """Write down files that may go, unless a version names them."""
+    for digest in digests:
+        if not is_named(connection, digest):
+            connection.execute("INSERT INTO retired VALUES (?) ON CONFLICT DO NOTHING", (digest,))
+
+
+def retired(connection: Connection) -> list[Digest]:
+    """Files that may go; those that a version came to name again are forgotten here."""
+    connection.execute("DELETE FROM retired WHERE digest IN (SELECT digest FROM payloads)")
+    return [Digest(row[0]) for row in connection.execute("SELECT digest FROM retired ORDER BY digest")]
+
+
+def forget_retired(connection: Connection, freed: Mapping[Digest, int]) -> None:
+    """Note that files are gone, and their bytes."""
+    connection.executemany("DELETE FROM retired WHERE digest = ?", [(digest,) for digest in freed])
+    set_meta(connection, "reclaimed_bytes", str(reclaimed_bytes(connection) + sum(freed.values())))
+
+
+def reclaimed_bytes(connection: Connection) -> int:
+    """Bytes of payloads deleted since the run began."""
+    return int(get_meta(connection, "reclaimed_bytes") or 0)
+
+
+def is_named(connection: Connection, digest: Digest) -> bool:
+    """Whether a version offers a payload."""
+    return connection.execute("SELECT 1 FROM payloads WHERE digest = ? LIMIT 1", (digest,)).fetchone() is not None
+
+
+def named(connection: Connection) -> tuple[frozenset[Digest], int]:
+    """Every payload that a version offers or that may go already, and how many versions there are."""
+    rows = connection.execute("SELECT digest FROM payloads UNION SELECT digest FROM retired")
+    return frozenset(Digest(row[0]) for row in rows), lineage.num_versions(connection)
+
+
+def newest_snapshot(connection: Connection) -> tuple[int, float] | None:
+    """The newest verified snapshot and when its version was published, once there is one."""
+    row = connection.execute(
+        "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
+        " AND variant = '' ORDER BY version DESC LIMIT 1"
+    ).fetchone()
+    return None if row is None else (int(row[0]), float(row[1]))

@@ -1,0 +1,154 @@
+"""Opens the home of the payloads: the data directory, or a bucket, which is chosen when a run begins.
+
+The store's meta `payloads_owner` is the name that the mark of its prefix has; it is there only with a bucket. A prefix
+without a mark is claimed if it has every payload that the store names: none at the start of a run, all where they were
+copied there. A start lists the bucket and serves; a moment without it is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from heterorl.common.errors import Busy, ConfigError
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.common import Digest
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
+from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage, BucketUploads
+from heterorl.coordinator.store.bucket.objects import BucketClient, Objects
+from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.engine_choice import OWNER
+from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadCache, PayloadStorage
+
+_LOG = logging.getLogger(__name__)
+WAIT_S = 60.0
+"""For a bucket that does not answer; then the process ends and is started again, or a standby takes its place."""
+PAUSE_S = 1.0
+Opened = tuple[PayloadStorage, BlobStore, PayloadCache, DirectUploads]
+
+
+async def open_payloads(
+    config: CoordinatorConfig,
+    database: Database,
+    clock: Clock,
+    *,
+    make_room: Callable[[int], Awaitable[None]],
+    on_full: Callable[[], None],
+) -> Opened:
+    """Open the home of the payloads, their files, what makes copies of them, and the place for what is put there.
+
+    Raises:
+        ConfigError, DependencyMissing: the bucket cannot be used as it is named.
+        Busy: it does not answer, or refuses, for a minute.
+    """
+    if not config.payloads.bucket:
+        if await database.run(_owner):
+            problem = "is empty, and the payloads of this run are in a bucket"
+            raise ConfigError("payloads.bucket", problem, action="name the bucket again, or begin a new run")
+        files = await asyncio.to_thread(
+            BlobStore,
+            config.data_dir,
+            store_bytes=config.store_bytes,
+            max_payload_bytes=config.max_payload_bytes,
+            make_room=make_room,
+            on_full=on_full,
+        )
+        return PayloadStorage(), files, PayloadCache(), DirectUploads()
+    until = clock.monotonic() + WAIT_S
+    while True:
+        try:
+            return await _open_bucket(config, database, clock, make_room=make_room, on_full=on_full)
+        except Busy as error:
+            if clock.monotonic() >= until:
+                action = "check payloads: bucket, endpoint, credentials; the coordinator is to be started again"
+                raise Busy(error.args[0], action=action) from None
+            _LOG.warning("waiting for the payloads: %s", error.args[0])
+        await clock.sleep(PAUSE_S)
+
+
+async def _open_bucket(
+    config: CoordinatorConfig,
+    database: Database,
+    clock: Clock,
+    *,
+    make_room: Callable[[int], Awaitable[None]],
+    on_full: Callable[[], None],
+) -> Opened:
+    payloads = config.payloads
+    await asyncio.to_thread(_empty, config.data_dir / SCRATCH)
+    objects = Objects(BucketClient(payloads, run_id=config.run_id), on_lost=database.fail)
+    await _claim(objects, database)
+
+    async def make_room_here(missing_bytes: int) -> None:
+        await cache.make_room(missing_bytes)
+
+    storage = BucketStorage(
+        objects,
+        await objects.sizes(),
+        store_bytes=config.store_bytes,
+        make_room=make_room,
+        on_kept=lambda digest: cache.note(digest),
+        on_gone=lambda digest: cache.forget(digest),
+    )
+    files = await asyncio.to_thread(
+        CacheFiles,
+        config.data_dir,
+        store_bytes=payloads.cache_bytes,
+        max_payload_bytes=config.max_payload_bytes,
+        bound="payloads.cache_bytes",
+        make_room=make_room_here,
+        on_full=on_full,
+        storage=storage,
+    )
+    cache = BucketCache(files, storage)
+    for digest in await asyncio.to_thread(files.whole):
+        if storage.size(digest) is not None:
+            cache.note(digest)
+    direct_uploads = BucketUploads(
+        objects, clock=clock, put_bytes=payloads.put_bytes, lifetime_s=payloads.url_lifetime_s
+    )
+    await direct_uploads.sweep()
+    return storage, files, cache, direct_uploads
+
+
+async def _claim(objects: Objects, database: Database) -> None:
+    """Make the prefix this store's, or find that it is."""
+    owner, found = await database.run(_owner), await objects.owner()
+    if found and found != owner:
+        raise objects.of_another(found)
+    if not found:
+        named = await database.run(_named)
+        there = await objects.sizes()
+        if missing := [digest for digest, num_bytes in named.items() if there.get(digest) != num_bytes]:
+            raise ConfigError(
+                "payloads.bucket",
+                f"lacks {len(missing)} of the {len(named)} payloads of this run: a bucket is chosen when a run begins",
+                action="begin a new run, or copy the payloads to its prefix first: docs/operate.md has the steps",
+            )
+    if not owner:
+        # Before the mark: a mark whose store does not know its name would be nobody's.
+        owner = secrets.token_hex(16)
+        await database.run(lambda connection: set_meta(connection, OWNER, owner))
+    await objects.claim(owner)
+
+
+def _owner(connection: Connection) -> str:
+    return get_meta(connection, OWNER) or ""
+
+
+def _named(connection: Connection) -> dict[Digest, int]:
+    rows = connection.execute("SELECT digest, num_bytes FROM payloads")
+    return {Digest(digest): int(num_bytes) for digest, num_bytes in rows}
+
+
+def _empty(directory: Path) -> None:
+    make_directory(directory)
+    for path in directory.iterdir():
+        path.unlink()

@@ -1,0 +1,261 @@
+"""The column of policy: versions, their weights and the way to them. See heterorl.common.api for each call.
+
+Who may publish is heterorl.coordinator.learner_lease's to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from heterorl.common.api import PieceFrames
+from heterorl.common.errors import (
+    Busy,
+    CorruptData,
+    CorruptStore,
+    DigestMismatch,
+    Draining,
+    GroupNotAvailable,
+    InvalidRequest,
+    PayloadMissing,
+    RunFinished,
+)
+from heterorl.common.pull.payload_reader import DamagedFile
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import (
+    NO_PLACE,
+    HeadUpdate,
+    Manifest,
+    PayloadRef,
+    PublishRequest,
+    PullPlan,
+    PutPlace,
+    SignedManifest,
+    version_or_none,
+)
+from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.coordinator import evaluation_jobs as evaluations
+from heterorl.coordinator import status_report
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.groups import queue
+from heterorl.coordinator.payloads.merged_deltas import worth_merging
+from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.store.database import set_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage, published_variants, pull_plans, rollback_order
+from heterorl.coordinator.versions.chain import Chain
+
+_LOG = logging.getLogger(__name__)
+
+
+class PolicyColumn:
+    """Publication, and distribution to whoever needs weights."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+
+    # the learner's side
+
+    async def query_upload(self, *, digest: Digest) -> int:
+        return self._context.blobs.query(digest)
+
+    async def upload_payload(
+        self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
+    ) -> int:
+        await self._context.database.run(lambda connection: lineage.check_epoch(connection, epoch))
+        if num_bytes <= self._context.config.max_payload_bytes:
+            self._context.disk.check_payload(num_bytes - self._context.blobs.query(digest))
+        try:
+            return await self._context.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
+        except CorruptStore as error:
+            self._context.database.fail(str(error))
+            raise
+
+    async def put_place(self, *, epoch: int, digest: Digest, num_bytes: int) -> PutPlace:
+        """Where the epoch's learner may put the next piece of a payload; nowhere where it is to be streamed."""
+        await self._context.database.run(lambda connection: lineage.check_epoch(connection, epoch))
+        if self._context.blobs.query(digest):
+            return NO_PLACE
+        try:
+            return await self._context.direct_uploads.place(digest, num_bytes)
+        except Busy:
+            return NO_PLACE
+
+    async def put_payload(self, *, epoch: int, digest: Digest, num_bytes: int, frames: PieceFrames) -> bool:  # noqa: ARG002 - see heterorl.common.api
+        """Nothing is put from within this process: its caller streams."""
+        return False
+
+    async def take_payload(self, *, epoch: int, digest: Digest, num_bytes: int) -> int:
+        """Verify what was put and make it a payload, as if it had been streamed, from where an earlier call ended."""
+        have = self._context.blobs.query(digest)
+        frames = self._context.direct_uploads.frames(digest, num_bytes, offset=have)
+        try:
+            taken = await self.upload_payload(
+                epoch=epoch, digest=digest, num_bytes=num_bytes, offset=have, frames=frames
+            )
+        except DigestMismatch:
+            await self._context.direct_uploads.drop(digest)
+            raise
+        if taken == num_bytes:
+            await self._context.direct_uploads.drop(digest)
+        return taken
+
+    async def publish_version(self, request: PublishRequest) -> int:
+        try:
+            manifest = manifest_from_bytes(request.manifest)
+            parsed = {entry.variant: manifest_from_bytes(entry.manifest) for entry in request.variants}
+        except CorruptData as error:
+            raise InvalidRequest(f"manifest: {error}") from error
+        payloads = [payload for each in (manifest, *parsed.values()) for payload in each.payloads]
+        with self._context.blobs.held(payload.digest for payload in payloads):
+            return await self._publish(request, manifest, parsed, payloads)
+
+    async def _publish(
+        self,
+        request: PublishRequest,
+        manifest: Manifest,
+        parsed: Mapping[str, Manifest],
+        payloads: Sequence[PayloadRef],
+    ) -> int:
+        for payload in payloads:
+            if not await self._context.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
+                raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
+        steps = [status_report.encode(report) for report in request.reports]
+        now = self._context.clock.wall()
+
+        def operation(connection: Connection) -> tuple[int | None, str]:
+            version = lineage.check_publication(connection, request, manifest, self._context.config.run_id)
+            if version is not None:
+                return version, ""
+            published_variants.check_publication(connection, request, manifest, parsed)
+            if self._context.config.is_finished(request.parent_version):
+                raise RunFinished(f"the run ends with version {self._context.config.max_versions}")
+            refused, why = self._context.queue.consume(
+                connection, request.consumed, version=manifest.version, parent=request.parent_version
+            )
+            if refused:
+                # Returned, not raised: the drops of stale groups must be committed.
+                return None, why
+            abandoned = lineage.abandon_versions(connection, request)
+            queue.abandon_consumed(connection, abandoned)
+            self._context.queue.drop_abandoned(connection, abandoned)
+            lineage.write_version(connection, request, manifest, now=now, reports=steps)
+            published_variants.write_versions(connection, request, parsed)
+            quarantine.write_canary(connection, manifest.version, request)
+            set_meta(connection, "encode_s", str(request.encode_s))
+            rollback_order.settle(connection, manifest)
+            config = self._context.config
+            evaluations.drop(connection, abandoned)
+            evaluations.plan(
+                connection,
+                config.evaluation,
+                version=manifest.version,
+                now=now,
+                is_last=config.is_finished(manifest.version),
+            )
+            return manifest.version, ""
+
+        version, why = await self._context.change(operation, is_publication=True)
+        if version is None:
+            raise GroupNotAvailable(why)
+        self._context.merger.poke()
+        self._context.collector.poke()
+        _LOG.debug("version %d published", version)
+        return version
+
+    async def get_step(self, *, step_id: str) -> int | None:
+        return await self._context.database.run(lambda connection: lineage.version_of_step(connection, step_id))
+
+    # everybody's side
+
+    async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
+        while not self._context.closing.is_set():
+            ticket = self._context.head_bell.ticket()
+            head = await self._context.database.run(lineage.read_head)
+            if head is not None and head.version > after_version:
+                after_version = head.version
+                yield HeadUpdate(version=head.version, age_s=max(0.0, self._context.clock.wall() - head.published))
+            else:
+                await ticket.wait()
+        raise Draining("the coordinator is stopping", retry_after_s=1.0)
+
+    async def get_signed_manifest(self, *, version: int, variant: str = "") -> SignedManifest:
+        return await self._context.database.run(lambda connection: Chain(connection, variant).signed_manifest(version))
+
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str = "") -> tuple[bytes, ...]:
+
+        def operation(connection: Connection) -> tuple[bytes, ...]:
+            return Chain(connection, variant).manifests(first=first_version, last=last_version)
+
+        return await self._context.database.run(operation)
+
+    async def plan_pull(
+        self,
+        *,
+        have_version: int,
+        have_root: str,
+        want_version: int,
+        accept_merged: bool = False,
+        base_root: str = "",
+        object_bytes: int = 0,
+        variant: str = "",
+    ) -> PullPlan:
+        """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
+        merges, have = self._context.merges, version_or_none(have_version)
+        merged_into = functools.partial(merges.into, variant=variant) if accept_merged else pull_plans.no_merged
+
+        def operation(connection: Connection) -> tuple[PullPlan, int | None]:
+            plan = pull_plans.plan(
+                Chain(connection, variant),
+                have_version=have,
+                have_root=have_root,
+                want_version=version_or_none(want_version),
+                base_root=base_root,
+                object_bytes=object_bytes,
+                merged_into=merged_into,
+            )
+            return plan, lineage.head_version(connection)
+
+        plan, head = await self._leased(operation, have)
+        if accept_merged:
+            while await merges.forget_missing(plan.payloads):
+                self._context.merger.poke()
+                plan, head = await self._leased(operation, have)
+            span = worth_merging(plan.payloads, head=head, variant=variant)
+            if span is not None:
+                self._context.merger.request(span)
+        return plan
+
+    async def payload_urls(self, plan: PullPlan) -> list[str]:
+        """For each payload of a plan an address from which its caller may read it for a while; empty where none is."""
+        try:
+            return await self._context.storage.urls([payload.digest for payload in plan.payloads])
+        except Busy:
+            # The coordinator has them too.
+            return []
+
+    async def _leased(
+        self, operation: Callable[[Connection], tuple[PullPlan, int | None]], have_version: int | None
+    ) -> tuple[PullPlan, int | None]:
+        plan, head = await self._context.database.run(operation)
+        # Nothing is awaited in between: a deletion decided after this plan was made sees its lease.
+        self._context.leases.grant(
+            have_version=have_version, payloads=plan.payloads, now=self._context.clock.monotonic()
+        )
+        return plan, head
+
+    async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload that still has the bytes of its name."""
+        merged = self._context.merges.find(digest)
+        path = self._context.blobs.path(digest) if merged is None else merged
+        with self._context.leases.reading(digest):
+            self._context.leases.touch(digest, self._context.clock.monotonic())
+            try:
+                async with self._context.cache.at_hand([digest] if merged is None else []):
+                    async for frame in self._context.reader.read(digest, path, offset=offset, stop=stop):
+                        self._context.leases.touch(digest, self._context.clock.monotonic())
+                        yield frame
+            except (OSError, DamagedFile) as error:
+                raise await self._context.damage.of_read(digest, error) from error
+            self._context.damage.note_read(digest)

@@ -1,0 +1,326 @@
+"""The column of rollouts: work out, groups in, groups on to the learner. See heterorl.common.api."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+
+from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, RunFinished
+from heterorl.common.process import metrics
+from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.evaluation import EvaluationSet
+from heterorl.common.types.policy import stated_version
+from heterorl.common.types.rollout import (
+    DropReason,
+    Group,
+    GroupId,
+    LeasedGroup,
+    PushOutcome,
+    PushStatus,
+    QueuedGroup,
+    Rejection,
+    ReturnReason,
+    SealedGroup,
+    WorkAssignment,
+    WorkGrant,
+)
+from heterorl.common.wire.rollout import opened
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.groups import horizon, queue, work_assignments
+from heterorl.coordinator.groups.intake import Arrival, arrival_of
+from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
+from heterorl.coordinator.sites import quarantine, quotas
+from heterorl.coordinator.sites.sites import Holder, declared
+from heterorl.coordinator.store import tallies
+from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.chain import Chain
+
+_LOG = logging.getLogger(__name__)
+RETRY_AFTER_S = 0.5
+LEASE_BATCH = 128  # each operation waits behind all sites' calls: where that takes a second, it is groups per second
+MAX_REQUEST_ID = 64
+ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
+_MADE = (DropReason.STALE_AT_INGEST, DropReason.LOST_MEMBERS)
+"""Of drops whose groups say how long one takes: the slowest ones are too stale."""
+MAX_ASSIGNMENTS = 4096
+"""Named by one call: each is a statement on the store's only thread."""
+
+
+class RolloutColumn:
+    """Work and groups."""
+
+    def __init__(self, context: CoordinatorContext, *, held_out: Callable[..., Awaitable[WorkGrant]]) -> None:
+        """`held_out` leases held-out prompts (coordinator/evaluation_column.py)."""
+        self._context = context
+        self._held_out = held_out
+        self._stream: object = None
+        """The learner's newest stream of groups; read and written by store operations only."""
+        self._has_stale = False
+
+    async def lease_work(
+        self,
+        *,
+        site: SiteId,
+        incarnation: str,
+        max_groups: int,
+        policy_version: int,
+        request_id: str = "",
+        sets: Sequence[EvaluationSet] = (),
+    ) -> WorkGrant:
+        """Hand out prompt groups, paced and shared out; with sets, held-out prompts."""
+        now, wall = self._context.clock.monotonic(), self._context.clock.wall()
+        if not 1 <= max_groups <= MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
+        if len(request_id) > MAX_REQUEST_ID:
+            raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
+        if sets:
+            return await self._held_out(
+                holder=(site, incarnation), count=max_groups, policy_version=policy_version, request_id=request_id,
+                sets=sets,
+            )  # fmt: skip
+
+        def operation(connection: Connection) -> tuple[tuple[WorkAssignment, ...], str]:
+            self._context.sites.require(connection, site, incarnation)
+            if self._context.config.is_finished(lineage.head_version(connection)):
+                raise RunFinished(f"the run ended with version {self._context.config.max_versions}")
+            if get_meta(connection, "draining"):
+                raise Draining(f"the run drains: {get_meta(connection, 'draining')}")
+            head = stated_version(lineage.head_version(connection))
+            contract = lineage.read_contract(connection)
+            if contract is None or not 0 <= policy_version <= head:
+                return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
+            if not Chain(connection).is_in_lineage(policy_version):
+                return (), f"policy {policy_version} was abandoned; pull version {head}"
+            quarantine.check_site(connection, site)
+            self._context.deadlines.look(connection, now)
+            if head - policy_version <= self._context.config.max_staleness_versions:
+                quotas.note_asked(connection, site, now)
+            again = work_assignments.handed_before(
+                connection, site=site, incarnation=incarnation, request_id=request_id
+            )
+            if again:
+                return self._context.deadlines.begin(
+                    connection, again, (site, incarnation), now
+                ), "given to this request before"
+            # A site alone makes all versions itself: none comes before its groups do.
+            is_shared = tallies.read(connection, "wanting") > 1
+            generation_s = self._context.sites.generation_s(site) if is_shared else 0.0
+            load = Load(
+                head_version=head,
+                policy_version=policy_version,
+                outstanding=tallies.outstanding(connection),
+                held=tallies.held(connection, site),
+                coming=horizon.coming(connection, generation_s, head=head, now=wall),
+            )
+            pace = self._pace(connection, (site, incarnation), now)
+            granted, reason = decide_grant(load, pace, wanted=max_groups)
+            handed = work_assignments.hand_out(
+                connection, site=site, incarnation=incarnation, count=granted, num_prompts=contract.num_prompts,
+                config=self._context.config, request_id=request_id,
+            )  # fmt: skip
+            return self._context.deadlines.begin(connection, handed, (site, incarnation), now), reason
+
+        assignments, reason = await self._context.database.run(operation)
+        self._context.sites.see(site, incarnation, now, policy_version=policy_version)
+        return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
+
+    def _pace(self, connection: Connection, holder: Holder, now: float) -> Pace:
+        config = self._context.config
+        limit = config.outstanding_limit
+        share = quotas.allowance(
+            connection, holder[0], limit=limit, at_least=config.groups_per_version,
+            works_ahead=declared(connection, holder).ahead_s > 0, now=now,
+        )  # fmt: skip
+        return Pace(
+            groups_per_version=config.groups_per_version,
+            max_staleness_versions=config.max_staleness_versions,
+            outstanding_limit=limit,
+            held_limit=config.site_work_groups or share,
+            held_by="site_work_groups" if config.site_work_groups else "its share",
+        )
+
+    async def abandon_work(
+        self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
+    ) -> None:
+        """Open assignments that the site will not answer; those whose rows gave no group too often are closed."""
+        if len(assignments) > MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
+
+        def operation(connection: Connection) -> list[work_assignments.Closed]:
+            self._context.sites.require(connection, site, incarnation)
+            return work_assignments.take_back(
+                connection, (site, incarnation), assignments, reason, config=self._context.config
+            )
+
+        work_assignments.say_closed(await self._context.database.run(operation))
+
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
+        return await self.take_groups(groups)
+
+    async def stated_contract(self) -> Contract | None:
+        return await self._context.database.run(lineage.read_contract)
+
+    async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]:
+        """Take groups in, and record those that nobody can read as invalid."""
+        self._context.disk.check()
+        now, instant = self._context.clock.wall(), self._context.clock.monotonic()
+
+        def operation(connection: Connection) -> tuple[list[Arrival], list[PushOutcome]]:
+            for site, incarnation in {(group.id.site, group.id.incarnation) for group in groups}:
+                self._context.sites.require(connection, site, incarnation)
+            contract = lineage.read_contract(connection)
+            assert contract is not None, "a site registers only after the contract is stated"
+            head = stated_version(lineage.head_version(connection))
+            arrived = [arrival_of(group, contract, self._context.config) for group in groups]
+            return arrived, self._context.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
+
+        arrived, outcomes = await self._context.change(operation)
+        for group in groups:
+            self._context.sites.see(group.id.site, group.id.incarnation, self._context.clock.monotonic())
+        for each, outcome in zip(arrived, outcomes, strict=True):
+            if outcome.status is PushStatus.ACCEPTED or outcome.reason in _MADE:
+                self._context.sites.time_group(each.id.site, each.generation_s)
+            if outcome.status is PushStatus.ACCEPTED or outcome.reason is DropReason.LOST_MEMBERS:
+                for reason in each.lost:
+                    metrics.LOST_MEMBERS.labels(metrics.SITES.of(each.id.site), reason.value).inc()
+        return outcomes
+
+    async def stream_groups(
+        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
+    ) -> AsyncIterator[QueuedGroup]:
+        async with contextlib.aclosing(self.stream_sealed(epoch=epoch, held=held, credits=credits)) as stream:
+            async for leased in stream:
+                yield opened(leased)
+
+    async def stream_sealed(
+        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
+    ) -> AsyncGenerator[LeasedGroup]:
+        """The same, unopened."""
+        balance = 0
+        is_open = True
+        stream = object()
+
+        def begin(connection: Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            self._context.queue.return_leased(connection, held=held)
+            # The learner dialled again: whatever an earlier stream would lease from now on would reach nobody.
+            self._stream = stream
+
+        async def count_credits() -> None:
+            nonlocal balance, is_open
+            try:
+                async for credit in credits:
+                    balance += credit
+                    self._context.bell.ring()
+            finally:
+                is_open = False
+                self._context.bell.ring()
+
+        await self._context.change(begin)
+        counter = asyncio.create_task(count_credits())
+        undelivered: deque[LeasedGroup] = deque()
+        try:
+            while not self._context.closing.is_set():
+                ticket = self._context.bell.ticket()
+                asked = balance
+                leasing = self._context.database.submit(self._lease_groups(epoch, stream, asked, undelivered))
+                if not await asyncio.shield(leasing):
+                    _LOG.info("a stream of epoch %d ends: the learner opened another one", epoch)
+                    break
+                balance -= len(undelivered)
+                # What a lease leaves of groups that are too stale, the next one gives up.
+                is_idle = not undelivered and not self._has_stale
+                while undelivered:
+                    yield undelivered.popleft()
+                if is_idle and asked == balance and is_open:
+                    await ticket.wait()
+                elif is_idle and asked == balance:
+                    break
+        finally:
+            counter.cancel()
+            await self._undo_leases(stream, undelivered)
+            with contextlib.suppress(asyncio.CancelledError):
+                await counter
+        if self._context.closing.is_set():
+            raise Draining("the coordinator is stopping", retry_after_s=1.0)
+
+    def _lease_groups(
+        self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]
+    ) -> Callable[[Connection], bool]:
+        """Store operation: lease groups under an epoch into `leased`; False when a newer stream has begun."""
+        # Credits bound what the learner holds, the queue bounds what is in memory here.
+        count, now, groups = min(count, LEASE_BATCH), self._context.clock.wall(), self._context.queue
+
+        def operation(connection: Connection) -> bool:
+            lineage.check_epoch(connection, epoch)
+            if self._stream is not stream:
+                return False
+            # An operation that is undone is run again.
+            leased.clear()
+            self._has_stale = False
+            if count > 0:
+                head = stated_version(lineage.head_version(connection))
+                leased.extend(groups.lease(connection, count=count, head=head, now=now))
+                self._has_stale = groups.has_stale(connection, head=head, now=now)
+            return True
+
+        return operation
+
+    async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:
+        """Put back what a stream leased and did not hand on; a newer stream has put it back already."""
+
+        def operation(connection: Connection) -> None:
+            if self._stream is stream:
+                queue.undo_lease(connection, [one.sealed.id for one in leased])
+
+        # Decided on the store's thread, behind a lease that is under way there.
+        with contextlib.suppress(HeterorlError):
+            await self._context.change(operation)
+
+    async def abandon_groups(
+        self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
+    ) -> None:
+        if counted_as not in ABANDONED_AS:
+            raise InvalidRequest(f"counted_as: {counted_as.value} is no account of what a learner gives up")
+        groups = self._context.queue
+
+        def operation(connection: Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            head, bound = stated_version(lineage.head_version(connection)), self._context.config.max_staleness_versions
+            old = horizon.too_stale(connection, ids, head=head, bound=bound)
+            groups.drop(connection, old, DropReason.STALE_AT_COMMIT, detail=reason)
+            groups.drop(connection, ids, counted_as, detail=reason)
+
+        # With the bell: what was too old behind these groups may be leased now.
+        await self._context.change(operation)
+        level = logging.DEBUG if counted_as is DropReason.UNIFORM else logging.WARNING
+        _LOG.log(level, "the learner abandoned %d groups: %s", len(ids), reason)
+
+    async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
+        """Drop groups that failed a check of the learner; a site with too many goes into quarantine."""
+        bad = [entry.reason.value for entry in rejections if entry.reason not in quarantine.REJECTABLE]
+        if bad:
+            raise InvalidRequest(f"rejections.reason: {bad[0]} is no check of the learner")
+        rule, now, groups = quarantine.rule_of(self._context.config), self._context.clock.wall(), self._context.queue
+
+        def operation(connection: Connection) -> dict[SiteId, str]:
+            lineage.check_epoch(connection, epoch)
+            quarantined = {}
+            for entry in rejections:
+                if not groups.drop(connection, [entry.id], entry.reason, detail=entry.detail):
+                    # Told before, or dropped for another reason meanwhile.
+                    continue
+                why = quarantine.note_failure(connection, entry.id.site, entry.reason, entry.detail, rule=rule, now=now)
+                if why:
+                    quarantined[entry.id.site] = why
+                    groups.drop_of_site(connection, entry.id.site, detail=why)
+                    work_assignments.open_held(connection, entry.id.site)
+            return quarantined
+
+        for site, why in (await self._context.change(operation)).items():
+            _LOG.error("site %s goes into quarantine until an operator releases it: %s", site, why)

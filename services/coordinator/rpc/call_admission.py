@@ -1,0 +1,292 @@
+"""The door of the server: a call comes in when its caller is admitted and has a place, a message when there is room.
+
+gRPC reads and parses the one message of a unary call before any handler runs. On the wire a unary call is a stream of
+one message, so every handler is installed as one of streams, and its messages are read here: admitted first, counted,
+parsed, long ones on a thread, and bounded field by field. Answers that can be long are written as streams of one
+too, so that a place is held until the answer has left.
+
+Guarantees: no handler runs before its caller is admitted, and no byte of a request is read before either. A certificate
+that is revoked or expires ends also the streams that it opened, at their next message in either direction. Samplers
+together never take the last places, which are kept for the learner and the operator; one certificate takes no more than
+its share, however many connections it opens, and one site no more than three quarters of what samplers have. A refusal
+for want of a place says when to come again and is never final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import MethodDescriptor
+
+from heterorl.common.errors import InvalidRequest, QuotaExceeded
+from heterorl.common.identity.spiffe import Identity, Peer, Role
+from heterorl.common.process.threads import in_thread
+from heterorl.common.rpc.server_limits import OF_SITE, Caller, MemoryQuota, Reservation
+from heterorl.common.wire.rollout import pushed_from_pb
+from heterorl.coordinator.rpc.access import RULES, CallAuthorizer
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, can_be_long, check, parse
+from heterorl.v1 import rollout_pb2
+
+RESERVED_PART = 8
+"""One place in this many is kept for the learner and the operator, and at least two."""
+RETRY_AFTER_S = 1.0
+
+
+class Shares:
+    """The places of one server. `per_site` is the share of one certificate."""
+
+    def __init__(self, *, places: int, per_site: int) -> None:
+        self._places = places
+        self._open = places - max(2, places // RESERVED_PART)
+        # Half of what is open at most, so that one never takes all; at least one, so that a small server serves.
+        self._per_site = max(1, min(per_site, self._open // 2))
+        self._per_connection = max(1, self._open // 2)
+        self._of_site_most = max(self._per_site, int(OF_SITE * self._open))
+        self._num_all = 0
+        self._num_open = 0
+        self._of_holder: Counter[Caller] = Counter()
+        self._of_site: Counter[str] = Counter()
+        self._of_rpc: Counter[tuple[Caller, str]] = Counter()
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_all
+
+    @contextlib.contextmanager
+    def place(self, holder: Caller, method: str) -> Iterator[None]:
+        """Hold a place for one call. Raises QuotaExceeded: there is none now; worth repeating."""
+        problem = self._problem(holder, method)
+        if problem:
+            raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
+        self._add(holder, method, 1)
+        try:
+            yield
+        finally:
+            self._add(holder, method, -1)
+
+    def _problem(self, holder: Caller, method: str) -> str:
+        at_once = RULES[method].at_once
+        if at_once and holder.is_proven and self._of_rpc[holder, method] >= at_once:
+            return f"{holder.name} has {at_once} calls of {method} under way; that is the share of one certificate"
+        share = self._share(holder)
+        if self._of_holder[holder] >= share:
+            return f"{holder.name} has {share} calls under way, its share (site_concurrent_rpcs, max_concurrent_rpcs)"
+        if self._num_all >= self._places:
+            return f"{self._places} calls are under way (max_concurrent_rpcs)"
+        if not holder.is_privileged and self._num_open >= self._open:
+            return f"samplers have {self._open} calls under way; the rest of max_concurrent_rpcs is the learner's"
+        if not holder.is_privileged and self._of_site[holder.owner] >= self._of_site_most:
+            return f"{holder.owner} has {self._of_site_most} calls under way, a site's share (max_concurrent_rpcs)"
+        return ""
+
+    def _share(self, holder: Caller) -> int:
+        if holder.is_privileged:
+            # Two of them, a learner and an operator, always find a place.
+            return max(self._per_site, self._places // RESERVED_PART // 2)
+        return self._per_site if holder.is_proven else self._per_connection
+
+    def _add(self, holder: Caller, method: str, number: int) -> None:
+        self._num_all += number
+        if not holder.is_privileged:
+            self._num_open += number
+        for counts, key in (
+            (self._of_holder, holder), (self._of_site, holder.owner), (self._of_rpc, (holder, method)),
+        ):  # fmt: skip
+            counts[key] += number  # type: ignore[index]
+            if not counts[key]:  # type: ignore[index]
+                # Names of connections are ever new.
+                del counts[key]
+
+
+INLINE_BYTES = 1 << 14
+"""Messages up to this size are parsed on the event loop."""
+PUSH_INLINE_BYTES = 1 << 22
+"""The same for pushes, which parsing copies."""
+PUSH = "/heterorl.v1.RolloutService/PushGroups"
+PARSED_BYTES = 4
+"""Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+_PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
+
+
+def holder_of(peer: Peer, method: str, address: str) -> Caller:
+    """The holder of a call that was admitted: one for each certificate, whatever connections it opens. Without
+    certificates every caller is on this machine, and only its connection's `address` tells it apart."""
+    if isinstance(peer, Identity):
+        name, owner = f"{peer.role.value} {peer.site}", peer.site.partition(".")[0]
+        return Caller(name, peer.role in _PRIVILEGED, is_proven=True, site=owner)
+    # Anybody may call anything here: what only a learner or an operator calls is taken for theirs.
+    is_privileged = Role.SAMPLER not in RULES[method].roles
+    kind = "learner or operator" if is_privileged else "node"
+    return Caller(f"{kind} at {address}", is_privileged, is_proven=False)
+
+
+class Requests:
+    """The messages of one call, each read when it is asked for and there is room.
+
+    A message's room is given back when the next one is asked for; after `settle_by_hand`, when `settle` says so.
+    """
+
+    def __init__(self, admission: CallAdmission, method: str, peer: Peer, holder: Caller, context: _Context) -> None:
+        self._admission = admission
+        self._method = method
+        self._peer = peer
+        self._holder = holder
+        self._context = context
+        self._rooms: list[Reservation] = []
+        self._is_by_hand = False
+        self.num_bytes = 0
+        """Of the newest message."""
+
+    def settle_by_hand(self) -> None:
+        """Keep the room of every message until `settle`."""
+        self._is_by_hand = True
+
+    def settle(self, count: int) -> None:
+        """Give back the room of the oldest messages."""
+        for room in self._rooms[:count]:
+            room.close()
+        del self._rooms[:count]
+
+    def close(self) -> None:
+        """Give back all room: the call has ended."""
+        self.settle(len(self._rooms))
+
+    def __aiter__(self) -> Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self._is_by_hand:
+            self.close()
+        # Parsed, a number takes four or eight bytes where its varint may have one.
+        room, data = await self._admission.budget.message(
+            self._holder, self._method, self._context.read, times=PARSED_BYTES
+        )
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
+        self._rooms.append(room)
+        self.num_bytes = len(data)
+        return await self._admission.message(self._method, self._peer, data)
+
+    async def single(self) -> Any:
+        message = await anext(self, None)
+        if message is None:
+            raise InvalidRequest("the call has no request")
+        return message
+
+
+class CallAdmission(grpc.aio.ServerInterceptor):
+    """Stands in front of every handler and inside the interceptor that maps errors."""
+
+    def __init__(self, authorizer: CallAuthorizer, *, shares: Shares, budget: MemoryQuota) -> None:
+        self.budget = budget
+        self._authorizer = authorizer
+        self.shares = shares
+        # One at a time: what parsing takes beyond the message's own bytes is taken once.
+        self._parsing = asyncio.Semaphore(1)
+
+    async def message(self, method: str, peer: Peer, data: bytes) -> Any:
+        """Check and parse one message; a push becomes its groups.
+
+        Raises:
+            InvalidRequest: it breaks its format or a bound.
+            Unauthenticated, PermissionDenied: not from this caller.
+        """
+        self._authorizer.recheck(peer)
+        read = _pushed if method == PUSH else functools.partial(parse, descriptor=_descriptor(method).input_type)
+        if len(data) <= (PUSH_INLINE_BYTES if method == PUSH else INLINE_BYTES):
+            message: Any = read(data)
+        else:
+            async with self._parsing:
+                # To its end: a call that goes away keeps its room and the place while its thread runs.
+                message = await in_thread(read, data)
+        self._authorizer.check_request(method, peer, message)
+        return message
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = str(handler_call_details.method)
+        if handler.response_streaming or can_be_long(_descriptor(method).output_type):
+            return grpc.stream_stream_rpc_method_handler(self._streamed(handler, method), None, _serializer(handler))
+        return grpc.stream_unary_rpc_method_handler(self._single(handler, method), None, _serializer(handler))
+
+    def _single(self, handler: Any, method: str) -> Callable[[object, _Context], Awaitable[Any]]:
+        async def call(_: object, context: _Context) -> Any:
+            with self._entered(method, context) as (_peer, requests):
+                if handler.request_streaming:
+                    return await handler.stream_unary(requests, context)
+                return await handler.unary_unary(await requests.single(), context)
+
+        return call
+
+    def _streamed(self, handler: Any, method: str) -> Callable[[object, _Context], AsyncIterator[Any]]:
+        async def answers(requests: Requests, context: _Context) -> AsyncIterator[Any]:
+            if not handler.response_streaming:
+                if handler.request_streaming:
+                    yield await handler.stream_unary(requests, context)
+                else:
+                    yield await handler.unary_unary(await requests.single(), context)
+                return
+            if handler.request_streaming:
+                inner = handler.stream_stream(requests, context)
+            else:
+                request = await requests.single()
+                # Bounded, and the stream may last for days.
+                requests.settle(1)
+                inner = handler.unary_stream(request, context)
+            async for answer in inner:
+                yield answer
+
+        async def call(_: object, context: _Context) -> AsyncIterator[Any]:
+            with self._entered(method, context) as (peer, requests):
+                async for answer in answers(requests, context):
+                    self._authorizer.recheck(peer)
+                    yield answer
+
+        return call
+
+    @contextlib.contextmanager
+    def _entered(self, method: str, context: _Context) -> Any:
+        peer = self._authorizer.admit(method, context.auth_context(), context.invocation_metadata() or ())
+        holder = holder_of(peer, method, str(context.peer()))
+        with self.shares.place(holder, method):
+            requests = Requests(self, method, peer, holder, context)
+            try:
+                yield peer, requests
+            finally:
+                requests.close()
+
+
+def _pushed(data: bytes) -> list[rollout_pb2.Group]:
+    message = parse(data, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+    assert isinstance(message, rollout_pb2.PushGroupsRequest)
+    groups = pushed_from_pb(message, limit_groups=PUSH_GROUPS)
+    for group in groups:
+        check(group)
+    return groups
+
+
+@functools.cache
+def _descriptor(method: str) -> MethodDescriptor:
+    service, _, name = method.removeprefix("/").rpartition("/")
+    return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+
+
+def _serializer(handler: Any) -> Callable[[Any], bytes]:
+    return handler.response_serializer  # type: ignore[no-any-return]

@@ -1,0 +1,218 @@
+"""A grpc.aio server with our limits, certificates, health service, interceptors and graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from heterorl.common.errors import ConfigError, HeterorlError, PortInUse
+from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
+from heterorl.common.identity.spiffe import Identity, Role
+from heterorl.common.identity.tls import ServerTlsConfig, check_tls
+from heterorl.common.process.metrics import RPC_SECONDS
+from heterorl.common.rpc.error_status import reason_of, to_status
+from heterorl.common.rpc.server_limits import MemoryQuota
+from heterorl.common.rpc.transport_options import server_options
+from heterorl.coordinator.rpc.access import CallAuthorizer
+from heterorl.coordinator.rpc.call_admission import CallAdmission, Shares
+
+_Status = health_pb2.HealthCheckResponse
+_HealthContext = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
+    """Answers for the service of the empty name; `set_serving` wakes every watcher."""
+
+    def __init__(self) -> None:
+        self._is_serving = False
+        self._changed = asyncio.Condition()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        async with self._changed:
+            self._is_serving = is_serving
+            self._changed.notify_all()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _HealthContext
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "only the server as a whole has a health")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: _HealthContext,
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        last = _Status.UNKNOWN
+        while True:
+            async with self._changed:
+                while (status := self._status(request.service)) == last:
+                    await self._changed.wait()
+            last = status
+            yield _Status(status=status)
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+        if service:
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if self._is_serving else _Status.NOT_SERVING
+
+
+_LOG = logging.getLogger(__name__)
+UNREFUSED_RPCS = 8
+"""Calls that gRPC lets in for each place that the door has; all but the placed ones are on their way out."""
+
+
+class Server:
+    """Wraps the grpc.aio server and its health service."""
+
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int,
+        max_concurrent_rpcs: int,
+        run_id: str,
+        tls: ServerTlsConfig,
+        site_concurrent_rpcs: int = 32,
+        messages_in_flight_bytes: int = 1 << 30,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        """Prepare a server; the configuration of the coordinator says what the bounds mean.
+        Raises ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run."""
+        self._tls = tls
+        self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
+        if self._files is not None:
+            _check_own(self._files.current().identity, run_id=run_id)
+        self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
+        if self._files is not None and self._revoked is None:
+            _LOG.warning("tls.revoked is not set: certificates that the authority revokes go on working")
+        self._authorizer = CallAuthorizer(
+            run_id=run_id,
+            is_plaintext=tls.insecure,
+            wall_time=wall_time,
+            revoked=frozenset() if self._revoked is None else self._revoked,
+            authorities=lambda: b"" if self._files is None else self._files.current().ca,
+        )
+        self.admission = CallAdmission(
+            self._authorizer,
+            shares=Shares(places=max_concurrent_rpcs, per_site=site_concurrent_rpcs),
+            budget=MemoryQuota(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
+        )
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorsAndTimes(), self.admission],
+            options=server_options(max_message_bytes),
+            # gRPC counts without asking whose a call is, so its own bound is only for calls that are being refused.
+            maximum_concurrent_rpcs=UNREFUSED_RPCS * max_concurrent_rpcs,
+        )
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+
+    def revoked_serials(self) -> frozenset[int]:
+        return frozenset() if self._revoked is None else self._revoked.current()
+
+    def revoked_sites(self) -> dict[str, int]:
+        """Sites of samplers that are refused because their certificate is revoked, and its serial."""
+        return self._authorizer.revoked_sites()
+
+    async def start(self, address: str) -> int:
+        """Listen and report SERVING; returns the port.
+
+        Raises:
+            ConfigError: plaintext on an address that others can reach.
+            PortInUse: the address is taken.
+        """
+        check_tls(self._tls, key="listen", address=address)
+        try:
+            if self._files is None:
+                port = self.grpc.add_insecure_port(address)
+            else:
+                port = self.grpc.add_secure_port(address, server_credentials(self._files))
+        except RuntimeError as error:
+            raise PortInUse("listen", address) from error
+        await self.grpc.start()
+        await self._health.set_serving(True)
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Report NOT_SERVING, refuse new calls, give running ones `grace_s` seconds, then cut them."""
+        await self._health.set_serving(False)
+        await self.grpc.stop(grace_s)
+
+
+def _check_own(identity: Identity, *, run_id: str) -> None:
+    if identity.role is not Role.COORDINATOR or identity.run != run_id:
+        raise ConfigError("tls.cert", f"names {identity.uri}, and this is the coordinator of run {run_id}")
+
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ErrorsAndTimes(grpc.aio.ServerInterceptor):
+    """Wraps every handler once: typed errors become statuses, every rpc is timed, and handlers catch nothing."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = str(handler_call_details.method).rpartition("/")[2]
+        # The door, which stands inside, makes each handler one that reads a stream.
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                _stream(handler.stream_stream, method), None, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            _unary(handler.stream_unary, method), None, handler.response_serializer
+        )
+
+
+def _unary(inner: Any, method: str) -> Callable[[Any, _Context], Awaitable[Any]]:
+    async def call(request: Any, context: _Context) -> Any:
+        async with _answered(method, context):
+            return await inner(request, context)
+
+    return call
+
+
+def _stream(inner: Any, method: str) -> Callable[[Any, _Context], AsyncIterator[Any]]:
+    async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
+        async with _answered(method, context):
+            async for answer in inner(request, context):
+                yield answer
+
+    return call
+
+
+@contextlib.asynccontextmanager
+async def _answered(method: str, context: _Context) -> AsyncIterator[None]:
+    """Time a call; one that a typed error ends is aborted with its status. A call that goes away is no answer."""
+    started = time.perf_counter()
+    try:
+        yield
+    except HeterorlError as error:
+        code, message, trailers = to_status(error)
+        _observe(method, reason_of(error), started)
+        _LOG.debug("%s refused: %s", method, error)
+        await context.abort(code, message, trailers)
+    except Exception:
+        # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
+        _observe(method, "internal", started)
+        raise
+    else:
+        _observe(method, "OK", started)
+
+
+def _observe(method: str, code: str, started: float) -> None:
+    RPC_SECONDS.labels("server", method, code).observe(time.perf_counter() - started)

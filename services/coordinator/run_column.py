@@ -1,0 +1,307 @@
+"""The column of the run: sites that join and live, orders of operators, the status. See heterorl.common.api."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from heterorl.common.errors import ContractMismatch, Draining, InvalidRequest
+from heterorl.common.process import metrics
+from heterorl.common.types.common import SiteId, StepReport
+from heterorl.common.types.policy import NO_VERSION, PullPlan, stated_version, version_or_none
+from heterorl.common.types.run import (
+    RELEASE,
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    Heartbeat,
+    RegisterAnswer,
+    Registration,
+    RunStatus,
+    changed_facts,
+    describe_standstill,
+    with_changes,
+)
+from heterorl.coordinator import evaluation_jobs as evaluations
+from heterorl.coordinator import status_report
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.groups import work_assignments
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
+from heterorl.coordinator.sites import audit, incarnations, quarantine
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.sites.sites import Holder
+from heterorl.coordinator.store.database import Database, answer_to_order, get_meta, remember_order, set_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage, published_variants, rollback_order
+
+_LOG = logging.getLogger(__name__)
+MAX_SEQUENCE = 2**62
+"""Far from the end of the store's integers."""
+
+
+class RunColumn:
+    """Sites, orders and status."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+        self._beats = Beats(context.database, context.config)
+        self._is_idle = False
+        self._told: dict[tuple[SiteId, bool], int] = {}
+        """Newest version with which a quarantine by the canary of a site began or ended; see `report_canary`."""
+
+    async def register(self, registration: Registration) -> RegisterAnswer:
+        bound = self._context.config.max_staleness_versions
+        if registration.max_delay_versions > bound:
+            raise ContractMismatch(
+                f"the delay of {registration.max_delay_versions} versions exceeds max_staleness_versions = {bound}",
+                action="raise the coordinator's max_staleness_versions or lower the sampler's delay",
+            )
+        longest_s = self._context.config.max_policy_age_s
+        if not 0 <= registration.max_delay_s <= longest_s:
+            # A number that is none is refused like one that is too large.
+            raise ContractMismatch(
+                f"the delay of {registration.max_delay_s:g} s there and back exceeds max_policy_age_s = {longest_s:g}",
+                action="raise the coordinator's max_policy_age_s or lower the sampler's delay",
+            )
+        if not 0 <= registration.work_ahead_s < math.inf:
+            raise InvalidRequest(f"work_ahead_s: {registration.work_ahead_s:g} is not a number of seconds")
+        if not registration.site or not registration.incarnation:
+            raise InvalidRequest("site and incarnation must not be empty")
+        if registration.lowest_sequence > MAX_SEQUENCE:
+            raise InvalidRequest(f"lowest_sequence: {registration.lowest_sequence} exceeds {MAX_SEQUENCE}")
+
+        def operation(connection: Connection) -> tuple[int | None, int]:
+            if not lineage.agree(connection, registration.contract, may_state=False):
+                raise Draining(
+                    "no learner has stated the contract yet",
+                    action="start the learner; this node goes on by itself",
+                    retry_after_s=1.0,
+                )
+            published_variants.check_offered(connection, registration.variant)
+            known = self._context.sites.register(connection, registration)
+            if registration.held is not None:
+                work_assignments.keep_only(
+                    connection, registration.held, site=registration.site, incarnation=registration.incarnation
+                )
+            return lineage.head_version(connection), known + 1
+
+        head, next_sequence = await self._context.database.run(operation)
+        self._context.sites.see(registration.site, registration.incarnation, self._context.clock.monotonic())
+        _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
+        return RegisterAnswer(
+            run_id=self._context.config.run_id,
+            head_version=stated_version(head),
+            next_sequence=next_sequence,
+            max_staleness_versions=bound,
+            max_message_bytes=self._context.config.max_message_bytes,
+            push_groups=PUSH_GROUPS,
+            work_ahead_s=self._context.sites.granted_ahead_s(registration),
+        )
+
+    async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
+        commands = await self._beats.commands((beat.site, beat.incarnation))
+        if commands is None:
+            return (Command.REGISTER,)
+        self._context.sites.beat(beat, self._context.clock.monotonic())
+        return commands
+
+    async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
+        """Compare a site's canary with the learner's; quarantine it or end its quarantine.
+
+        The log of audit tells one beginning and one end for each version: a site that reports a wrong and a right
+        canary in turn must not write it full.
+        """
+
+        def operation(connection: Connection) -> tuple[CanaryVerdict, bool]:
+            self._context.sites.require(connection, report.site, report.incarnation)
+            before = quarantine.read_canary_reasons(connection).get(report.site, "")
+            variant = self._context.sites.variant(connection, report.site, report.incarnation)
+            threshold = self._context.config.canary_threshold
+            verdict = quarantine.compare_canary(connection, report, threshold=threshold, variant=variant)
+            change = (report.site, bool(verdict.quarantine))
+            is_said = bool(before) != change[1] and report.version > self._told.get(change, NO_VERSION)
+            if is_said:
+                self._told[change] = report.version
+                kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
+                detail = verdict.quarantine or f"version {report.version} scores as the learner says"
+                audit.append(connection, kind, subject=report.site, detail=detail, now=self._context.clock.wall())
+            return verdict, is_said
+
+        verdict, is_said = await self._context.database.run(operation)
+        self._context.sites.note_canary(report, verdict.difference, self._context.clock.monotonic())
+        if is_said and verdict.quarantine:
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
+        elif is_said:
+            _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
+        return verdict
+
+    async def get_status(self) -> RunStatus:
+        now, wall = self._context.clock.monotonic(), self._context.clock.wall()
+        used, problem = self._context.blobs.used_bytes, self._context.disk.problem
+        return await self._context.database.run(
+            lambda connection: status_report.run_status(
+                connection, self._context, now=now, wall=wall, store_bytes=used, store_problem=problem
+            )
+        )
+
+    async def rollback(self, *, to_version: int, request_id: str) -> int:
+        """Order the learner to publish the content of a version anew, in place of an earlier order."""
+        target = version_or_none(to_version)
+
+        def operation(connection: Connection) -> tuple[tuple[PullPlan, ...], int | None]:
+            is_new = not rollback_order.is_known(connection, request_id)
+            ways = rollback_order.place(connection, to_version=target, request_id=request_id)
+            detail = "taken back" if target is None else f"to version {target}"
+            if is_new:
+                kind, now = AuditKind.ROLLBACK_ORDER, self._context.clock.wall()
+                audit.append(connection, kind, subject=request_id, detail=detail, now=now)
+            return ways, lineage.head_version(connection)
+
+        ways, head = await self._context.database.run(operation)
+        # What the learner will ask for must not be deleted before it does.
+        for way in ways:
+            start = None if way.target_version == target else target
+            self._context.leases.grant(have_version=start, payloads=way.payloads, now=self._context.clock.monotonic())
+        _LOG.warning("operator: %s", "do not go back" if target is None else f"go back to version {target}")
+        return stated_version(head)
+
+    async def list_restorable(self) -> tuple[int, ...]:
+        return await self._context.database.run(rollback_order.restorable)
+
+    async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
+        now = self._context.clock.wall()
+
+        def operation(connection: Connection) -> str:
+            before = answer_to_order(connection, f"release/{site}", request_id)
+            if before is None:
+                before = quarantine.release(connection, site, reason=reason, now=now)
+                remember_order(connection, f"release/{site}", request_id, before)
+            return before
+
+        before = await self._context.change(operation)
+        _LOG.warning("operator: site %s is released: %s", site, reason)
+        return before
+
+    async def note_refusals(self) -> None:
+        """Sum up in the log of audit, now and then, what quotas refused."""
+        for (site, quota), count in self._context.queue.quotas.new_refusals().items():
+            metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
+        now, instant = self._context.clock.wall(), self._context.clock.monotonic()
+        if due := self._context.queue.quotas.due_summaries(instant):
+            await self._context.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
+
+    def note_standstill(self, sites: Sequence[str]) -> None:
+        """Say once that the run stands still, as sites in quarantine keep it, and once that it goes on."""
+        if bool(sites) != self._is_idle:
+            self._is_idle = bool(sites)
+            level = logging.ERROR if sites else logging.WARNING
+            _LOG.log(
+                level, "%s", describe_standstill(sites) or "the run goes on: a site that answers is not in quarantine"
+            )
+
+    async def note_revoked(self, serials: frozenset[int]) -> None:
+        now = self._context.clock.wall()
+        await self._context.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Keep what the learner says of the run, in place of what was said before, and what is said otherwise."""
+        now = self._context.clock.wall()
+
+        def operation(connection: Connection) -> str:
+            lineage.check_epoch(connection, epoch)
+            before = json.loads(get_meta(connection, status_report.FACTS) or "{}")
+            (step,) = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
+            words = changed_facts(before, facts) if before else ""
+            said = with_changes(before, facts, words=words, step=int(step))
+            set_meta(connection, status_report.FACTS, json.dumps(said))
+            if words:
+                detail = f"after step {step}: {words}"
+                audit.append(connection, AuditKind.CONFIGURATION, subject=f"epoch {epoch}", detail=detail, now=now)
+            return words
+
+        if words := await self._context.change(operation):
+            _LOG.warning("the learner began with another configuration: %s", words)
+
+    async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
+        if not 1 <= limit <= 1000:
+            raise InvalidRequest(f"limit: {limit} is not in 1..1000")
+        return await self._context.database.run(
+            lambda connection: status_report.list_steps(connection, after_step, limit)
+        )
+
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
+        """Hand out no more work until a learner acquires the lease again; a learner's order is fenced by its epoch."""
+
+        def operation(connection: Connection) -> None:
+            if epoch is not None:
+                lineage.check_epoch(connection, epoch)
+            set_meta(connection, "draining", reason or "asked to")
+            head, config = lineage.head_version(connection), self._context.config
+            if head is not None:
+                evaluations.plan(
+                    connection, config.evaluation, version=head, now=self._context.clock.wall(), is_last=True
+                )
+
+        await self._context.database.run(operation)
+        _LOG.info("draining: %s", reason)
+
+
+Commands = dict[Holder, tuple[Command, ...]]
+
+
+@dataclass(slots=True)
+class _Round:
+    holders: set[Holder] = field(default_factory=set)
+    answers: asyncio.Future[Commands] | None = None
+
+
+class Beats:
+    """Asks the store once for all heartbeats that wait: with a thousand sites on PostgreSQL a learner got none of 220
+    groups in 14 s where each heartbeat was an operation of its own, and 500 of 780 in 22 s so."""
+
+    def __init__(self, database: Database, config: CoordinatorConfig) -> None:
+        self._database = database
+        self._config = config
+        self._lock = threading.Lock()
+        self._open: _Round | None = None
+        """Whoever comes joins it, until the store's thread takes it up."""
+
+    async def commands(self, holder: Holder) -> tuple[Command, ...] | None:
+        """What a holder is told; None where it is not registered.
+        Raises StoreFull, CorruptStore, Draining: as `Database.run`."""
+        with self._lock:
+            mine = self._open = self._open or _Round()
+            mine.holders.add(holder)
+        if mine.answers is None:
+            mine.answers = self._database.submit(lambda connection: self._answer(connection, mine))
+        # A call that ends leaves the others' answer alone.
+        return (await asyncio.shield(mine.answers)).get(holder)
+
+    def _answer(self, connection: Connection, asked: _Round) -> Commands:
+        with self._lock:
+            if self._open is asked:
+                self._open = None
+        return commands_of(connection, asked.holders, self._config)
+
+
+def commands_of(connection: Connection, holders: Iterable[Holder], config: CoordinatorConfig) -> Commands:
+    """What holders are told; those that are not registered are left out."""
+    wide = incarnations.wide_gaps(connection, holders)
+    if config.is_finished(lineage.head_version(connection)):
+        # The last version is to be evaluated: who drains does that first.
+        last = (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,)
+        return dict.fromkeys(wide, last)
+    draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
+    # Registering again, it says what it can still push, and the watermark passes over the rest.
+    return {holder: (*draining, Command.REGISTER) if is_wide else draining for holder, is_wide in wide.items()}

@@ -1,0 +1,171 @@
+"""The coordinator's state to metrics: what one look at the store shows, and what passes by.
+
+Never changes the store; every label is of a closed set or a site's bounded label.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterorl.common.process import metrics
+from heterorl.common.process.tracing import TRACER
+from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome, ReturnReason
+from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, quarantined_sites
+from heterorl.common.types.sample import SampleKind
+from heterorl.coordinator import sample_ring
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage
+
+SILENCE_LIMIT_S = 86_400.0
+"""A site that said nothing for so long has left; its gauges are no longer shown."""
+TRAINED_LABEL = "trained"
+"""Of the weights that are trained, beside the names of variants."""
+_SITE_GAUGES = (
+    metrics.SITE_POLICY_VERSION,
+    metrics.SITE_SILENCE_SECONDS,
+    metrics.SITE_WORK_GROUPS,
+    metrics.SITE_AWAY_GROUPS,
+    metrics.SITE_PENDING_BYTES,
+    metrics.SITE_QUARANTINED,
+    metrics.SITE_FAILED_GROUPS,
+    metrics.SITE_APPLY_SECONDS,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What is in the store: waiting bytes by site, bytes of samples, times of the oldest waiting group and the head."""
+
+    bytes_by_site: dict[str, int]
+    sample_bytes: dict[SampleKind, int]
+    oldest_arrival: float | None
+    head_published: float | None
+
+
+def read_waiting(connection: Connection) -> Waiting:
+    """One look at the store, as a store operation."""
+    rows = connection.execute(
+        "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
+    )
+    (oldest,) = connection.execute("SELECT min(arrived) FROM groups WHERE state = 'pending'").fetchone()
+    head = lineage.read_head(connection)
+    return Waiting(
+        bytes_by_site={site: int(count) for site, count in rows},
+        sample_bytes={kind: num_bytes for kind, (_, num_bytes) in sample_ring.totals(connection).items()},
+        oldest_arrival=oldest,
+        head_published=None if head is None else head.published,
+    )
+
+
+async def observe_run(core: Coordinator) -> None:
+    """Show the run as it is now."""
+    status = await core.run.get_status()
+    waiting = await core.database.run(read_waiting)
+    config, now = core.config, core.clock.wall()
+    metrics.HEAD_VERSION.set(status.head_version)
+    published = waiting.head_published
+    metrics.HEAD_TIMESTAMP.set(now - status.uptime_s if published is None else published)
+    metrics.LEARNER_EPOCH.set(status.epoch)
+    is_ending = status.is_draining or config.is_finished(status.head_version)
+    metrics.DRAINING.set(is_ending)
+    idle = () if is_ending else quarantined_sites(status)
+    metrics.STANDSTILL.set(bool(idle))
+    core.run.note_standstill(idle)
+    metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
+    metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
+    oldest = waiting.oldest_arrival
+    metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
+    metrics.SITE_QUOTA_BYTES.set(config.site_pending_bytes)
+    metrics.DISK_REFUSES.set(bool(status.store_problem))
+    metrics.STORE_USED_BYTES.set(status.store_bytes)
+    metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
+    metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)
+    for kind in SampleKind:
+        metrics.SAMPLE_BYTES.labels(kind.value).set(waiting.sample_bytes.get(kind, 0))
+    _observe_variants(status)
+    _observe_ledger(status.ledger)
+    _observe_sites(status.sites, waiting.bytes_by_site)
+    for site in {entry.site for entry in status.sites}:
+        for quota, share in core.context.queue.quotas.used(site, core.clock.monotonic()).items():
+            metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
+            # A counter that appears with its first refusal has not increased, for whoever watches rates.
+            metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
+    await core.run.note_refusals()
+    await core.evaluation.observe()
+
+
+def _observe_variants(status: RunStatus) -> None:
+    """Bytes of each variant; no more names than a learner may publish."""
+    trained = (TRAINED_LABEL, status.bytes_full, status.delta_bytes, status.snapshot_bytes)
+    others = [(each.variant, each.full_bytes, each.delta_bytes, each.snapshot_bytes) for each in status.variants]
+    # What is published no more is shown no more.
+    metrics.VARIANT_BYTES.clear()
+    for variant, *sizes in (trained, *others):
+        for kind, num_bytes in zip(("full", "delta", "snapshot"), sizes, strict=True):
+            metrics.VARIANT_BYTES.labels(variant, kind).set(num_bytes)
+
+
+def _observe_ledger(counts: LedgerCounts) -> None:
+    metrics.QUEUE_GROUPS.labels("pending").set(counts.pending)
+    metrics.QUEUE_GROUPS.labels("leased").set(counts.leased)
+    dropped = sum(counts.dropped.values())
+    for account, count in (
+        ("acked", counts.acked), ("pending", counts.pending), ("leased", counts.leased),
+        ("consumed", counts.consumed), ("dropped", dropped),
+    ):  # fmt: skip
+        metrics.LEDGER_GROUPS.labels(account).set(count)
+    for reason in DropReason:
+        metrics.LEDGER_DROPPED_GROUPS.labels(reason.value).set(counts.dropped.get(reason, 0))
+    for why in ReturnReason:
+        metrics.LEDGER_CLOSED_ASSIGNMENTS.labels(why.value).set(counts.closed.get(why, 0))
+    metrics.LEDGER_BALANCED.set(counts.is_balanced)
+
+
+def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -> None:
+    """A site is as its incarnation seen last is; those of earlier processes are history."""
+    newest: dict[str, SiteStatus] = {}
+    work: defaultdict[str, int] = defaultdict(int)
+    away: defaultdict[str, int] = defaultdict(int)
+    for status in sites:
+        label = metrics.SITES.of(status.site)
+        work[label] += status.work_leased
+        away[label] += status.work_away
+        known = newest.get(label)
+        if 0 <= status.last_seen_s < SILENCE_LIMIT_S and (known is None or status.last_seen_s < known.last_seen_s):
+            newest[label] = status
+    pending: defaultdict[str, int] = defaultdict(int)
+    for site, count in bytes_by_site.items():
+        pending[metrics.SITES.of(site)] += count
+    for label in work.keys() - newest.keys():
+        for gauge in _SITE_GAUGES:
+            gauge.remove(label)
+    metrics.SITE_VARIANT.clear()
+    for label, status in newest.items():
+        metrics.SITE_VARIANT.labels(label, status.variant or TRAINED_LABEL).set(1)
+        metrics.SITE_POLICY_VERSION.labels(label).set(status.policy_version)
+        metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
+        metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
+        metrics.SITE_AWAY_GROUPS.labels(label).set(away[label])
+        metrics.SITE_PENDING_BYTES.labels(label).set(pending[label])
+        metrics.SITE_QUARANTINED.labels(label).set(bool(status.quarantine))
+        metrics.SITE_FAILED_GROUPS.labels(label).set(status.groups_failed)
+        if status.canary_difference is not None:
+            metrics.SITE_CANARY_NATS.labels(label).set(status.canary_difference)
+        metrics.SITE_APPLY_SECONDS.labels(label).set(status.apply_s)
+
+
+def observe_push(outcome: PushOutcome) -> None:
+    """Count the outcome of one pushed group."""
+    reason = outcome.reason.value if outcome.reason else ""
+    metrics.PUSHED_GROUPS.labels(metrics.SITES.of(outcome.id.site), outcome.status.value, reason).inc()
+
+
+def observe_lease(leased: LeasedGroup) -> None:
+    """Note the ages of a group that goes to the learner."""
+    site = metrics.SITES.of(leased.sealed.id.site)
+    metrics.QUEUE_AGE_SECONDS.labels(site).observe(leased.queue_age_s)
+    metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(leased.policy_age_s)
+    TRACER.add("queue", trace=leased.sealed.trace, lasted_s=leased.queue_age_s)

@@ -1,0 +1,309 @@
+"""The ring of kept samples, as store operations: what is kept, what makes room for it, and pages to read.
+
+    consumed    every k-th group that a version consumed    half of the bytes
+    rejected    every group that failed a check             a quarter
+    dropped     every k-th that was dropped otherwise       an eighth
+    evaluation  all                                         an eighth
+
+A part may take what the others leave free. When all is full, the oldest sample of the part that is farthest above its
+share makes room, so a part within its share loses nothing to another one.
+
+Guarantees: part of the transaction that settles a group, so a sample says what the ledger says; the bytes of all are
+within the bound after every operation that keeps something; each operation costs what it keeps and what makes room,
+never what is there. Nothing of the run depends on it: while the disk is full nothing is kept.
+
+A page is read along an index: ids, or a column that must equal something, in the order of ids. What is asked for beyond
+that is looked at row by row, so many rows at most in one operation: then the page is short and says how far it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from heterorl.common.errors import UnknownSample
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, GroupId, SealedGroup
+from heterorl.common.types.sample import (
+    CONSUMED,
+    EVALUATED,
+    MAX_PREVIEW,
+    EvaluationSample,
+    SampleFilter,
+    SampleKind,
+    SampleNote,
+    SamplePage,
+    SampleSummary,
+    kind_of,
+)
+from heterorl.common.wire.sample import Outline, StoredSample, evaluation_to_bytes, outline, outline_of_evaluation
+from heterorl.coordinator.store.database_engine import Connection
+
+SHARES = {
+    SampleKind.CONSUMED: 0.5,
+    SampleKind.REJECTED: 0.25,
+    SampleKind.DROPPED: 0.125,
+    SampleKind.EVALUATION: 0.125,
+}
+MAX_DETAIL = 300
+"""Characters of what a check said."""
+TRIM_ROWS = 256
+"""Samples that make room in one operation at a start with a smaller bound."""
+_PAGE_BYTES, _ROW_BYTES = 4096, 2048
+"""What SQLite takes for a payload beside its bytes, at most, and for a row with its indexes."""
+_INSERT = (
+    "INSERT INTO samples (kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept,"
+    " prompt_index, num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, num_bytes,"
+    " has_texts, prompt_preview, completion_preview)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " RETURNING id"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRing:
+    """The rule of keeping; all else is in the store. `wall` gives seconds since the epoch."""
+
+    limit_bytes: int
+    """Of all samples; 0 keeps none."""
+    every: int
+    """k: of groups that were trained on, and of those that were dropped for no fault."""
+    max_sample_bytes: int
+    """Of a group with its note: what one message takes to a reader."""
+    wall: Callable[[], float]
+    may_write: Callable[[], bool] = lambda: True
+    """False while the disk is full."""
+
+    def wants(self, kind: SampleKind, arrival: int) -> bool:
+        """Whether a group is kept that arrived with this number; the same answer at its lease and at its end."""
+        return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
+
+    def keep_consumed(self, connection: Connection, group: SealedGroup, *, version: int) -> None:
+        self._keep_group(connection, group, CONSUMED, SampleKind.CONSUMED, detail="", version=version)
+
+    def keep_dropped(self, connection: Connection, group: SealedGroup, reason: DropReason, *, detail: str = "") -> None:
+        (head,) = connection.execute("SELECT coalesce(max(version), -1) FROM versions").fetchone()
+        self._keep_group(connection, group, reason.value, kind_of(reason), detail=detail, version=head)
+
+    def keep_evaluation(self, connection: Connection, sample: EvaluationSample, data: bytes | None = None) -> None:
+        """Keep a held-out prompt with its completions; `data` are the bytes of its message, where they are made."""
+        # As the key of a group has none of it: said again because an answer was lost, it is kept once.
+        name, number = f"{sample.version}/{line(sample.task_set)}", sample.prompt_index + 1
+        if connection.execute(_KNOWN, (sample.site, name, number)).fetchone() is not None:
+            return
+        self._keep(
+            connection,
+            evaluation_to_bytes(sample) if data is None else data,
+            outline_of_evaluation(sample),
+            kind=SampleKind.EVALUATION,
+            values=(EVALUATED, line(sample.task_set), sample.site, name, number, sample.version, sample.version),
+            prompt_index=sample.prompt_index,
+            previews=(preview(sample.prompt), preview(sample.rollouts[0].completion if sample.rollouts else "")),
+        )
+
+    def note(self, connection: Connection, note: SampleNote, data: bytes) -> bool:
+        """Give a kept group its texts, in place of earlier ones; returns whether it is kept and has room for them."""
+        row = connection.execute(
+            "SELECT s.id, kind, num_bytes, num_rollouts, length(content) FROM samples s JOIN sample_payloads p"
+            " ON p.id = s.id WHERE site = ? AND incarnation = ? AND sequence = ? AND kind != 'evaluation'",
+            (note.group.site, note.group.incarnation, note.group.sequence),
+        ).fetchone()
+        if row is None or row[3] != len(note.rollouts) or not self.may_write():
+            return False
+        number, kind, before, _, num_content = row
+        if num_content + len(data) > self.max_sample_bytes:
+            return False
+        after = _stored_bytes(num_content, len(data))
+        connection.execute("UPDATE sample_payloads SET note = ? WHERE id = ?", (data, number))
+        connection.execute(
+            "UPDATE samples SET num_bytes = ?, has_texts = 1, prompt_preview = ?, completion_preview = ? WHERE id = ?",
+            (after, preview(note.prompt), preview(note.rollouts[0].completion if note.rollouts else ""), number),
+        )
+        _count(connection, SampleKind(kind), num_samples=0, num_bytes=after - before)
+        self._make_room(connection)
+        return True
+
+    def trim(self, connection: Connection) -> bool:
+        """Make room for what is there, some of it at once; returns whether all is within the bound."""
+        return self._make_room(connection, most=TRIM_ROWS)
+
+    def _keep_group(
+        self,
+        connection: Connection,
+        group: SealedGroup,
+        kept_because: str,
+        kind: SampleKind,
+        *,
+        detail: str,
+        version: int,
+    ) -> None:
+        key: GroupId = group.id
+        self._keep(
+            connection,
+            group.data,
+            outline(group.data),
+            kind=kind,
+            values=(
+                kept_because, line(detail), key.site, key.incarnation, key.sequence, version, group.oldest_version,
+            ),
+            prompt_index=group.prompt_index,
+            previews=None,
+        )  # fmt: skip
+
+    def _keep(
+        self,
+        connection: Connection,
+        content: bytes,
+        found: Outline,
+        *,
+        kind: SampleKind,
+        values: tuple[object, ...],
+        prompt_index: int,
+        previews: tuple[str, str] | None,
+    ) -> None:
+        num_bytes = _stored_bytes(len(content), 0)
+        if num_bytes > self.limit_bytes or len(content) > self.max_sample_bytes or not self.may_write():
+            return
+        numbers = (
+            found.num_rollouts, found.num_truncated, found.num_lost, found.num_tokens,
+            found.reward_min, found.reward_mean, found.reward_max,
+        )  # fmt: skip
+        texts = (previews is not None, *(previews or ("", "")))
+        row = (kind.value, *values, self.wall(), prompt_index, *numbers, num_bytes, *texts)
+        (number,) = connection.execute(_INSERT, row).fetchone()
+        connection.execute("INSERT INTO sample_payloads (id, content) VALUES (?, ?)", (number, content))
+        _count(connection, kind, num_samples=1, num_bytes=num_bytes)
+        self._make_room(connection)
+
+    def _make_room(self, connection: Connection, *, most: int | None = None) -> bool:
+        held = {SampleKind(kind): num_bytes for kind, num_bytes in connection.execute(_TOTALS)}
+        while sum(held.values()) > self.limit_bytes:
+            if most is not None:
+                most -= 1
+                if most < 0:
+                    return False
+            fullest = max(held, key=lambda kind: held[kind] - SHARES[kind] * self.limit_bytes)
+            number, num_bytes = connection.execute(
+                "SELECT id, num_bytes FROM samples WHERE kind = ? ORDER BY id LIMIT 1", (fullest.value,)
+            ).fetchone()
+            connection.execute("DELETE FROM samples WHERE id = ?", (number,))
+            connection.execute("DELETE FROM sample_payloads WHERE id = ?", (number,))
+            _count(connection, fullest, num_samples=-1, num_bytes=-num_bytes)
+            held[fullest] -= num_bytes
+        return True
+
+
+_KNOWN = "SELECT 1 FROM samples WHERE site = ? AND incarnation = ? AND sequence = ?"
+_TOTALS = "SELECT kind, num_bytes FROM sample_totals"
+
+
+def totals(connection: Connection) -> dict[SampleKind, tuple[int, int]]:
+    """Samples and bytes of each part of the ring."""
+    rows = connection.execute("SELECT kind, num_samples, num_bytes FROM sample_totals")
+    return {SampleKind(kind): (int(num), int(num_bytes)) for kind, num, num_bytes in rows}
+
+
+def line(text: str) -> str:
+    """A text that others wrote, as one short line."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_DETAIL])
+
+
+def preview(text: str) -> str:
+    """The beginning of a text as one line."""
+    return "".join(c if c.isprintable() else " " for c in text[:MAX_PREVIEW])
+
+
+def _count(connection: Connection, kind: SampleKind, *, num_samples: int, num_bytes: int) -> None:
+    connection.execute(
+        "INSERT INTO sample_totals VALUES (?, ?, ?) ON CONFLICT (kind) DO UPDATE"
+        " SET num_samples = sample_totals.num_samples + excluded.num_samples,"
+        " num_bytes = sample_totals.num_bytes + excluded.num_bytes",
+        (kind.value, num_samples, num_bytes),
+    )
+
+
+def _stored_bytes(num_content: int, num_note: int) -> int:
+    pages = -(-(num_content + num_note) // _PAGE_BYTES)
+    return pages * _PAGE_BYTES + _ROW_BYTES
+
+
+ROWS_AT_ONCE = 1000
+"""Rows that one operation looks at: some milliseconds of the store's only thread."""
+_MAX_ID = 2**62
+_COLUMNS = (
+    "id, kind, kept_because, detail, site, incarnation, sequence, version, oldest_version, kept, prompt_index,"
+    " num_rollouts, num_truncated, num_lost, num_tokens, reward_min, reward_mean, reward_max, has_texts,"
+    " prompt_preview, completion_preview"
+)
+
+
+def read_page(connection: Connection, wanted: SampleFilter, page: SamplePage) -> tuple[list[SampleSummary], int | None]:
+    """Up to `page.limit` samples, and the id up to which it was looked; None at the end."""
+    found: list[SampleSummary] = []
+    number = 0
+    for number, summary in enumerate(_along(connection, wanted, page), start=1):
+        if matches(summary, wanted):
+            found.append(summary)
+        if number == ROWS_AT_ONCE or len(found) == page.limit:
+            return found, summary.id
+    return found, None
+
+
+def _along(connection: Connection, wanted: SampleFilter, page: SamplePage) -> Iterator[SampleSummary]:
+    order = "ASC" if page.is_oldest_first else "DESC"
+    bounds = (page.after, page.before or _MAX_ID)
+    column, value = _driving(wanted)
+    equal, values = (f"{column} = ? AND ", (value,)) if column else ("", ())
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM samples WHERE {equal}id > ? AND id < ? ORDER BY id {order}", (*values, *bounds)
+    )
+    return map(_summary, rows)
+
+
+def _driving(wanted: SampleFilter) -> tuple[str, object]:
+    """The column whose index leads to fewest rows, of those that must equal something."""
+    if wanted.kept_because:
+        return "kept_because", wanted.kept_because
+    if wanted.first_version is not None and wanted.first_version == wanted.last_version:
+        return "version", wanted.first_version
+    if wanted.site:
+        return "site", wanted.site
+    if wanted.kind is not None:
+        return "kind", wanted.kind.value
+    return "", None
+
+
+def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
+    """Whether a sample meets all that is asked for; one with a reward that is not finite is in no range of rewards."""
+    best, worst = summary.reward_max, summary.reward_min
+    return (
+        wanted.site in ("", summary.site)
+        and wanted.kind in (None, summary.kind)
+        and wanted.kept_because in ("", summary.kept_because)
+        and (wanted.first_version is None or summary.version >= wanted.first_version)
+        and (wanted.last_version is None or summary.version <= wanted.last_version)
+        and (wanted.min_reward is None or (best is not None and best >= wanted.min_reward))
+        and (wanted.max_reward is None or (worst is not None and worst <= wanted.max_reward))
+        and (wanted.is_truncated is None or wanted.is_truncated == (summary.num_truncated > 0))
+    )
+
+
+def read_sample(connection: Connection, number: int) -> StoredSample:
+    """One sample. Raises UnknownSample: it is kept no more, or never was."""
+    row = connection.execute(f"SELECT {_COLUMNS} FROM samples WHERE id = ?", (number,)).fetchone()
+    if row is None:
+        raise UnknownSample(f"sample {number} is not kept")
+    content, note = connection.execute("SELECT content, note FROM sample_payloads WHERE id = ?", (number,)).fetchone()
+    return StoredSample(summary=_summary(row), content=bytes(content), note=bytes(note or b""))
+
+
+def _summary(row: tuple[object, ...]) -> SampleSummary:
+    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    incarnation, sequence = values.pop("incarnation"), values.pop("sequence")
+    site, kind = SiteId(str(values.pop("site"))), SampleKind(values.pop("kind"))
+    group = None
+    if kind is not SampleKind.EVALUATION:
+        group = GroupId(site=site, incarnation=str(incarnation), sequence=int(str(sequence)))
+    has_texts, kept_time = bool(values.pop("has_texts")), values.pop("kept")
+    known: dict[str, object] = {**values, "site": site, "kind": kind, "group": group}
+    return SampleSummary(**known, has_texts=has_texts, kept_time=kept_time)  # type: ignore[arg-type]

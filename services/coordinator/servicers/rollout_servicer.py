@@ -1,0 +1,278 @@
+"""Messages <-> domain calls about work, groups and evaluations; pushed groups are read ahead, and committed together.
+
+read      waits for messages of one call, bounded by their room; unblocked by the peer, or the call's end
+submit    waits for messages that were read, then for room among the commits; unblocked by either loop beside it
+outcomes  waits for a commit, in order; unblocked by the store; ends with the reader, whatever ended it
+
+While some groups of a call wait for their fsync, the next ones are looked at and handed to the store, which commits all
+that wait together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from itertools import chain
+from typing import Any
+
+import grpc.aio
+
+from heterorl.common.errors import InvalidRequest, NotRegistered
+from heterorl.common.process.metrics import BYTES
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.common import Contract, Digest, SiteId
+from heterorl.common.types.rollout import DropReason, PushOutcome
+from heterorl.common.wire.evaluation import evaluation_to_pb, results_from_pb, sets_from_pb
+from heterorl.common.wire.rollout import (
+    group_id_from_pb,
+    leased_to_pb,
+    outcomes_to_pb,
+    reason_from_pb,
+    rejections_from_pb,
+    return_reason_from_pb,
+    work_grant_to_pb,
+)
+from heterorl.coordinator import run_metrics
+from heterorl.coordinator.evaluation_column import EvaluationColumn
+from heterorl.coordinator.groups.intake import Arrival, examined
+from heterorl.coordinator.rollout_column import RolloutColumn
+from heterorl.coordinator.rpc.call_admission import INLINE_BYTES, Requests
+from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+
+READ_AHEAD = 16
+"""Messages of one push stream that wait to be looked at."""
+BATCH_BYTES = 4 << 20
+"""Of those that are looked at together and share a commit; a larger one is alone."""
+COMMITS = 3
+"""Commits of one push stream that are under way."""
+Pushed = Sequence[rollout_pb2.Group]
+"""A push as the door has it."""
+_Sized = tuple[Pushed, int]
+"""A push and its bytes on the wire."""
+_Answers = asyncio.Future[list[PushOutcome]]
+_Commit = tuple[list[int], _Answers]
+"""How many groups each message has, and what becomes of all of them."""
+
+
+class PushStreams:
+    """The push streams of one coordinator."""
+
+    def __init__(self, api: RolloutColumn, *, max_prompt_tokens: int) -> None:
+        self._api = api
+        self._max_prompt_tokens = max_prompt_tokens
+        # Once stated, a contract stays; until then nobody is registered who could push.
+        self._contract: Contract | None = None
+        self._converting = asyncio.Semaphore(1)
+
+    async def outcomes(self, requests: AsyncIterator[Pushed]) -> AsyncIterator[Sequence[PushOutcome]]:
+        """The outcomes of each message's groups, in order.
+        Raises RemoteError: a message was refused; those before it are answered."""
+        if isinstance(requests, Requests):
+            # Messages wait in the queues, and are counted until their groups are in the store.
+            requests.settle_by_hand()
+        arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(READ_AHEAD)
+        committing: asyncio.Queue[_Commit | None] = asyncio.Queue(COMMITS)
+        commits = asyncio.Semaphore(COMMITS)
+        reader = asyncio.create_task(_read(requests, arrived))
+        submitter = asyncio.create_task(self._submit(arrived, committing, commits))
+        try:
+            while (commit := await committing.get()) is not None:
+                counts, answers = commit
+                outcomes = await answers
+                if isinstance(requests, Requests):
+                    requests.settle(len(counts))
+                first = 0
+                for count in counts:
+                    if some := outcomes[first : first + count]:
+                        yield some
+                    first += count
+            await submitter
+            await reader
+        finally:
+            for task in (reader, submitter):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _submit(
+        self,
+        arrived: asyncio.Queue[_Sized | None],
+        committing: asyncio.Queue[_Commit | None],
+        commits: asyncio.Semaphore,
+    ) -> None:
+        """Hand what was read to the store, some at a time; ends with None, whatever goes wrong."""
+        waiting: _Sized | None = await arrived.get()
+        try:
+            while waiting is not None:
+                batch, num_bytes, is_open = [waiting[0]], waiting[1], True
+                waiting = None
+                while not arrived.empty():
+                    entry = arrived.get_nowait()
+                    if entry is None:
+                        is_open = False
+                        break
+                    if num_bytes + entry[1] > BATCH_BYTES:
+                        waiting = entry
+                        break
+                    batch.append(entry[0])
+                    num_bytes += entry[1]
+                entries = await self._look_at(batch, num_bytes)
+                batch.clear()
+                if entries:
+                    await commits.acquire()
+                    answers: _Answers = asyncio.ensure_future(self._api.take_groups(list(chain.from_iterable(entries))))
+                    answers.add_done_callback(lambda _: commits.release())
+                    # Nobody may ask any more.
+                    answers.add_done_callback(_note)
+                    await committing.put(([len(groups) for groups in entries], answers))
+                if waiting is None and is_open:
+                    waiting = await arrived.get()
+        except Exception:
+            await committing.put(None)
+            raise
+        await committing.put(None)
+
+    async def _look_at(self, batch: list[Pushed], num_bytes: int) -> list[list[Arrival]]:
+        """The arrivals of each message, in order."""
+        BYTES.labels("groups", "in").inc(num_bytes)
+        if self._contract is None:
+            self._contract = await self._api.stated_contract()
+        contract = self._contract
+        if contract is None:
+            raise NotRegistered("no learner has stated the contract yet, so no site is registered")
+        limit = self._max_prompt_tokens
+        if num_bytes <= INLINE_BYTES:
+            return _examined(batch, contract, limit)
+        # Some nanoseconds for each token, in which the event loop answers others; one at a time for the memory of it.
+        async with self._converting:
+            return await in_thread(_examined, batch, contract, limit)
+
+
+def _examined(pushes: Sequence[Pushed], contract: Contract, max_prompt_tokens: int) -> list[list[Arrival]]:
+    return [[examined(group, contract, max_prompt_tokens=max_prompt_tokens) for group in push] for push in pushes]
+
+
+async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized | None]) -> None:
+    try:
+        async for message in requests:
+            # Known where it came in; a message counts its bytes by writing them.
+            num_bytes = requests.num_bytes if isinstance(requests, Requests) else sum(g.ByteSize() for g in message)
+            await arrived.put((message, num_bytes))
+    except Exception:
+        # Whatever it is. Groups before it are committed and answered; then it ends the call.
+        await arrived.put(None)
+        raise
+    await arrived.put(None)
+
+
+def _note(answers: _Answers) -> None:
+    if not answers.cancelled():
+        answers.exception()
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """heterorl.v1.RolloutService."""
+
+    def __init__(self, rollouts: RolloutColumn, *, max_prompt_tokens: int = 1 << 18) -> None:
+        self._rollouts = rollouts
+        self._pushes = PushStreams(rollouts, max_prompt_tokens=max_prompt_tokens)
+
+    async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
+        grant = await self._rollouts.lease_work(
+            site=SiteId(request.site),
+            incarnation=request.incarnation,
+            max_groups=request.max_groups,
+            policy_version=request.policy_version,
+            request_id=request.request_id,
+            sets=sets_from_pb(request.sets),
+        )
+        return work_grant_to_pb(grant)
+
+    async def AbandonWork(
+        self, request: rollout_pb2.AbandonWorkRequest, context: Context
+    ) -> rollout_pb2.AbandonWorkResponse:
+        await self._rollouts.abandon_work(
+            site=SiteId(request.site),
+            incarnation=request.incarnation,
+            assignments=list(request.assignments),
+            reason=return_reason_from_pb(request.reason),
+        )
+        return rollout_pb2.AbandonWorkResponse()
+
+    async def PushGroups(
+        self, request_iterator: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
+        # The door gives each message as its groups.
+        async for outcomes in self._pushes.outcomes(request_iterator):
+            for outcome in outcomes:
+                run_metrics.observe_push(outcome)
+            yield outcomes_to_pb(outcomes)
+
+    async def StreamGroups(
+        self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.StreamGroupsResponse]:
+        first = await anext(request_iterator, None)
+        if first is None:
+            raise InvalidRequest("stream: the first message must state the epoch")
+
+        async def credits() -> AsyncIterator[int]:
+            if first.credits:
+                yield first.credits
+            async for message in request_iterator:
+                yield message.credits
+
+        held = [group_id_from_pb(group_id) for group_id in first.held]
+        # Closed at once when the call ends, so that what was leased and not sent goes back now.
+        async with contextlib.aclosing(
+            self._rollouts.stream_sealed(epoch=first.epoch, held=held, credits=credits())
+        ) as stream:
+            async for leased in stream:
+                message = leased_to_pb(leased)
+                BYTES.labels("groups", "out").inc(message.ByteSize())
+                run_metrics.observe_lease(leased)
+                yield message
+
+    async def AbandonGroups(
+        self, request: rollout_pb2.AbandonGroupsRequest, context: Context
+    ) -> rollout_pb2.AbandonGroupsResponse:
+        ids = [group_id_from_pb(group_id) for group_id in request.ids]
+        # Of learners that state none, and of accounts that this program does not know.
+        counted_as = reason_from_pb(request.counted_as) or DropReason.LEARNER_ABANDONED
+        await self._rollouts.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason, counted_as=counted_as)
+        return rollout_pb2.AbandonGroupsResponse()
+
+    async def RejectGroups(
+        self, request: rollout_pb2.RejectGroupsRequest, context: Context
+    ) -> rollout_pb2.RejectGroupsResponse:
+        await self._rollouts.reject_groups(epoch=request.epoch, rejections=rejections_from_pb(request))
+        return rollout_pb2.RejectGroupsResponse()
+
+
+class EvaluationServicer(evaluation_pb2_grpc.EvaluationServiceServicer):
+    """heterorl.v1.EvaluationService."""
+
+    def __init__(self, evaluations: EvaluationColumn) -> None:
+        self._evaluations = evaluations
+
+    async def PushEvaluation(
+        self, request: evaluation_pb2.PushEvaluationRequest, context: Context
+    ) -> evaluation_pb2.PushEvaluationResponse:
+        num_counted = await self._evaluations.push_evaluation(
+            site=SiteId(request.site),
+            incarnation=request.incarnation,
+            state_root=Digest(request.state_root),
+            results=results_from_pb(request.results),
+        )
+        return evaluation_pb2.PushEvaluationResponse(num_counted=num_counted)
+
+    async def ListEvaluations(
+        self, request: evaluation_pb2.ListEvaluationsRequest, context: Context
+    ) -> evaluation_pb2.ListEvaluationsResponse:
+        found = await self._evaluations.list_evaluations(
+            task_set=request.task_set, after_version=request.after_version, limit=request.limit
+        )
+        return evaluation_pb2.ListEvaluationsResponse(evaluations=[evaluation_to_pb(each) for each in found])

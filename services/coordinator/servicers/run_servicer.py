@@ -1,0 +1,195 @@
+"""Messages <-> domain calls about sites, orders, status, samples, metrics, backups and links. Decides nothing."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from heterorl import __version__
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.process.threads import in_thread
+from heterorl.common.rpc.maintenance import MAX_ANSWER_BYTES, Diagnosis, backup_to_pb, diagnosis_to_pb
+from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.policy import NO_VERSION
+from heterorl.common.types.run import parse_facts
+from heterorl.common.wire.common import report_to_pb, series_from_pb
+from heterorl.common.wire.run import (
+    canary_from_pb,
+    commands_to_pb,
+    heartbeat_from_pb,
+    register_answer_to_pb,
+    registration_from_pb,
+    status_to_pb,
+    verdict_to_pb,
+)
+from heterorl.common.wire.sample import evaluation_from_pb, list_request_from_pb, list_to_pb, note_from_pb, stored_to_pb
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.run_column import RunColumn
+from heterorl.coordinator.sample_column import SampleColumn
+from heterorl.coordinator.sites.node_metrics import NodeMetrics
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.lineage import read_statement
+from heterorl.v1 import (
+    backup_pb2,
+    backup_pb2_grpc,
+    diagnosis_pb2,
+    diagnosis_pb2_grpc,
+    metrics_pb2,
+    metrics_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    sample_pb2,
+    sample_pb2_grpc,
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    """heterorl.v1.RunService."""
+
+    def __init__(self, run: RunColumn) -> None:
+        self._run = run
+
+    async def Register(self, request: run_pb2.RegisterRequest, context: Context) -> run_pb2.RegisterResponse:
+        return register_answer_to_pb(await self._run.register(registration_from_pb(request)))
+
+    async def Heartbeat(self, request: run_pb2.HeartbeatRequest, context: Context) -> run_pb2.HeartbeatResponse:
+        return commands_to_pb(await self._run.heartbeat(heartbeat_from_pb(request)))
+
+    async def ReportCanary(
+        self, request: run_pb2.ReportCanaryRequest, context: Context
+    ) -> run_pb2.ReportCanaryResponse:
+        return verdict_to_pb(await self._run.report_canary(canary_from_pb(request)))
+
+    async def GetStatus(self, request: run_pb2.GetStatusRequest, context: Context) -> run_pb2.GetStatusResponse:
+        return status_to_pb(await self._run.get_status())
+
+    async def ListSteps(self, request: run_pb2.ListStepsRequest, context: Context) -> run_pb2.ListStepsResponse:
+        reports = await self._run.list_steps(after_step=request.after_step, limit=request.limit)
+        return run_pb2.ListStepsResponse(reports=[report_to_pb(report) for report in reports])
+
+    async def Drain(self, request: run_pb2.DrainRequest, context: Context) -> run_pb2.DrainResponse:
+        await self._run.drain(reason=request.reason, epoch=request.epoch if request.HasField("epoch") else None)
+        return run_pb2.DrainResponse()
+
+    async def Rollback(self, request: run_pb2.RollbackRequest, context: Context) -> run_pb2.RollbackResponse:
+        head = await self._run.rollback(to_version=request.to_version, request_id=request.request_id)
+        return run_pb2.RollbackResponse(head_version=head)
+
+    async def ListRestorable(
+        self, request: run_pb2.ListRestorableRequest, context: Context
+    ) -> run_pb2.ListRestorableResponse:
+        return run_pb2.ListRestorableResponse(versions=await self._run.list_restorable())
+
+    async def ReleaseSite(self, request: run_pb2.ReleaseSiteRequest, context: Context) -> run_pb2.ReleaseSiteResponse:
+        quarantine = await self._run.release_site(
+            site=SiteId(request.site), reason=request.reason, request_id=request.request_id
+        )
+        return run_pb2.ReleaseSiteResponse(quarantine=quarantine)
+
+    async def DescribeRun(self, request: run_pb2.DescribeRunRequest, context: Context) -> run_pb2.DescribeRunResponse:
+        await self._run.describe_run(epoch=request.epoch, facts=parse_facts(request.facts))
+        return run_pb2.DescribeRunResponse()
+
+
+class SampleServicer(sample_pb2_grpc.SampleServiceServicer):
+    """heterorl.v1.SampleService."""
+
+    def __init__(self, samples: SampleColumn) -> None:
+        self._samples = samples
+
+    async def ListSamples(
+        self, request: sample_pb2.ListSamplesRequest, context: Context
+    ) -> sample_pb2.ListSamplesResponse:
+        wanted, page = list_request_from_pb(request)
+        return list_to_pb(await self._samples.list_samples(wanted=wanted, page=page))
+
+    async def GetSample(self, request: sample_pb2.GetSampleRequest, context: Context) -> sample_pb2.GetSampleResponse:
+        return stored_to_pb(await self._samples.get_stored(sample_id=request.id))
+
+    async def NoteSamples(
+        self, request: sample_pb2.NoteSamplesRequest, context: Context
+    ) -> sample_pb2.NoteSamplesResponse:
+        # One number after another, of which there may be millions.
+        notes = await in_thread(lambda: [note_from_pb(note) for note in request.notes])
+        evaluations = await in_thread(lambda: [evaluation_from_pb(sample) for sample in request.evaluations])
+        await self._samples.note_samples(epoch=request.epoch, notes=notes, evaluations=evaluations)
+        return sample_pb2.NoteSamplesResponse()
+
+
+class MetricsServicer(metrics_pb2_grpc.MetricsServiceServicer):
+    """heterorl.v1.MetricsService."""
+
+    def __init__(self, reported: NodeMetrics) -> None:
+        self._reported = reported
+
+    async def PushSamplerMetrics(
+        self, request: metrics_pb2.PushSamplerMetricsRequest, context: Context
+    ) -> metrics_pb2.PushSamplerMetricsResponse:
+        is_kept = await self._reported.put("sampler", request.site, series_from_pb(request.series))
+        return metrics_pb2.PushSamplerMetricsResponse(is_kept=is_kept)
+
+    async def PushLearnerMetrics(
+        self, request: metrics_pb2.PushLearnerMetricsRequest, context: Context
+    ) -> metrics_pb2.PushLearnerMetricsResponse:
+        is_kept = await self._reported.put("learner", request.site, series_from_pb(request.series))
+        return metrics_pb2.PushLearnerMetricsResponse(is_kept=is_kept)
+
+    async def PushRelayMetrics(
+        self, request: metrics_pb2.PushRelayMetricsRequest, context: Context
+    ) -> metrics_pb2.PushRelayMetricsResponse:
+        is_kept = await self._reported.put("relay", request.site, series_from_pb(request.series))
+        return metrics_pb2.PushRelayMetricsResponse(is_kept=is_kept)
+
+
+class BackupServicer(backup_pb2_grpc.BackupServiceServicer):
+    """heterorl.v1.BackupService."""
+
+    def __init__(self, backups: Backups) -> None:
+        self._backups = backups
+
+    async def Backup(
+        self,
+        request: backup_pb2.BackupRequest,
+        context: Context,
+    ) -> backup_pb2.BackupResponse:
+        return backup_to_pb(await self._backups.make(request.name))
+
+
+class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
+    """heterorl.v1.DiagnosisService."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+
+    async def Diagnose(
+        self,
+        request: diagnosis_pb2.DiagnoseRequest,
+        context: Context,
+    ) -> diagnosis_pb2.DiagnoseResponse:
+        if request.answer_bytes > MAX_ANSWER_BYTES:
+            raise InvalidRequest(f"answer_bytes: {request.answer_bytes}, at most {MAX_ANSWER_BYTES} are sent back")
+
+        def operation(connection: Connection) -> tuple[lineage.Head | None, Contract | None, bytes]:
+            return lineage.read_head(connection), lineage.read_contract(connection), read_statement(connection)
+
+        head, contract, statement = await self._context.database.run(operation)
+        diagnosis = Diagnosis(
+            server_time=self._context.clock.wall(),
+            run_id=self._context.config.run_id,
+            heterorl_version=__version__,
+            python_version=platform.python_version(),
+            grpc_version=grpc.__version__,
+            max_message_bytes=self._context.config.max_message_bytes,
+            head_version=NO_VERSION if head is None else head.version,
+            bytes_full=0 if head is None else head.full_bytes,
+            contract=contract,
+            statement=statement,
+        )
+        return diagnosis_to_pb(diagnosis, padding=bytes(request.answer_bytes))

@@ -1,0 +1,96 @@
+"""What the coordinator shows of a run: step reports and status, as store operations that only read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from heterorl.common.types.common import StepReport, report_from_row
+from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
+from heterorl.common.types.run import RunStatus
+from heterorl.coordinator.context import CoordinatorContext
+from heterorl.coordinator.groups import ledger, schedule
+from heterorl.coordinator.payloads import payload_index
+from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage, published_variants, rollback_order
+from heterorl.coordinator.versions.chain import Chain
+
+FACTS = "facts"
+"""Where the store keeps what the learner said of the run."""
+
+
+def encode(report: StepReport) -> bytes:
+    """A step report as JSON bytes."""
+    return json.dumps(dataclasses.asdict(report)).encode()
+
+
+def list_steps(connection: Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
+    """Step reports after a cursor, oldest first, with the times at which their versions were published."""
+    rows = connection.execute(
+        "SELECT report, published FROM steps LEFT JOIN versions USING (version) WHERE step > ?"
+        " ORDER BY step, version LIMIT ?",
+        (after_step, limit),
+    )
+    return tuple(report_from_row({**json.loads(report), "published_time": at or 0.0}) for report, at in rows)
+
+
+def run_status(
+    connection: Connection,
+    context: CoordinatorContext,
+    *,
+    now: float,
+    wall: float,
+    store_bytes: int,
+    store_problem: str,
+) -> RunStatus:
+    """The state of the run; `now` is of the monotonic clock. What belongs to the event loop was read there."""
+    config = context.config
+    head = lineage.read_head(connection)
+    last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
+    snapshot = payload_index.newest_snapshot(connection)
+    chain, contract = Chain(connection), lineage.read_contract(connection)
+    sizes = {payload.kind: payload.num_bytes for payload in chain.into(head.version)} if head else {}
+    is_held = get_meta(connection, "lease_released") == "0"
+    epoch = int(get_meta(connection, "epoch") or 0)
+    progress, age_s = context.standing.of(epoch, now) if is_held else (None, 0.0)
+    return RunStatus(
+        run_id=config.run_id,
+        head_version=head.version if head else NO_VERSION,
+        epoch=epoch,
+        learner=(get_meta(connection, "holder") or "") if is_held else "",
+        is_draining=bool(get_meta(connection, "draining")),
+        uptime_s=now - context.started,
+        ledger=ledger.counts(connection),
+        bytes_full=head.full_bytes if head else 0,
+        bytes_last=head.last_bytes if head else 0,
+        changed_fraction=head.changed_fraction if head else 0.0,
+        sites=context.sites.statuses(
+            connection,
+            now,
+            quotas=context.queue.quotas,
+            rule=quarantine.rule_of(config),
+            holdings=context.deadlines.holdings(connection, now),
+            problems=quarantine.lost_problems(connection, config.max_lost_share),
+        ),
+        last_report=report_from_row(json.loads(last[0])) if last else None,
+        is_head_signed=bool(head and chain.signature(head.version)),
+        store_bytes=store_bytes,
+        store_limit_bytes=config.store_bytes,
+        snapshot_version=snapshot[0] if snapshot else NO_VERSION,
+        snapshot_age_s=max(0.0, wall - snapshot[1]) if snapshot else 0.0,
+        reclaimed_bytes=payload_index.reclaimed_bytes(connection),
+        delta_bytes=sizes.get(PayloadKind.DELTA, 0),
+        snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),
+        encode_s=float(get_meta(connection, "encode_s") or 0.0),
+        variants=published_variants.statuses(connection),
+        rollback_to=stated_version(rollback_order.ordered(connection)),
+        facts=json.loads(get_meta(connection, FACTS) or "{}"),
+        store_problem=store_problem,
+        progress=progress,
+        progress_age_s=age_s,
+        prompts=schedule.prompt_counts(
+            connection, config.difficulty, num_prompts=contract.num_prompts if contract else 0
+        ),
+    )

@@ -1,0 +1,290 @@
+"""Copies of the bucket's payloads in the data directory: bounded, fetched for who reads, compared with their names.
+
+Guarantees: room for a copy is taken before its first byte is fetched, so that the bound holds for all readers together;
+one alone may exceed it. A copy that is read stays; others go when room is wanted, the longest unused first. Two who
+want the same wait for one fetch, which ends when both have gone and is gone on with for the next one; a copy that a
+disk changed is fetched again. A reader waits half a minute for room, then it is Busy; of fetches a few run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.errors import Busy
+from heterorl.common.types.common import Digest, is_digest
+from heterorl.common.weights.payload import file_digest
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage
+from heterorl.coordinator.store.payload_files import BUSY_S, file_size, name_file
+from heterorl.coordinator.store.payload_storage import PayloadCache, Repair
+
+SCRATCH = "copies"
+"""Directory beside the payloads for what is on its way here."""
+
+
+class CacheFiles(BlobStore):
+    """Payload files, of which each whole one is a copy of what its home has, or is about to be given to it."""
+
+    def whole(self) -> list[Digest]:
+        """Whole files, the oldest first; blocks."""
+        found = [path for path in self._blobs.rglob("*") if path.is_file() and is_digest(path.name)]
+        return [Digest(path.name) for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name))]
+
+    def has(self, digest: Digest) -> bool:
+        """Whether there is a copy; blocks."""
+        return file_size(self.path(digest)) is not None
+
+    def is_right(self, digest: Digest) -> bool:
+        """Whether there is a copy with the bytes of its name; reads all of it."""
+        try:
+            return file_digest(self.path(digest)) == digest
+        except OSError:
+            return False
+
+    async def drop(self, digest: Digest) -> int:
+        """Delete a copy; returns its bytes, 0 where it is written or looked at at the moment."""
+        if self._locks.is_held(digest):
+            return 0
+        async with self._locks[digest]:
+            return await self._remove_files(self.path(digest))
+
+    def scratch(self, digest: Digest) -> Path:
+        """Where bytes for a copy may be written."""
+        return self._blobs.parent / SCRATCH / digest
+
+    def scratch_bytes(self, digest: Digest) -> int:
+        return file_size(self.scratch(digest)) or 0
+
+    def missing_bytes(self, num_bytes: int) -> int:
+        """Bytes that would exceed the bound with so many more; not positive where there is room for them."""
+        return self._used + num_bytes - self._store_bytes
+
+    async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
+        """Make a file a copy where it has the bytes of this name; returns whether it has. They were counted before.
+        Raises StoreFull, Busy, CorruptStore: the disk refuses."""
+        async with self._locks[digest]:
+            if file_size(self.path(digest)) is not None:
+                # Counted when it came.
+                self.count(-num_bytes)
+                return True
+            if await asyncio.to_thread(file_size, scratch) != num_bytes:
+                return False
+            if await asyncio.to_thread(file_digest, scratch) != digest:
+                return False
+            await asyncio.to_thread(name_file, scratch, self.path(digest))
+            return True
+
+
+_LOG = logging.getLogger(__name__)
+FETCHES_AT_ONCE = 4
+WAIT_S = 30.0
+"""For room, before a reader is told to come again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    task: asyncio.Task[None]
+    num_waiting: int = 0
+    is_arriving: bool = True
+    is_given_up: bool = False
+
+
+class BucketCache(PayloadCache):
+    """Copies of one bucket's payloads among the files of one directory. Belongs to the event loop."""
+
+    def __init__(self, files: CacheFiles, storage: BucketStorage) -> None:
+        self._files = files
+        self._storage = storage
+        self._in_use: Counter[Digest] = Counter()
+        self._num_readers = 0
+        """Those that have room for all that they want."""
+        # Longest unused first: copies, begun ones, and those that somebody wants.
+        self._order: OrderedDict[Digest, None] = OrderedDict()
+        self._promised: dict[Digest, int] = {}
+        """Bytes that are counted for copies which are not there yet."""
+        self._begun: dict[Digest, int] = {}
+        """Bytes of fetches that nobody waits for any more."""
+        self._fetches: dict[Digest, _Fetch] = {}
+        self._going: set[Digest] = set()
+        """Copies that are being deleted."""
+        self._turns = asyncio.Semaphore(FETCHES_AT_ONCE)
+
+    def note(self, digest: Digest) -> None:
+        """A file is a copy: it may go when room is wanted, as the last one."""
+        self._order[digest] = None
+        self._order.move_to_end(digest)
+
+    def forget(self, digest: Digest) -> None:
+        """A payload is at home no longer: its file is no copy."""
+        if digest not in self._begun:
+            self._order.pop(digest, None)
+
+    @asynccontextmanager
+    async def at_hand(self, digests: Iterable[Digest]) -> AsyncIterator[None]:
+        """While copies of these payloads are there, as far as the bucket has them."""
+        names = Counter(digests)
+        self._in_use += names
+        try:
+            await self._take_room(names)
+            self._num_readers += 1
+            try:
+                for digest in names:
+                    if self._storage.size(digest) is not None:
+                        self.note(digest)
+                        if not self._is_there(digest):
+                            await self._fetch(digest)
+                yield
+            finally:
+                self._num_readers -= 1
+        finally:
+            self._in_use -= names
+            for digest in names:
+                self._give_back(digest)
+            self._files.freed.ring()
+
+    async def heal(self, digest: Digest) -> Repair:
+        """Fetch a payload again whose copy is gone or wrong, unless somebody else did; lost is what the bucket lost."""
+        if self._storage.size(digest) is None:
+            return Repair.LOST
+        if await asyncio.to_thread(self._files.is_right, digest):
+            return Repair.RIGHT
+        _LOG.warning("the copy of payload %s is gone or damaged, and fetched again", digest[:12])
+        await self._drop(digest)
+        try:
+            async with self.at_hand([digest]):
+                # Whether the copy is still there says nothing: another reader may just have it replaced too.
+                return Repair.LOST if self._storage.size(digest) is None else Repair.CURED
+        except FileNotFoundError:
+            return Repair.LOST
+
+    async def make_room(self, missing_bytes: int) -> None:
+        """Delete copies that nobody reads, whole ones and begun ones, the longest unused first."""
+        for digest in [*self._order]:
+            if missing_bytes <= 0:
+                return
+            if self._in_use[digest]:
+                continue
+            if (num_bytes := self._begun.pop(digest, None)) is not None:
+                self._files.count(-num_bytes)
+                missing_bytes -= num_bytes
+                if self._storage.size(digest) is None:
+                    self.forget(digest)
+                await asyncio.to_thread(self._files.scratch(digest).unlink, missing_ok=True)
+            elif self._storage.size(digest) is not None:
+                missing_bytes -= await self._drop(digest)
+                if not self._files.has(digest):
+                    # Else it was looked at, and is the next one's.
+                    self._order.pop(digest, None)
+
+    async def _drop(self, digest: Digest) -> int:
+        """Delete a copy; returns its bytes. Who comes meanwhile takes it for gone, and who leaves changes nothing."""
+        self._going.add(digest)
+        dropping = asyncio.ensure_future(self._files.drop(digest))
+        dropping.add_done_callback(lambda _: self._going.discard(digest))
+        return await asyncio.shield(dropping)
+
+    def _is_there(self, digest: Digest) -> bool:
+        return digest not in self._going and self._files.has(digest)
+
+    # room
+
+    async def _take_room(self, names: Iterable[Digest]) -> None:
+        """Count the bytes of copies that are not there yet. Raises Busy: others read so much that there is no room."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not self._count(wanted := self._wanted(names), may_exceed=False):
+                    await self.make_room(self._files.missing_bytes(sum(wanted.values())))
+                    ticket = self._files.freed.ticket()
+                    # Nothing is awaited between this look and its effect.
+                    if self._count(self._wanted(names), may_exceed=not self._num_readers):
+                        return
+                    await ticket.wait()
+        except TimeoutError:
+            problem = "copies that are read at the moment fill payloads.cache_bytes"
+            raise Busy(problem, action="come again, or raise it", retry_after_s=BUSY_S) from None
+
+    def _wanted(self, names: Iterable[Digest]) -> dict[Digest, int]:
+        sizes = {digest: self._storage.size(digest) for digest in names if digest not in self._promised}
+        return {
+            digest: size - self._begun.get(digest, 0)
+            for digest, size in sizes.items()
+            if size is not None and not self._is_there(digest)
+        }
+
+    def _count(self, wanted: dict[Digest, int], *, may_exceed: bool) -> bool:
+        num_bytes = sum(wanted.values())
+        if wanted and not may_exceed and self._files.missing_bytes(num_bytes) > 0:
+            return False
+        self._files.count(num_bytes)
+        for digest, rest in wanted.items():
+            self._promised[digest] = rest + self._begun.pop(digest, 0)
+        return True
+
+    def _give_back(self, digest: Digest) -> None:
+        """Count what a copy that did not come has on the disk, and no more."""
+        if digest in self._promised and not self._in_use[digest] and digest not in self._fetches:
+            there = self._files.scratch_bytes(digest)
+            self._files.count(there - self._promised.pop(digest))
+            if there:
+                self._begun[digest] = there
+                # So that room can be made of it, also where the payload was deleted or looked for meanwhile.
+                self._order.setdefault(digest)
+
+    # fetching
+
+    async def _fetch(self, digest: Digest) -> None:
+        """Make a copy; a payload that arrives with other bytes is no copy.
+
+        Raises:
+            FileNotFoundError: the bucket has lost it.
+            Busy: the bucket does not answer, or sent other bytes.
+            StoreFull: the disk is full.
+        """
+        while (fetch := self._fetches.get(digest)) is not None and fetch.is_given_up:
+            await asyncio.wait([fetch.task])
+        if fetch is None:
+            fetch = self._fetches[digest] = _Fetch(asyncio.ensure_future(self._copy(digest)))
+            fetch.task.add_done_callback(lambda done: self._fetched(digest, done))
+        fetch.num_waiting += 1
+        try:
+            await asyncio.shield(fetch.task)
+        finally:
+            fetch.num_waiting -= 1
+            if not fetch.num_waiting and fetch.is_arriving and not fetch.task.done():
+                fetch.is_given_up = True
+                fetch.task.cancel()
+
+    async def _copy(self, digest: Digest) -> None:
+        size = self._storage.size(digest)
+        assert size is not None
+        scratch = self._files.scratch(digest)
+        fetch = self._fetches[digest]
+        async with self._turns:
+            while True:
+                is_resumed = self._files.scratch_bytes(digest) > 0
+                await self._storage.fetch(digest, scratch)
+                # What has arrived is compared and named whoever waits.
+                fetch.is_arriving = False
+                is_right = await self._files.take(scratch, digest=digest, num_bytes=size)
+                await asyncio.to_thread(scratch.unlink, missing_ok=True)
+                if is_right:
+                    self._promised.pop(digest, None)
+                    return
+                if not is_resumed:
+                    _LOG.error("the bucket sent other bytes than those of payload %s", digest[:12])
+                    raise FileNotFoundError("the payload in the bucket is damaged")
+                fetch.is_arriving = True
+
+    def _fetched(self, digest: Digest, done: asyncio.Task[None]) -> None:
+        del self._fetches[digest]
+        if not done.cancelled() and isinstance(error := done.exception(), Busy):
+            _LOG.debug("payload %s was not fetched: %s", digest[:12], error)
+        self._give_back(digest)
+        # Who gave it up has rung already: only now its bytes are free, or may go.
+        self._files.freed.ring()

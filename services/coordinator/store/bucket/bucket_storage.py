@@ -1,0 +1,228 @@
+"""A bucket as the home of payloads, and the place where learners put theirs until the coordinator has taken them.
+
+Guarantees: a payload is complete when the bucket has it, and nobody is told before; what is there was listed at the
+start and is known since, as one coordinator alone writes; an upload that the bucket did not take stays as a file and is
+offered again.
+
+A learner puts a payload piece by piece, each an object of its own: one that breaks off costs one piece, and whoever
+asks again is told which is missing. Such an object is no payload: no plan names it, and its bytes get a payload's name
+only from the copy that the coordinator verified. Addresses that are open at once are bounded, and what nobody took is
+deleted when the address of its last piece is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+
+from heterorl.common.errors import Busy, DigestMismatch, PayloadMissing, StoreFull
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_PLACE, PutPlace
+from heterorl.coordinator.store.background import RetryingLoop
+from heterorl.coordinator.store.bucket.objects import Objects, Piece
+from heterorl.coordinator.store.payload_storage import DirectUploads, PayloadStorage
+
+
+class BucketStorage(PayloadStorage):
+    """What a bucket holds of one run. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        sizes: dict[Digest, int],
+        *,
+        store_bytes: int,
+        make_room: Callable[[int], Awaitable[None]],
+        on_kept: Callable[[Digest], None],
+        on_gone: Callable[[Digest], None],
+    ) -> None:
+        """Take over what a prefix that was claimed has.
+
+        Args:
+            objects: of the prefix.
+            sizes: of its payloads, as they were just listed.
+            store_bytes: that payloads may occupy there.
+            make_room: called with the missing bytes before a payload is refused.
+            on_kept: told of each payload whose file is a copy from then on.
+            on_gone: told of each payload that is there no longer.
+        """
+        self._on_kept = on_kept
+        self._on_gone = on_gone
+        self._objects = objects
+        self._sizes = sizes
+        self._store_bytes = store_bytes
+        self._make_room = make_room
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def size(self, digest: Digest) -> int | None:
+        return self._sizes.get(digest)
+
+    def digests(self) -> frozenset[Digest]:
+        return frozenset(self._sizes)
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Make room for a payload; those that arrive side by side may exceed the bound by their number."""
+        missing = self.used_bytes + num_bytes - self._store_bytes
+        if missing > 0:
+            await self._make_room(missing)
+        if self.used_bytes + num_bytes > self._store_bytes:
+            raise StoreFull(
+                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self._store_bytes};"
+                f" {self.used_bytes} are in the bucket and nothing more can be deleted now",
+                retry_after_s=30.0,
+            )
+
+    async def keep(self, digest: Digest, path: Path) -> None:
+        if digest in self._sizes:
+            return
+        size = (await asyncio.to_thread(path.stat)).st_size
+        await self._objects.put(digest, path)
+        self._sizes[digest] = size
+        self._on_kept(digest)
+
+    async def erase(self, digest: Digest) -> int:
+        if digest not in self._sizes:
+            return 0
+        await self._objects.delete(digest)
+        return self._forget(digest)
+
+    async def set_aside(self, digest: Digest) -> None:
+        if digest in self._sizes:
+            await self._objects.set_aside(digest)
+            self._forget(digest)
+
+    def _forget(self, digest: Digest) -> int:
+        self._on_gone(digest)
+        return self._sizes.pop(digest)
+
+    async def fetch(self, digest: Digest, path: Path) -> None:
+        """Write a payload into a file, behind what it has already; it may have any bytes then."""
+        await self._objects.fetch(digest, path)
+
+    async def urls(self, digests: Sequence[Digest]) -> list[str]:
+        there = [digest for digest in digests if digest in self._sizes]
+        signed = dict(zip(there, await self._objects.urls(there), strict=True))
+        return [signed.get(digest, "") for digest in digests]
+
+
+_LOG = logging.getLogger(__name__)
+PIECE_BYTES = 64 << 20
+MAX_OPEN = 16
+"""Payloads for which there are addresses at once; a learner brings one after another."""
+SWEEP_S = 300.0
+ANSWER_S = 10.0
+"""Until the bucket has said what is there: a learner waits for the answer."""
+
+
+class BucketUploads(DirectUploads):
+    """Objects below `incoming` in one bucket. Belongs to the event loop."""
+
+    def __init__(self, objects: Objects, *, clock: Clock, put_bytes: int, lifetime_s: float) -> None:
+        """`put_bytes`: the largest payload that has an address; `lifetime_s`: of an address. `sweep` comes first."""
+        self._objects = objects
+        self._clock = clock
+        self._put_bytes = put_bytes
+        self._lifetime_s = lifetime_s
+        self._open: dict[Digest, float] = {}
+        """The monotonic instant at which the last address of each is over."""
+        self._read: Counter[Digest] = Counter()
+
+    async def place(self, digest: Digest, num_bytes: int) -> PutPlace:
+        now = self._clock.monotonic()
+        self._open = {name: until for name, until in self._open.items() if until > now}
+        if not 0 < num_bytes <= self._put_bytes:
+            return NO_PLACE
+        if digest not in self._open and len(self._open) >= MAX_OPEN:
+            _LOG.warning("payload %s comes through the coordinator: %d others are being put", digest[:12], MAX_OPEN)
+            return NO_PLACE
+        self._open[digest] = now + self._lifetime_s
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                there = whole_pieces(await self._objects.pieces(digest), num_bytes)
+        except TimeoutError:
+            return NO_PLACE
+        offset = sum(piece.num_bytes for piece in there)
+        if offset == num_bytes:
+            return PutPlace(url="", offset=offset, num_bytes=0)
+        url = await self._objects.put_url(digest, offset)
+        return PutPlace(url=url, offset=offset, num_bytes=piece_bytes(offset, num_bytes))
+
+    async def frames(self, digest: Digest, num_bytes: int, offset: int = 0) -> AsyncIterator[bytes]:
+        self._read[digest] += 1
+        try:
+            pieces = await self._objects.pieces(digest)
+            there = whole_pieces(pieces, num_bytes)
+            put = sum(piece.num_bytes for piece in there)
+            wrong = [piece for piece in pieces if piece.offset == put and put < num_bytes]
+            if wrong:
+                # Before a byte is read: whoever has the address may put anything there.
+                await self.drop(digest)
+                problem = f"has {put + wrong[0].num_bytes} bytes, not {num_bytes}"
+                raise DigestMismatch(f"what was put as payload {digest[:12]} {problem}")
+            if put <= offset:
+                raise FileNotFoundError
+            for piece in there:
+                skip = max(0, offset - piece.offset)
+                if skip < piece.num_bytes:
+                    async for block in self._objects.read_piece(piece, skip=skip):
+                        yield block
+        except FileNotFoundError:
+            problem = f"payload {digest[:12]} was not put into the bucket, or is no longer there"
+            raise PayloadMissing(problem) from None
+        finally:
+            self._read -= Counter([digest])
+
+    async def drop(self, digest: Digest) -> None:
+        """Delete what was put as a payload; the next sweep does what the bucket refuses."""
+        self._open.pop(digest, None)
+        try:
+            await self._objects.delete_pieces(await self._objects.pieces(digest))
+        except Busy as error:
+            _LOG.info("what was put as payload %s is deleted later: %s", digest[:12], error)
+
+    async def sweep(self) -> None:
+        """Delete what lies there for longer than an address lasts; the rest counts as open.
+
+        Raises:
+            Busy: the bucket does not answer, or refuses.
+            CorruptStore: the prefix is another store's by now.
+        """
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        found: dict[Digest, list[Piece]] = {}
+        for piece in await self._objects.pieces():
+            found.setdefault(piece.digest, []).append(piece)
+        for digest, pieces in found.items():
+            left_s = max(piece.put_at for piece in pieces) + self._lifetime_s - wall
+            if left_s > 0:
+                self._open.setdefault(digest, now + left_s)
+            elif not self._read[digest]:
+                _LOG.info("what was put as payload %s, and not taken, is deleted", digest[:12])
+                await self._objects.delete_pieces(pieces)
+
+    async def run(self) -> None:
+        """Sweep now and then until cancelled; returns when the store ends. Opening the bucket swept once."""
+        await self._clock.sleep(SWEEP_S)
+        await RetryingLoop("direct_uploads", self._clock).repeat(self.sweep, every_s=SWEEP_S)
+
+
+def piece_bytes(offset: int, num_bytes: int) -> int:
+    """Bytes of the piece that begins at a byte of a payload."""
+    return min(PIECE_BYTES, num_bytes - offset)
+
+
+def whole_pieces(pieces: Iterable[Piece], num_bytes: int) -> Sequence[Piece]:
+    """The first pieces of a payload without a gap, each as long as it must be."""
+    at = {piece.offset: piece for piece in pieces}
+    there: list[Piece] = []
+    offset = 0
+    while offset < num_bytes and offset in at and at[offset].num_bytes == piece_bytes(offset, num_bytes):
+        there.append(at[offset])
+        offset += at[offset].num_bytes
+    return there

@@ -1,0 +1,116 @@
+"""What a database is to the store: statements of operations, transactions with a savepoint for each, errors.
+
+An operation has a `Connection`, and writes `?` for values in SQL that every engine knows. Where the dialects differ, it
+names a statement of SQLite's from here, and the engine of PostgreSQL looks its own text up by that. `Database` queues
+operations and shares commits among them; an engine says what the statements of that are, and which of its errors are an
+operation's, which mean that there is no room, and that all others end the process: because the database is elsewhere
+and has gone, or because what it holds is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+
+class Cursor(Protocol):
+    """The answer to a statement."""
+
+    @property
+    def rowcount(self) -> int:
+        """Rows that an INSERT, UPDATE or DELETE changed."""
+
+    def fetchone(self) -> Any:
+        """The next row as a tuple; None after the last one."""
+
+    def fetchall(self) -> list[Any]:
+        """All rows that are left."""
+
+    def close(self) -> None:
+        """Ask for no more rows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rows that are left."""
+
+
+class Connection(Protocol):
+    """The store as an operation sees it, inside its transaction."""
+
+    def execute(self, statement: str, parameters: Sequence[Any] = ..., /) -> Cursor:
+        """Run one statement."""
+
+    def executemany(self, statement: str, rows: Iterable[Sequence[Any]], /) -> Cursor:
+        """Run one statement for each row of values."""
+
+
+class Fault(Enum):
+    """What an error of the engine says."""
+
+    OPERATION = "operation"
+    """One operation made a mistake; it is undone, and the store lives on."""
+    FULL = "full"
+    """There is no room; nothing was written."""
+    LOST = "lost"
+    """The database has gone; a process that starts again finds what was acknowledged, and no more: this one ends."""
+    FATAL = "fatal"
+    """What became of earlier operations is unknown: the process ends."""
+
+
+class DatabaseEngine(Protocol):
+    """One connection that writes. Belongs to the store's thread."""
+
+    errors: tuple[type[Exception], ...]
+    """What its statements raise."""
+
+    @property
+    def connection(self) -> Connection:
+        """What operations write to."""
+
+    def begin(self) -> None:
+        """Begin a transaction in which this process, and no other, may write."""
+
+    def commit(self) -> None:
+        """Make the transaction durable."""
+
+    def rollback(self) -> None:
+        """Undo the transaction, if there is one."""
+
+    def save(self) -> None:
+        """Begin an operation inside the transaction."""
+
+    def keep(self) -> None:
+        """End the operation."""
+
+    def undo(self) -> None:
+        """Undo the operation alone."""
+
+    def fault(self, error: Exception) -> Fault:
+        """What one of `errors` says."""
+
+    def close(self) -> None:
+        """Fold what is open, give the connection up."""
+
+
+NUMBERS = "(SELECT CAST(value AS BIGINT) FROM json_each(?))"
+"""The numbers of a list in JSON."""
+NAMES = "(SELECT CAST(value AS TEXT) FROM json_each(?))"
+"""The texts of a list in JSON."""
+SET_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+OLDEST_OF_EACH_SITE = (
+    # SQLite takes the bare column from the row that has the minimum.
+    "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
+    " WHERE state = 'pending' AND oldest_version >= ? ORDER BY oldest_version, arrival) GROUP BY site"
+)
+"""Of each site with pending groups: the oldest version that one is of, and the first arrival of that version."""
+IN_POSTGRES = {
+    SET_META: (
+        # Settings are texts beside one that is bytes, in a column that SQLite does not type.
+        "INSERT INTO meta VALUES (?, convert_to(CAST(? AS TEXT), 'UTF8'))"
+        " ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+    ),
+    OLDEST_OF_EACH_SITE: (
+        "SELECT DISTINCT ON (site) site, oldest_version, arrival FROM groups"
+        " WHERE state = 'pending' AND oldest_version >= ? ORDER BY site, oldest_version, arrival"
+    ),
+}

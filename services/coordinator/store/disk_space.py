@@ -1,0 +1,100 @@
+"""Room on the disk of data_dir: groups are refused before it is full, so that versions and deletions still find room.
+
+free bytes               what happens
+below min_free_bytes     no group is taken, no merged delta or sample is written, the keeper deletes what may go
+below half of it         no payload is taken either
+none                     the disk itself refuses; nothing acknowledged is lost
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from pathlib import Path
+
+from heterorl.common.errors import DiskFull, OperatorError, StoreFull
+from heterorl.common.process.clock import Clock
+
+_LOG = logging.getLogger(__name__)
+LARGEST_SHARE = 32
+"""The low-water mark is at most this part (1 / n) of the disk."""
+HEALED_S = 10.0
+"""Seconds without a refusal by the disk after which it counts as having room."""
+PAUSE_S = 30.0
+"""Between two attempts to make room: each rebuilds the head when something may go."""
+RETRY_AFTER_S = 5.0
+
+
+def operators_error(data_dir: Path, error: OSError) -> OperatorError:
+    """What a start tells a person about a data_dir that the system refuses."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(str(data_dir))
+    return OperatorError(f"{data_dir} cannot be used: {error}", action="check its disk, its mount and its permissions")
+
+
+class DiskSpace:
+    """The disk of one data directory. Belongs to the event loop."""
+
+    def __init__(self, directory: Path, *, min_free_bytes: int, clock: Clock) -> None:
+        self._directory = directory
+        self._min_free_bytes = min_free_bytes
+        self._clock = clock
+        self._refused = self._tried = -max(HEALED_S, PAUSE_S)
+        self._is_low = False
+        self.is_full = False
+        """Free bytes are below the mark, or something found no room lately."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong and what to do about it; empty while there is room."""
+        if not self.is_full:
+            return ""
+        return (
+            f"the disk of {self._directory.resolve()} is full, {self._usage()[1]} bytes are free: free space there, or"
+            " lower store_bytes or merged_bytes; nothing acknowledged is lost, and the run goes on when there is room"
+        )
+
+    def check(self) -> None:
+        """Refuse a group. Raises StoreFull: the disk keeps what is left for versions and deletion."""
+        if self._is_low:
+            problem = "the coordinator's disk has less room than min_free_bytes"
+            raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
+
+    def check_payload(self, num_bytes: int) -> None:
+        """Refuse a payload that brings so many bytes. Raises StoreFull: the disk keeps what is left for deletion."""
+        mark, free = self._usage()
+        if mark and free - num_bytes < mark // 2:
+            self.note_refusal()
+            problem = f"the coordinator's disk has {free} bytes of room, a payload needs {num_bytes}"
+            raise StoreFull(problem, retry_after_s=RETRY_AFTER_S)
+
+    def note_refusal(self) -> None:
+        self._refused = self._clock.monotonic()
+        self._say(is_full=True)
+
+    def look(self) -> bool:
+        """See whether there is room; returns whether some is to be made now."""
+        now = self._clock.monotonic()
+        mark, free = self._usage()
+        self._is_low = free < mark
+        self._say(is_full=self._is_low or now - self._refused < HEALED_S)
+        if not self.is_full or now - self._tried < PAUSE_S:
+            return False
+        self._tried = now
+        return True
+
+    def _say(self, *, is_full: bool) -> None:
+        was_full, self.is_full = self.is_full, is_full
+        if is_full and not was_full:
+            _LOG.error("%s", self.problem)
+        elif was_full and not is_full:
+            _LOG.warning("the disk of %s has room again", self._directory.resolve())
+
+    def _usage(self) -> tuple[int, int]:
+        """The low-water mark, and the bytes that are free; a disk that does not say has no mark."""
+        try:
+            usage = shutil.disk_usage(self._directory)
+        except OSError:
+            return 0, 0
+        return min(self._min_free_bytes, usage.total // LARGEST_SHARE), usage.free

@@ -1,0 +1,118 @@
+"""Which engine keeps the store, and that the payloads of a data directory are those of that store.
+
+A row names payloads that lie as files in data_dir, and files that no row names are deleted: a store with the payloads
+of another one would lose both. Whoever takes a store in PostgreSQL therefore needs the data_dir that belongs to it.
+
+    data_dir/coordinator.sqlite    the store in SQLite, where there is one
+    data_dir/postgres              the name of the store in PostgreSQL whose payloads are here
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.process.files import make_directory, replacing
+from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.database_engine import DatabaseEngine
+from heterorl.coordinator.store.sqlite import SqliteEngine
+
+if TYPE_CHECKING:
+    from heterorl.coordinator.store.postgres.standby import Standby
+
+OWNER = "payloads_owner"
+"""Key of meta: the name under which a store has a prefix of a bucket for its payloads."""
+_ANOTHER = "choose another data_dir, or the store that this one belongs to"
+
+
+def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> DatabaseEngine:
+    """Open the store of a data directory, at a url or in a file; blocks. `is_elsewhere`: its payloads are in a bucket.
+
+    Raises:
+        ConfigError: the payloads there belong to another store.
+        StoreLost: PostgreSQL cannot be reached.
+        OperatorError: it refuses the session.
+        StoreHeld: another coordinator has the store.
+        CorruptStore, DiskFull: the store cannot be opened.
+    """
+    path, mark = data_dir / "coordinator.sqlite", data_dir / "postgres"
+    if not url:
+        if mark.exists():
+            raise ConfigError("store.url", f"{data_dir} has the payloads of a store in PostgreSQL", action=_ANOTHER)
+        return SqliteEngine.open(path)
+    _require_psycopg()
+    from heterorl.coordinator.store.postgres.postgres_engine import open_store
+
+    refuse_file(data_dir)
+    return claimed(data_dir, open_store(url), is_elsewhere=is_elsewhere)
+
+
+def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patient: bool = True) -> Standby:
+    """A wait for the store at a url; where it is not patient, for its server alone and for no other coordinator.
+    Raises ConfigError: there is no url, or data_dir has a store of its own."""
+    if not url:
+        raise ConfigError("store.url", "--standby needs a store that two coordinators reach: one in PostgreSQL")
+    _require_psycopg()
+    from heterorl.coordinator.store.postgres.standby import Standby
+
+    refuse_file(data_dir)
+    return Standby(
+        url, lambda store_id: None if is_elsewhere else _check_mark(data_dir, store_id), is_patient=is_patient
+    )
+
+
+def refuse_file(data_dir: Path) -> None:
+    """Refuse a data directory that has a store in SQLite. Raises ConfigError: it has."""
+    if (data_dir / "coordinator.sqlite").exists():
+        raise ConfigError("store.url", f"{data_dir} has the payloads of its own coordinator.sqlite", action=_ANOTHER)
+
+
+def claimed(data_dir: Path, engine: DatabaseEngine, *, is_elsewhere: bool = False) -> DatabaseEngine:
+    """The engine, once its payloads are known to be those of the data directory, or all in a bucket.
+    Raises ConfigError: they are another store's."""
+    store_id = getattr(engine, "store_id", "")
+    try:
+        if is_elsewhere and get_meta(engine.connection, OWNER) is not None:
+            if _marked(data_dir) not in ("", store_id):
+                raise _not_its_own(data_dir)
+            make_directory(data_dir, mode=0o700)
+        elif engine.connection.execute("SELECT 1 FROM payloads LIMIT 1").fetchone() is not None:
+            _check_mark(data_dir, store_id)
+        elif _marked(data_dir) not in ("", store_id):
+            raise _not_its_own(data_dir)
+        else:
+            make_directory(data_dir, mode=0o700)
+            with replacing(data_dir / "postgres", is_durable=True) as file:
+                file.write(f"{store_id}\n".encode("ascii"))
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _check_mark(data_dir: Path, store_id: str) -> None:
+    if _marked(data_dir) != store_id:
+        raise _not_its_own(data_dir)
+
+
+def _marked(data_dir: Path) -> str:
+    try:
+        return (data_dir / "postgres").read_text(encoding="ascii")[:100].strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _not_its_own(data_dir: Path) -> ConfigError:
+    return ConfigError(
+        "data_dir",
+        f"{data_dir} has not the payloads of this store",
+        action="coordinators that follow one another need the same data_dir, on a file system that all of them reach",
+    )
+
+
+def _require_psycopg() -> None:
+    try:
+        import psycopg  # noqa: F401
+    except ImportError:
+        raise DependencyMissing("psycopg", "postgres") from None

@@ -1,0 +1,118 @@
+"""The operator's order to go back: the next version is to hold what an earlier one held; as store operations.
+
+Guarantees: at most one order, durable; an order given twice under one id is one order, also after it was carried out;
+it ends in the transaction that commits a version with the state asked for, so it is carried out once, whoever dies.
+Numbers go on: nothing is abandoned, and the version that carries an order out is an ordinary child of the head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from heterorl.common.errors import InvalidRequest, UnknownVersion
+from heterorl.common.types.policy import (
+    NO_VERSION,
+    Manifest,
+    PayloadKind,
+    PayloadRef,
+    PlanKind,
+    PullPlan,
+    stated_version,
+    version_or_none,
+)
+from heterorl.coordinator.store.database import answer_to_order, get_meta, remember_order, set_meta
+from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.versions import lineage, pull_plans
+from heterorl.coordinator.versions.chain import Chain
+
+_ORDER, _KIND = "rollback_to", "rollback"
+
+
+def ordered(connection: Connection) -> int | None:
+    """The version to go back to, where there is an order."""
+    return version_or_none(int(get_meta(connection, _ORDER) or NO_VERSION))
+
+
+def is_known(connection: Connection, request_id: str) -> bool:
+    """Whether an order was given under this id: it is said again because an answer was lost."""
+    return answer_to_order(connection, _KIND, request_id) is not None
+
+
+def place(connection: Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
+    """Replace the order (None takes it back); returns the plans by which the learner can carry it out.
+
+    Raises:
+        InvalidRequest: there is no id.
+        UnknownVersion: the version does not exist, was abandoned, or its weights can no longer be had.
+    """
+    if not request_id or (to_version is not None and to_version < 0):
+        raise InvalidRequest("request_id must not be empty, to_version at least -1")
+    if is_known(connection, request_id):
+        return ()
+    ways = () if to_version is None else _ways(connection, to_version)
+    set_meta(connection, _ORDER, str(stated_version(to_version)))
+    remember_order(connection, _KIND, request_id, "")
+    return ways
+
+
+def restorable(connection: Connection) -> tuple[int, ...]:
+    """Versions that `place` would take, ascending, without the head: found in one look at what is offered."""
+    chain, head = Chain(connection), lineage.head_version(connection)
+    if head is None:
+        return ()
+    into: defaultdict[int, list[PayloadRef]] = defaultdict(list)
+    for payload in chain.payloads():
+        into[payload.to_version].append(payload)
+    found = (_undone(into, head) | _rebuilt(into)) - {head}
+    return tuple(version for version in sorted(found) if chain.is_in_lineage(version))
+
+
+def _undone(into: Mapping[int, Sequence[PayloadRef]], head: int) -> set[int]:
+    """Versions from which deltas lead to the head at fewer bytes than a snapshot would: the plan that can be undone."""
+    cost, whole = {head: 0}, math.inf
+    # A payload leads to a later version than it begins at.
+    for version in sorted(into, reverse=True):
+        for payload in into[version] if version in cost else ():
+            total = cost[version] + payload.num_bytes
+            if payload.kind is PayloadKind.SNAPSHOT:
+                whole = min(whole, total)
+            else:
+                cost[payload.from_version] = min(total, cost.get(payload.from_version, total))
+    return {version for version, total in cost.items() if total < whole}
+
+
+def _rebuilt(into: Mapping[int, Sequence[PayloadRef]]) -> set[int]:
+    """Versions to which a snapshot and the deltas after it lead."""
+    found: set[int] = set()
+    for version in sorted(into):
+        if any(each.kind is PayloadKind.SNAPSHOT or each.from_version in found for each in into[version]):
+            found.add(version)
+    return found
+
+
+def settle(connection: Connection, manifest: Manifest) -> None:
+    """End an order that a version carries out: one is published, and it has the state asked for."""
+    version = ordered(connection)
+    if version is not None and Chain(connection).state_root(version) == manifest.state_root:
+        set_meta(connection, _ORDER, str(NO_VERSION))
+
+
+def _ways(connection: Connection, version: int) -> tuple[PullPlan, ...]:
+    """From the version to the head, to be undone, and from nothing to the version; one of them is enough."""
+    chain = Chain(connection)
+    root = chain.state_root(version)
+    if root is None or not chain.is_in_lineage(version):
+        raise UnknownVersion(f"version {version} does not exist in the lineage")
+    plan = functools.partial(pull_plans.plan, chain, merged_into=pull_plans.no_merged)
+    # To the head.
+    there = plan(have_version=version, have_root=root, want_version=None)
+    found = [] if there.kind is PlanKind.SNAPSHOT else [there]
+    try:
+        found.append(plan(have_version=None, have_root="", want_version=version))
+    except UnknownVersion:
+        if not found:
+            raise UnknownVersion(f"version {version} cannot be rebuilt: its payloads were deleted") from None
+    return tuple(found)

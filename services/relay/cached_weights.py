@@ -1,0 +1,248 @@
+"""What samplers of a site ask about weights, answered here: head, manifests, plans, payloads.
+
+    head      one watch of the coordinator, told to all who watch here
+    answers   kept in memory, bounded in bytes, the longest unused go first
+
+Guarantees: of a question that several ask, the coordinator hears once; a refusal is never kept; while the coordinator
+does not answer, an old answer is given. A plan is kept for seconds and never beyond a new head; a manifest for as long
+as its run does not go back. Presigned addresses and whatever else a newer coordinator adds to a plan do not pass:
+payloads are read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from heterorl.common.api import WeightsApi
+from heterorl.common.errors import Draining, HeterorlError, Unreachable
+from heterorl.common.process.backoff import Backoff
+from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.types.policy import NO_VERSION, HeadUpdate, PullPlan, SignedManifest
+from heterorl.relay.cache import CacheDirectory
+from heterorl.relay.payloads import Payloads
+
+_LOG = logging.getLogger(__name__)
+PLAN_S = 10.0
+"""A coordinator merges deltas for those who ask: a better plan is there some seconds later."""
+MANIFEST_S = 600.0
+MANIFEST_BYTES, PLAN_BYTES = 64 << 20, 64 << 20
+"""Kept in memory at most."""
+ValueT = TypeVar("ValueT")
+
+
+class CachedWeights:
+    """The relay's side of heterorl.common.api.WeightsApi."""
+
+    def __init__(self, *, api: WeightsApi, cache: CacheDirectory, clock: Clock) -> None:
+        self._api = api
+        self.head = Head(api=api, clock=clock, on_change=self._head_changed)
+        self._plans: Answers[PullPlan] = Answers(
+            clock=clock, keep_s=PLAN_S, max_bytes=PLAN_BYTES, size=lambda plan: 256 + sum(map(len, plan.manifests))
+        )
+        self._signed: Answers[SignedManifest] = Answers(
+            clock=clock, keep_s=MANIFEST_S, max_bytes=MANIFEST_BYTES, size=lambda signed: 256 + len(signed.data)
+        )
+        self._lists: Answers[tuple[bytes, ...]] = Answers(
+            clock=clock, keep_s=MANIFEST_S, max_bytes=MANIFEST_BYTES, size=lambda found: 256 + sum(map(len, found))
+        )
+        self.payloads = Payloads(api=api, cache=cache, clock=clock, on_gone=self._plans.clear)
+
+    async def get_signed_manifest(self, *, version: int, variant: str) -> SignedManifest:
+        """The exact bytes of a manifest and its signature."""
+        return await self._signed.get(
+            (version, variant), lambda: self._api.get_signed_manifest(version=version, variant=variant)
+        )
+
+    async def list_manifests(self, *, first_version: int, last_version: int, variant: str) -> tuple[bytes, ...]:
+        """The exact bytes of the newest manifests of a range."""
+        return await self._lists.get(
+            (first_version, last_version, variant),
+            lambda: self._api.list_manifests(first_version=first_version, last_version=last_version, variant=variant),
+        )
+
+    async def plan_pull(
+        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool, base_root: str, variant: str
+    ) -> PullPlan:
+        """The way to a version; the same for all who hold the same, whatever their own line to this relay is like."""
+
+        async def ask() -> PullPlan:
+            return await self._api.plan_pull(
+                have_version=have_version,
+                have_root=have_root,
+                want_version=want_version,
+                accept_merged=accept_merged,
+                base_root=base_root,
+                object_bytes=self.payloads.object_bytes,
+                variant=variant,
+            )
+
+        key = (have_version, have_root, want_version, accept_merged, base_root, variant)
+        plan = await self._plans.get(key, ask)
+        self.payloads.note(plan)
+        return plan
+
+    def _head_changed(self, went_back: bool) -> None:
+        if went_back:
+            for kept in (self._plans, self._signed, self._lists):
+                kept.clear()
+        else:
+            self._plans.expire()
+
+    async def close(self) -> None:
+        """End streams and fetches."""
+        self.head.close()
+        await self.payloads.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry(Generic[ValueT]):
+    value: ValueT
+    num_bytes: int
+    until: float
+
+
+class Answers(Generic[ValueT]):
+    """Answers of one kind, each given for `keep_s` without asking again; `size` is the bytes of one."""
+
+    def __init__(self, *, clock: Clock, keep_s: float, max_bytes: int, size: Callable[[ValueT], int]) -> None:
+        self._clock = clock
+        self._keep_s = keep_s
+        self._max_bytes = max_bytes
+        self._size = size
+        self._num_bytes = 0
+        self._num_expired = 0
+        self._num_cleared = 0
+        self._entries: OrderedDict[Hashable, _Entry[ValueT]] = OrderedDict()
+        self._asking: dict[Hashable, asyncio.Future[ValueT]] = {}
+
+    async def get(self, key: Hashable, ask: Callable[[], Awaitable[ValueT]]) -> ValueT:
+        """The answer of a key; `ask` asks the coordinator.
+
+        Raises:
+            RemoteError: what it answered; Unreachable where it did not and nothing is kept.
+        """
+        entry = self._entries.get(key)
+        if entry is not None and self._clock.monotonic() < entry.until:
+            self._entries.move_to_end(key)
+            return entry.value
+        asking = self._asking.get(key)
+        if asking is None:
+            # A task of its own: whoever asked first may leave first.
+            asking = asyncio.ensure_future(self._ask(key, ask))
+            self._asking[key] = asking
+            asking.add_done_callback(lambda done: self._asked(key, done))
+        try:
+            return await asyncio.shield(asking)
+        except Unreachable:
+            entry = self._entries.get(key)
+            if entry is None:
+                raise
+            return entry.value
+
+    def expire(self) -> None:
+        """Ask again from now on; while nobody answers, what is kept is given."""
+        self._num_expired += 1
+        self._asking.clear()
+        now = self._clock.monotonic()
+        for key, entry in self._entries.items():
+            self._entries[key] = _Entry(value=entry.value, num_bytes=entry.num_bytes, until=min(entry.until, now))
+
+    def clear(self) -> None:
+        """Forget everything, what is under way too."""
+        self._num_cleared += 1
+        self.expire()
+        self._entries.clear()
+        self._num_bytes = 0
+
+    async def _ask(self, key: Hashable, ask: Callable[[], Awaitable[ValueT]]) -> ValueT:
+        expired, cleared = self._num_expired, self._num_cleared
+        value = await ask()
+        if cleared == self._num_cleared:
+            # Asked before the others became old, it is as old as they are.
+            self._put(key, value, keep_s=self._keep_s if expired == self._num_expired else 0.0)
+        return value
+
+    def _put(self, key: Hashable, value: ValueT, *, keep_s: float) -> None:
+        old = self._entries.pop(key, None)
+        self._num_bytes -= 0 if old is None else old.num_bytes
+        entry = _Entry(value=value, num_bytes=self._size(value), until=self._clock.monotonic() + keep_s)
+        self._entries[key] = entry
+        self._num_bytes += entry.num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def _asked(self, key: Hashable, done: asyncio.Future[ValueT]) -> None:
+        if self._asking.get(key) is done:
+            del self._asking[key]
+        if not done.cancelled():
+            done.exception()
+
+
+class Head:
+    """The newest version that the coordinator told; while its line is broken, the last one.
+
+    `on_change` hears whether the run went back, as a coordinator does that was restored from a backup.
+    """
+
+    def __init__(self, *, api: WeightsApi, clock: Clock, on_change: Callable[[bool], None]) -> None:
+        self._api = api
+        self._clock = clock
+        self._on_change = on_change
+        self._bell = Bell()
+        self._update: HeadUpdate | None = None
+        self._told_at = 0.0
+        self._is_closing = False
+
+    @property
+    def version(self) -> int:
+        """Number of the newest version; -1 where none is known."""
+        return NO_VERSION if self._update is None else self._update.version
+
+    async def run(self) -> None:
+        """Watch the coordinator for ever."""
+        backoff = Backoff(clock=self._clock, rng=random.Random())
+        while True:
+            try:
+                # From the beginning each time: a head that went back is seen only so.
+                async for update in self._api.watch_head(after_version=NO_VERSION):
+                    backoff.reset()
+                    self._note(update)
+                error = HeterorlError("the coordinator ended the watch")
+            except HeterorlError as caught:
+                error = caught
+            wait_s = backoff.delay_s(asked_s=getattr(error, "retry_after_s", 0.0))
+            _LOG.debug("watching the head again in %.1f s: %s", wait_s, error)
+            await self._clock.sleep(wait_s)
+
+    def _note(self, update: HeadUpdate) -> None:
+        went_back = update.version < self.version
+        is_new = update.version != self.version
+        if went_back:
+            _LOG.warning("the run went back from version %d to %d: nothing is kept of it", self.version, update.version)
+        self._update, self._told_at = update, self._clock.monotonic()
+        if is_new:
+            self._on_change(went_back)
+            self._bell.ring()
+
+    async def watch(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
+        """Yield every head that passes the cursor, until the relay stops."""
+        while not self._is_closing:
+            ticket, update = self._bell.ticket(), self._update
+            if update is not None and update.version > after_version:
+                after_version = update.version
+                yield HeadUpdate(version=update.version, age_s=update.age_s + self._clock.monotonic() - self._told_at)
+            else:
+                await ticket.wait()
+        raise Draining("the relay is stopping", retry_after_s=1.0)
+
+    def close(self) -> None:
+        """End the streams of those who watch."""
+        self._is_closing = True
+        self._bell.ring()

@@ -1,0 +1,152 @@
+"""Who comes in at a relay, and how much of it: samplers of its own site, each with a share of calls and of memory.
+
+Guarantees: no call is answered or carried before its caller is admitted, and no message is read before there is room
+(common/rpc/server_limits); a certificate that expires or is revoked ends also the streams that it opened, at their next
+message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from heterorl.common.errors import PermissionDenied, QuotaExceeded, RemoteError, Unauthenticated
+from heterorl.common.identity.spiffe import Identity, Refusal, RefusalReason, certificate_of, identify, refuse_node
+from heterorl.common.process.metrics import IDENTITY_REFUSALS, RELAY_CALLS
+from heterorl.common.rpc.server_limits import Caller, MemoryQuota, Reservation
+
+EXPIRED_RETRY_S = 5.0
+RETRY_AFTER_S = 1.0
+_FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE})
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Whose call it is; without certificates `identity` is None and all who call are one."""
+
+    name: str
+    identity: Identity | None = None
+    certificate: bytes = b""
+
+    @property
+    def holder(self) -> Caller:
+        """Whose bytes a message's are."""
+        return Caller(self.name, is_privileged=False, is_proven=self.identity is not None)
+
+
+class NodeAdmission:
+    """Admits nodes. Belongs to the event loop.
+
+    `own` is this relay's identity as it is now, None on loopback without certificates; `places` bounds calls under way,
+    `places_of_node` those of one certificate; `wall_time` serves lifetimes of certificates alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        own: Callable[[], Identity | None],
+        revoked: Container[int],
+        places: int,
+        places_of_node: int,
+        budget: MemoryQuota,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._own = own
+        self._revoked = revoked
+        self._places = places
+        self._places_of_node = places_of_node
+        self._wall_time = wall_time
+        self._calls: Counter[str] = Counter()
+        self._budget = budget
+        for reason in RefusalReason:
+            IDENTITY_REFUSALS.labels(reason.value)
+
+    def admit(self, auth: Mapping[str, Iterable[bytes]], *, is_probe: bool = False) -> Node:
+        """Check a call by what gRPC knows of its connection; a probe of health may be of any role and site.
+
+        Raises:
+            Unauthenticated: no identity.
+            PermissionDenied: not for this identity.
+        """
+        own = self._own()
+        if own is None:
+            return Node(name="local")
+        identity = identify(auth)
+        if isinstance(identity, Refusal):
+            raise _refused(identity)
+        node = Node(name=f"{identity.role} {identity.site}", identity=identity, certificate=certificate_of(auth))
+        self.recheck(node)
+        refusal = refuse_node(own, identity)
+        is_forgiven = is_probe and identity.run == own.run
+        if refusal is not None and not is_forgiven:
+            raise _refused(refusal)
+        return node
+
+    def recheck(self, node: Node) -> None:
+        """Check what changes with time.
+
+        Raises:
+            Unauthenticated: the certificate was revoked or has expired.
+        """
+        if node.identity is None:
+            return
+        refusal = node.identity.refuse_at(self._wall_time())
+        if refusal is None and node.identity.serial in self._revoked:
+            message = f"certificate {node.identity.serial:x} is revoked"
+            refusal = Refusal(reason=RefusalReason.REVOKED, message=message)
+        if refusal is not None:
+            raise _refused(refusal)
+
+    @contextlib.contextmanager
+    def place(self, node: Node) -> Iterator[None]:
+        """Hold a place for one call.
+
+        Raises:
+            QuotaExceeded: there is none now; worth repeating.
+        """
+        if node.identity is not None and self._calls[node.name] >= self._places_of_node:
+            problem = f"{node.name} has {self._places_of_node} calls under way at the relay (site_concurrent_rpcs)"
+            raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
+        if self._calls.total() >= self._places:
+            problem = f"{self._places} calls are under way at the relay (max_concurrent_rpcs)"
+            raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
+        self._calls[node.name] += 1
+        RELAY_CALLS.inc()
+        try:
+            yield
+        finally:
+            RELAY_CALLS.dec()
+            self._calls[node.name] -= 1
+            if not self._calls[node.name]:
+                del self._calls[node.name]
+
+    async def message(self, node: Node, method: str, context: _Context) -> tuple[Reservation, Any]:
+        """The next message of a call, or EOF, and its room, which the caller closes.
+
+        Raises:
+            QuotaExceeded: none came in time; worth repeating.
+            InvalidRequest: the method needs no message of this length.
+            Unauthenticated: the certificate was revoked or has expired.
+        """
+        room, message = await self._budget.message(node.holder, method, context.read)
+        try:
+            self.recheck(node)
+        except RemoteError:
+            room.close()
+            raise
+        return room, message
+
+
+def _refused(refusal: Refusal) -> RemoteError:
+    IDENTITY_REFUSALS.labels(refusal.reason.value).inc()
+    if refusal.reason in _FORBIDDEN:
+        return PermissionDenied(refusal.message)
+    retry_after_s = EXPIRED_RETRY_S if refusal.reason is RefusalReason.EXPIRED else 0.0
+    return Unauthenticated(refusal.message, retry_after_s=retry_after_s)

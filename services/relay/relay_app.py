@@ -1,0 +1,201 @@
+"""Wires a relay: cache, server, the link to the coordinator, metrics, signals.
+
+    loop      waits for                               unblocked by
+    rpcs      messages of samplers                    the samplers; the end of the grace period
+    carried   the coordinator                         the coordinator; the node's deadline
+    head      news of the head                        the coordinator; a broken line (it dials again)
+    push      its interval                            the clock
+    fetches   bytes of a payload                      the coordinator; a minute without any
+    watchdog  half the service manager's interval     the clock
+    main      SIGTERM or SIGINT                       the operator
+
+A coordinator that does not answer keeps no relay from starting: what is kept is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc.aio
+
+from heterorl.common.errors import ConfigError, PortInUse
+from heterorl.common.identity.credentials import MaterialFiles, Revocations, server_credentials
+from heterorl.common.identity.spiffe import Identity, Role, site_of
+from heterorl.common.identity.tls import check_tls
+from heterorl.common.process import metrics, notify
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.files import replacing
+from heterorl.common.process.metrics import RELAY_BYTES
+from heterorl.common.process.pushed_metrics import pushing
+from heterorl.common.rpc import server_limits
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.server_limits import MemoryQuota
+from heterorl.common.rpc.transport_options import server_options
+from heterorl.common.types.common import Series
+from heterorl.common.wire.common import series_to_pb
+from heterorl.relay.cache import CacheDirectory
+from heterorl.relay.cached_weights import CachedWeights
+from heterorl.relay.config import RelayConfig
+from heterorl.relay.node_admission import NodeAdmission
+from heterorl.relay.payloads import FROM_BUCKET, FROM_COORDINATOR, TO_NODES
+from heterorl.relay.router import Forwarder, Router
+from heterorl.v1 import metrics_pb2
+
+_LOG = logging.getLogger(__name__)
+UNREFUSED_RPCS = 8
+"""Calls that gRPC lets in for each place; all but the placed ones are on their way out."""
+BRIEF = RetryPolicy(budget_s=5.0)
+"""Samplers ask again themselves; what is kept is to be given before their calls reach their deadlines."""
+
+
+async def main(config: RelayConfig) -> int:
+    """Serve until a signal; returns the exit code."""
+    stop = asyncio.Event()
+    clock = SystemClock()
+    notifier = notify.from_environment()
+    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with notify.supervised(notifier, clock):
+        await _serve(config, clock, stop, notifier)
+    return 0
+
+
+async def _serve(config: RelayConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
+    server_limits.raise_limit(calls=config.max_concurrent_rpcs)
+    cache = await asyncio.to_thread(CacheDirectory, config.cache_dir, max_bytes=config.cache_bytes)
+    metrics.watch_disk(config.cache_dir)
+    metrics.RELAY_CACHE_LIMIT_BYTES.set(config.cache_bytes)
+    for way in (FROM_COORDINATOR, FROM_BUCKET, TO_NODES):
+        metrics.RELAY_BYTES.labels(way)
+    upstream = Upstream(
+        config.coordinator,
+        tls=config.tls,
+        max_message_bytes=config.max_message_bytes,
+        policy=BRIEF,
+        bandwidth=config.bandwidth,
+        payload_urls=config.payload_urls,
+        payload_hosts=config.payload_hosts,
+    )
+    try:
+        weights = CachedWeights(api=upstream, cache=cache, clock=clock)
+        server = RelayServer(config, weights)
+        port = await server.start()
+        head = asyncio.ensure_future(weights.head.run())
+        try:
+            metrics_port = metrics.serve(
+                config.metrics_port,
+                service="relay",
+                address=config.metrics_host,
+                may_move="metrics_port" not in config.model_fields_set,
+            )
+            await asyncio.to_thread(_announce, config, port)
+            _LOG.info(
+                "relay of %s: listening on port %d, metrics on port %d, %d bytes are kept",
+                config.coordinator, port, metrics_port, cache.num_bytes,
+            )  # fmt: skip
+            notifier.ready(f"relay of {config.coordinator}, port {port}")
+            async with pushing(
+                lambda series: upstream.push_relay_metrics(site=site_of(config.tls.cert) or "relay", series=series),
+                registry=metrics.registry_of("relay"),
+                interval_s=config.metrics_push_s,
+                clock=clock,
+            ):
+                await stop.wait()
+        finally:
+            _LOG.info("stopping")
+            notifier.stopping()
+            head.cancel()
+            await asyncio.gather(head, return_exceptions=True)
+            await weights.close()
+            await server.stop()
+    finally:
+        await upstream.close()
+        cache.close()
+
+
+def _announce(config: RelayConfig, port: int) -> None:
+    """Write host:port beside the cache, for those who let the system choose the port."""
+    host = config.listen.rpartition(":")[0]
+    path = Path(config.cache_dir) / "address"
+    try:
+        with replacing(path, is_durable=False) as file:
+            file.write(f"{host}:{port}\n".encode("ascii"))
+    except OSError as error:
+        _LOG.warning("%s is not written: %s", path, error)
+
+
+class RelayServer:
+    """Answers the samplers of a site."""
+
+    def __init__(self, config: RelayConfig, weights: CachedWeights) -> None:
+        """Prepare a server.
+
+        Raises:
+            ConfigError: a file of certificates cannot be used, or is not a relay's.
+        """
+        self._config = config
+        self._files = None if config.tls.insecure or not config.tls.cert else MaterialFiles(config.tls)
+        if self._files is not None and self._files.current().identity.role is not Role.RELAY:
+            found = self._files.current().identity.uri
+            action = "heterorl certs issue relay SITE --host NAME"
+            raise ConfigError("tls.cert", f"names {found}, and this is a relay", action=action)
+        self.admission = NodeAdmission(
+            own=self._identity,
+            revoked=Revocations(Path(config.tls.revoked)) if config.tls.revoked else frozenset(),
+            places=config.max_concurrent_rpcs,
+            places_of_node=config.site_concurrent_rpcs,
+            budget=MemoryQuota(total_bytes=config.messages_in_flight_bytes, message_bytes=config.max_message_bytes),
+        )
+        self._forwarder = Forwarder(
+            config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes, admission=self.admission
+        )
+        self._grpc = grpc.aio.server(
+            options=server_options(config.max_message_bytes),
+            maximum_concurrent_rpcs=UNREFUSED_RPCS * config.max_concurrent_rpcs,
+        )
+        self._router = Router(weights=weights, forwarder=self._forwarder, admission=self.admission)
+        self._grpc.add_generic_rpc_handlers((self._router,))
+
+    def _identity(self) -> Identity | None:
+        return None if self._files is None else self._files.current().identity
+
+    async def start(self) -> int:
+        """Listen and report SERVING; returns the port.
+
+        Raises:
+            ConfigError: plaintext on an address that others can reach.
+            PortInUse: the address is taken.
+        """
+        check_tls(self._config.tls, key="listen", address=self._config.listen)
+        try:
+            if self._files is None:
+                port = self._grpc.add_insecure_port(self._config.listen)
+            else:
+                port = self._grpc.add_secure_port(self._config.listen, server_credentials(self._files))
+        except RuntimeError as error:
+            raise PortInUse("listen", self._config.listen) from error
+        await self._grpc.start()
+        self._router.is_serving = True
+        return port
+
+    async def stop(self) -> None:
+        """Report NOT_SERVING, refuse new calls, give running ones their grace, then cut them."""
+        self._router.is_serving = False
+        await self._grpc.stop(self._config.stop_grace_s)
+        await self._forwarder.close()
+
+
+class Upstream(CoordinatorClient):
+    """A client that counts what comes over the line."""
+
+    def _note_frame(self, frame: bytes, *, is_direct: bool) -> None:
+        RELAY_BYTES.labels(FROM_BUCKET if is_direct else FROM_COORDINATOR).inc(len(frame))
+
+    async def push_relay_metrics(self, *, site: str, series: Sequence[Series]) -> bool:
+        """Hand out this relay's numbers, once; returns whether the coordinator keeps them."""
+        request = metrics_pb2.PushRelayMetricsRequest(site=site, series=series_to_pb(series))
+        return bool((await self._once("PushRelayMetrics", request)).is_kept)

@@ -1,0 +1,146 @@
+"""What a token is, and when it counts."""
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterorl.certs.enrolment_server import GuessLimit
+from heterorl.certs.join_tokens import (
+    PREFIX,
+    JoinRefused,
+    Kept,
+    Refused,
+    Token,
+    check_token,
+    parse_token,
+    secret_digest,
+)
+from heterorl.cli.certs import parse_duration
+from heterorl.common.errors import ConfigError
+
+URI = "spiffe://run/site/eu-1/role/sampler"
+TOKEN = Token(id=b"i" * 8, secret=b"s" * 32, pin=b"p" * 32, uri=URI, address="ca.example:50052")
+KEPT = Kept(secret_digest=secret_digest(TOKEN.secret), uri=URI, expires=100.0, days=90)
+USED = dataclasses.replace(KEPT, key="mine", serial=7)
+
+
+@given(st.binary(min_size=8, max_size=8), st.binary(min_size=32, max_size=32), st.sampled_from(["", "h:1", "[::1]:2"]))
+def test_token_survives_its_text(number, secret, address):
+    token = dataclasses.replace(TOKEN, id=number, secret=secret, address=address)
+
+    assert parse_token(token.text()) == token
+    # As terminals and mails break it.
+    assert parse_token(f" {token.text()[:40]}\n{token.text()[40:]}\n") == token
+
+
+@given(st.data())
+def test_every_changed_character_is_noticed(data):
+    text = TOKEN.text()
+    place = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.sampled_from("abcXYZ019-_").filter(lambda c: c != text[place]))
+    changed = text[:place] + other + text[place + 1 :]
+
+    try:
+        parsed = parse_token(changed)
+    except ConfigError:
+        return
+    # The last character's low bits stand for nothing.
+    assert place == len(text) - 1
+    assert parsed == TOKEN
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hrl1.", "hrl2.AAAA", TOKEN.text()[:-6], TOKEN.text() + "A", "hrl1.!!!", "hrl1.\u00e9"]
+)
+def test_what_is_no_token_is_named_as_such(text):
+    with pytest.raises(ConfigError, match="--token"):
+        parse_token(text)
+
+
+@given(st.one_of(st.text(), st.binary().map(lambda data: "hrl1." + base64.urlsafe_b64encode(data).decode())))
+def test_whatever_is_typed_is_a_token_or_an_error_of_ours(text):
+    with contextlib.suppress(ConfigError):
+        parse_token(text)
+
+
+@given(st.binary(max_size=200))
+def test_fields_of_any_bytes_with_the_right_sum_are_a_token_or_an_error_of_ours(body):
+    # A sum is no secret: who makes a token can make any.
+    text = PREFIX + base64.urlsafe_b64encode(body + hashlib.sha256(body).digest()[:4]).decode().rstrip("=")
+    with contextlib.suppress(ConfigError):
+        parse_token(text)
+
+
+def test_token_of_no_node_is_refused():
+    with pytest.raises(ConfigError, match="names no node"):
+        parse_token(dataclasses.replace(TOKEN, uri="spiffe://run/../x").text())
+
+
+@pytest.mark.parametrize(
+    ("kept", "changes", "refused"),
+    [
+        (KEPT, {}, None),
+        (KEPT, {"now": 99.9}, None),
+        (KEPT, {"now": 100.0}, Refused.EXPIRED),
+        (None, {}, Refused.TOKEN),
+        (KEPT, {"secret": b"x" * 32}, Refused.TOKEN),
+        # Who does not know the secret does not learn that the token was used or has expired.
+        (USED, {"secret": b"x" * 32, "now": 200.0}, Refused.TOKEN),
+        (KEPT, {"uri": "spiffe://run/site/eu-2/role/sampler"}, Refused.IDENTITY),
+        (KEPT, {"uri": "spiffe://run/site/eu-1/role/learner"}, Refused.IDENTITY),
+        (USED, {}, Refused.USED),
+        (USED, {"key": "mine"}, None),
+        # An answer that was lost may be asked for late.
+        (USED, {"key": "mine", "now": 200.0}, None),
+    ],
+)
+def test_when_a_token_counts(kept, changes, refused):
+    values = {"secret": TOKEN.secret, "uri": URI, "key": "other", "now": 0.0, **changes}
+    if refused is None:
+        assert check_token(kept, **values) is kept
+        return
+    with pytest.raises(JoinRefused) as error:
+        check_token(kept, **values)
+    assert error.value.reason is refused
+
+
+def test_guesses_are_bounded_by_address_and_token_and_forgotten_with_time():
+    limit = GuessLimit(max_failures=2, window_s=10.0, max_addresses=4)
+    limit.note("10.0.0.1", b"1", now=0.0)
+    assert limit.wait_s("10.0.0.1", b"1", now=0.0) == 0.0
+    limit.note("10.0.0.1", b"1", now=4.0)
+
+    assert limit.wait_s("10.0.0.1", b"1", now=4.0) == 6.0
+    assert limit.wait_s("10.0.0.1", b"2", now=4.0) == 0.0
+    assert limit.wait_s("10.0.0.2", b"1", now=4.0) == 0.0
+    assert limit.wait_s("10.0.0.1", b"1", now=10.0) == 0.0
+    # One machine has a whole /64, and the same address may come mapped.
+    assert limit.wait_s("::ffff:10.0.0.1", b"1", now=4.0) == 6.0
+    limit.note("2001:db8::1", b"1", now=10.0)
+    limit.note("2001:db8::2%eth0", b"1", now=10.0)
+    assert limit.wait_s("2001:db8::ffff", b"1", now=10.0) == 10.0
+    assert limit.wait_s("2001:db8:0:1::1", b"1", now=10.0) == 0.0
+    for last in range(3, 9):
+        limit.note(f"10.0.0.{last}", b"1", now=11.0)
+    assert len(limit._failures) == 4
+
+
+def test_guesses_of_many_tokens_are_bounded_by_address():
+    limit = GuessLimit(max_of_address=3, window_s=10.0)
+    for number in range(3):
+        limit.note("10.0.0.1", bytes([number]), now=float(number))
+
+    assert limit.wait_s("10.0.0.1", b"9", now=4.0) == 6.0
+    assert limit.wait_s("10.0.0.2", b"9", now=4.0) == 0.0
+
+
+def test_durations():
+    assert [parse_duration(text) for text in ("30s", "5m", "1h", "2d")] == [30.0, 300.0, 3600.0, 172800.0]
+    for text in ("", "1", "h", "0h", "-1h", "1w", "1.5h"):
+        with pytest.raises(ConfigError, match="--expires"):
+            parse_duration(text)

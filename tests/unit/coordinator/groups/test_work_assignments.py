@@ -1,0 +1,263 @@
+"""Assignments: the same prompt and seed for ever, one answer to one request, and few who may answer."""
+
+import dataclasses
+
+import pytest
+
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups.schedule import prompt_of, seed_of
+from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, expire, give_back, hand_out
+from heterorl.coordinator.rollout_column import LEASE_BATCH
+from tests.support.run import CONTRACT, INCARNATION, SITE, credits_of, rollout
+
+
+@pytest.fixture
+def config(tmp_path):
+    return CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=8, seed=7)
+
+
+async def ask(core, *, site=SITE, count=2, request_id="", version=0):
+    grant = await core.lease_work(
+        site=site, incarnation=INCARNATION, max_groups=count, policy_version=version, request_id=request_id
+    )
+    return [work.id for work in grant.assignments]
+
+
+def numbered(run, work, sequence, *, site=SITE):
+    group = run.group(work)
+    return dataclasses.replace(group, id=GroupId(site=site, incarnation=INCARNATION, sequence=sequence))
+
+
+# ---- a request said again
+
+
+async def test_request_said_again_is_given_what_it_was_given(core, run):
+    first = await ask(core, request_id="a")
+    assert await ask(core, request_id="a") == first
+    assert await ask(core, request_id="a", count=100) == first, "whatever it asks for the second time"
+    assert await ask(core, request_id="b") != first
+    # Without an id, each request is another one.
+    assert len({*await ask(core), *await ask(core)}) == 4
+
+
+async def test_request_said_again_after_a_restart_is_given_what_it_was_given(config, core, run, clock):
+    first = await ask(core, request_id="a")
+    await core.close()
+    again = await Coordinator.open(config, clock)
+    assert await ask(again, request_id="a") == first
+    await again.close()
+
+
+async def test_request_said_again_extends_no_lease(core, run, clock):
+    first = await ask(core, request_id="a")
+    clock.advance(100)
+    grant = await core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=2, policy_version=0, request_id="a")
+    assert [work.lease_s for work in grant.assignments] == [pytest.approx(20.0)] * 2
+    clock.advance(21)
+    # It ran out: another site gets it, and the request finds nothing of its own any more.
+    await core.register(run.registration(site="us-1"))
+    assert await ask(core, site="us-1") == first
+    assert not set(await ask(core, request_id="a")) & set(first)
+
+
+async def test_request_of_another_site_is_another_request(core, run):
+    await core.register(run.registration(site="us-1"))
+    first = await ask(core, request_id="a")
+    assert not set(await ask(core, site="us-1", request_id="a")) & set(first)
+
+
+async def test_answered_part_of_a_request_is_not_given_again(core, run):
+    grant = await core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=2, policy_version=0, request_id="a")
+    await core.push_groups([run.group(grant.assignments[0])])
+    assert await ask(core, request_id="a") == [grant.assignments[1].id]
+
+
+async def test_request_id_has_a_bound(core, run):
+    with pytest.raises(InvalidRequest, match="request_id"):
+        await ask(core, request_id="x" * 65)
+
+
+async def test_more_assignments_than_a_call_can_lease_are_not_given_back(core, run):
+    await run.lease(2)
+    with pytest.raises(InvalidRequest, match="assignments: 4097"):
+        await core.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[0] * 4097)
+
+
+class Counted:
+    """A connection that counts the calls of it."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.num_calls = 0
+
+    def execute(self, *arguments):
+        self.num_calls += 1
+        return self.connection.execute(*arguments)
+
+    def executemany(self, *arguments):
+        self.num_calls += 1
+        return self.connection.executemany(*arguments)
+
+
+@pytest.mark.parametrize("count", [1, 200])
+async def test_however_much_is_opened_at_once_takes_three_statements(config, core, run, count):
+    given = await core.database.run(lambda connection: _handed(connection, config, 2 * count))
+
+    def given_back(connection):
+        counted = Counted(connection)
+        give_back(counted, site=SITE, incarnation=INCARNATION, assignments=[*given[:count], 2**64 - 1])
+        expire(counted, given[count:])
+        return counted.num_calls, connection.execute("SELECT count(*), sum(is_leased) FROM work").fetchone()
+
+    assert await core.database.run(given_back) == (3, (2 * count, 0))
+
+
+def _handed(connection, config, count):
+    handed = hand_out(
+        connection, site=SITE, incarnation=INCARNATION, count=count, num_prompts=4096, config=config
+    )  # fmt: skip
+    return [each.assignment for each in handed]
+
+
+# ---- who may answer
+
+
+async def test_site_that_let_an_assignment_go_long_ago_may_not_answer_it(core, run, clock):
+    (work,) = await run.lease(1)
+    others = [f"us-{number}" for number in range(MAX_HOLDERS)]
+    for site in others:
+        clock.advance(121)
+        await core.register(run.registration(site=site))
+        assert await ask(core, site=site, count=1) == [work.id]
+    (outcome,) = await core.push_groups([numbered(run, work, 1)])
+    assert outcome.reason is DropReason.INVALID
+    assert "was not given to this site, or was given back" in outcome.message
+
+    # The one before the holder may: its answer was on its way.
+    (outcome,) = await core.push_groups([numbered(run, work, 1, site=others[-2])])
+    assert outcome.status is PushStatus.ACCEPTED
+    (outcome,) = await core.push_groups([numbered(run, work, 1, site=others[-1])])
+    assert outcome.reason is DropReason.SURPLUS
+
+
+async def test_site_that_gave_an_assignment_back_may_not_answer_it(core, run):
+    (work,) = await run.lease(1)
+    await core.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[work.id, 2**64 - 1])
+    await core.register(run.registration(site="us-1"))
+    assert await ask(core, site="us-1", count=1) == [work.id]
+
+    (outcome,) = await core.push_groups([numbered(run, work, 1)])
+    assert outcome.reason is DropReason.INVALID
+    # Nor does it open what the other one holds, by this or by giving it back once more.
+    await core.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[work.id])
+    assert work.id not in await ask(core, count=8)
+    (outcome,) = await core.push_groups([numbered(run, work, 1, site="us-1")])
+    assert outcome.status is PushStatus.ACCEPTED
+
+
+# ---- the same prompt, the same seed
+
+
+@pytest.mark.parametrize("state", ["pending", "leased", "consumed"])
+async def test_reopened_assignment_has_its_prompt_and_its_seed(core, run, state):
+    """A group that was taken and is given up: its row of work is gone, and is made again as it was."""
+    (work,) = await run.lease(1)
+    await core.push_groups([run.group(work)])
+    ids = [GroupId(site=SITE, incarnation=INCARNATION, sequence=run.sequence)]
+    if state == "leased":
+        assert [queued.seed async for queued in _streamed(core, run, 1)] == [work.seed]
+    if state == "consumed":
+        await run.publish(consumed=ids)
+        await run.publish(lineage_version=0, snapshot=True)
+    else:
+        for _ in range(core.config.max_staleness_versions + 1):
+            await run.publish()
+        if state == "pending":
+            assert [queued async for queued in _streamed(core, run, 1)] == []
+        else:
+            with pytest.raises(Exception, match="1 became too stale"):
+                await run.publish(consumed=ids)
+            run.head = (await core.get_status()).head_version
+
+    (again,) = await run.lease(1)
+    assert (again.id, again.prompt_index, again.seed) == (work.id, work.prompt_index, work.seed)
+    assert again.seed == seed_of(work.id, seed=7)
+    assert again.prompt_index == prompt_of(work.id, num_prompts=CONTRACT.num_prompts, seed=7)
+
+
+def _streamed(core, run, count):
+    return core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(count))
+
+
+# ---- terms are the monotonic clock's
+
+
+async def test_step_of_the_wall_clock_ends_no_lease_and_extends_none(core, run, clock):
+    mine = [work.id for work in await run.lease(2)]
+    clock.wall_offset += 1e6
+    await core.register(run.registration(site="us-1"))
+    assert not set(await ask(core, site="us-1")) & set(mine)
+    clock.wall_offset -= 2e6
+    clock.advance(119)
+    assert not set(await ask(core, site="us-1")) & set(mine)
+    clock.advance(2)
+    assert await ask(core, site="us-1") == mine
+
+
+# ---- what a group was when it came
+
+
+async def test_group_whose_bytes_became_another_groups_is_not_trained_on(core, run):
+    """Bytes that parse are no proof: the digest of the push is."""
+    await run.push(3)
+    swap = "UPDATE groups SET payload = (SELECT payload FROM groups WHERE sequence = 2) WHERE sequence = 1"
+    await core.database.run(lambda c: c.execute(swap).rowcount)
+
+    assert [queued.group.id.sequence async for queued in _streamed(core, run, LEASE_BATCH)] == [2, 3]
+    counts = (await core.get_status()).ledger
+    assert (counts.dropped, counts.is_balanced) == ({DropReason.INVALID: 1}, True)
+    assert await ask(core, count=1) == [0], "its prompt is handed out again"
+
+
+# ---- abandoned versions
+
+
+async def test_what_waits_of_an_abandoned_version_goes_with_it(core, run):
+    before = await run.lease(4)
+    old = [run.group(work) for work in before[:1]]
+    await run.publish()
+    new = [run.group(work) for work in before[1:]]
+    await core.push_groups([*old, *new[:2]])
+    assert [queued.group.oldest_version async for queued in _streamed(core, run, 2)] == [0, 1]
+    # One of version 1 is leased, one pending, one not pushed yet.
+    await run.publish(lineage_version=0, snapshot=True)
+
+    counts = (await core.get_status()).ledger
+    assert (counts.leased, counts.pending, counts.is_balanced) == (1, 0, True)
+    assert counts.dropped == {DropReason.UNKNOWN_VERSION: 2}
+    (late,) = await core.push_groups(new[2:])
+    assert late.reason is DropReason.UNKNOWN_VERSION
+    # All three prompts are generated again, as they were.
+    again = await run.lease(3)
+    assert [(work.id, work.seed) for work in again] == [(work.id, work.seed) for work in before[1:]]
+
+
+async def test_group_with_tokens_of_an_abandoned_version_is_not_trained_on(core, run):
+    """Swapped in flight: its oldest token is of the lineage, a later one is not."""
+    mixed = (Span(version=0, start=0, end=1), Span(version=1, start=1, end=3))
+    work = await run.lease(2)
+    await run.publish()
+    groups = [run.group(entry, version=0, rollouts=(rollout(0), rollout(0, spans=mixed))) for entry in work]
+    (taken,) = await core.push_groups(groups[:1])
+    assert taken.status is PushStatus.ACCEPTED
+    await run.publish(lineage_version=0, snapshot=True)
+
+    (late,) = await core.push_groups(groups[1:])
+    assert late.reason is DropReason.UNKNOWN_VERSION
+    assert "version 1 was abandoned" in late.message
+    assert [queued async for queued in _streamed(core, run, 2)] == []
+    counts = (await core.get_status()).ledger
+    assert (counts.dropped, counts.is_balanced) == ({DropReason.UNKNOWN_VERSION: 2}, True)

@@ -1,0 +1,139 @@
+"""Who waits for room is told of all room that comes; what is remembered of copies is bounded by the payloads."""
+
+import asyncio
+import contextlib
+
+import pytest
+from blake3 import blake3
+
+from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
+
+pytestmark = pytest.mark.timeout(60)
+MIB = 1 << 20
+DATA = {blake3(data).hexdigest(): data for data in (bytes([number]) * (6 * MIB) for number in range(3))}
+A, B, C = DATA
+SOON_S = 10.0
+"""Far below `WAIT_S`, after which a waiter looks again in any case."""
+
+
+class Home:
+    """A bucket that sends some payloads in part, and ends their fetches only when it may."""
+
+    used_bytes = 0
+
+    def __init__(self):
+        self.there = {*DATA}
+        self.slow, self.sent = set(), 3 * MIB
+        self.begins, self.may_end = asyncio.Event(), asyncio.Event()
+
+    def size(self, digest):
+        return len(DATA[digest]) if digest in self.there else None
+
+    def digests(self):
+        return frozenset(self.there)
+
+    async def reserve(self, num_bytes):
+        pass
+
+    async def erase(self, digest):
+        return 0
+
+    async def fetch(self, digest, path):
+        if digest not in self.slow:
+            path.write_bytes(DATA[digest])
+            return
+        path.write_bytes(DATA[digest][: self.sent])
+        self.begins.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # A block is being written.
+            await self.may_end.wait()
+
+
+@pytest.fixture
+def home():
+    return Home()
+
+
+@pytest.fixture
+def copies(home, tmp_path):
+    (tmp_path / SCRATCH).mkdir()
+
+    async def make_room(missing_bytes):
+        await copies.make_room(missing_bytes)
+
+    files = CacheFiles(tmp_path, store_bytes=13 * MIB, max_payload_bytes=64 * MIB, make_room=make_room, storage=home)
+    copies = BucketCache(files, home)
+    return copies
+
+
+async def read(copies, digest):
+    async with copies.at_hand([digest]):
+        pass
+
+
+@contextlib.asynccontextmanager
+async def waiting(copies, digest):
+    """While a reader waits for room, and is told of it soon after the end."""
+    task = asyncio.ensure_future(read(copies, digest))
+    await asyncio.wait([task], timeout=0.1)
+    assert not task.done()
+    yield
+    async with asyncio.timeout(SOON_S):
+        await task
+
+
+@pytest.mark.parametrize("sent", [3, 6])
+async def test_room_of_a_fetch_that_was_given_up_is_told_when_it_has_ended(copies, home, sent):
+    home.slow, home.sent = {A}, sent * MIB
+    async with copies.at_hand([C]):
+        first = asyncio.ensure_future(read(copies, A))
+        await home.begins.wait()
+        async with waiting(copies, B):
+            first.cancel()
+            await asyncio.wait([first])
+            assert copies._promised
+            home.may_end.set()
+
+
+async def test_room_of_what_the_keeper_deletes_is_told(copies, home):
+    home.there = {B, C}
+
+    async def frames():
+        yield DATA[A][: 5 * MIB]
+        raise ConnectionError
+
+    async def is_needed():
+        return False
+
+    async with copies.at_hand([C]):
+        with pytest.raises(ConnectionError):
+            await copies._files.append(digest=A, num_bytes=6 * MIB, offset=0, frames=frames())
+        async with waiting(copies, B):
+            assert await copies._files.remove(A, is_needed=is_needed) == 5 * MIB
+
+
+async def test_what_no_bucket_has_is_not_remembered(copies):
+    for number in range(100):
+        await read(copies, blake3(bytes([number])).hexdigest())
+    assert not copies._order
+    await read(copies, A)
+    assert [*copies._order] == [A]
+
+
+async def test_fetch_of_a_payload_that_is_deleted_meanwhile_makes_room(copies, home):
+    home.slow = {A}
+    reading = asyncio.ensure_future(read(copies, A))
+    await home.begins.wait()
+    home.there = {B, C}
+    copies.forget(A)
+    reading.cancel()
+    (fetch,) = copies._fetches.values()
+    home.may_end.set()
+    await asyncio.wait([reading, fetch.task])
+    assert copies._files._used == copies._files.scratch_bytes(A) == 3 * MIB
+    copies.forget(A)
+    await copies.make_room(1)
+    assert copies._files._used == copies._files.scratch_bytes(A) == 0
+    assert not copies._order

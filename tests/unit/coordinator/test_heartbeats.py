@@ -1,0 +1,79 @@
+"""Heartbeats that wait together cost the store one operation, and each gets its own answer."""
+
+import asyncio
+
+import pytest
+
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.run import Command, Heartbeat
+from heterorl.coordinator import run_column as column
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.sites import incarnations
+from tests.support.clock import ManualClock
+from tests.support.run import Run
+
+NUM_SITES = 20
+
+
+@pytest.fixture
+async def core(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    for number in range(NUM_SITES):
+        await core.register(run.registration(site=SiteId(f"site-{number}")))
+    core.incarnation = run.registration().incarnation
+    yield core
+    await core.close()
+
+
+def beat(core, site, incarnation=""):
+    return core.heartbeat(
+        Heartbeat(
+            site=SiteId(site), incarnation=incarnation or core.incarnation, policy_version=0, state_root="",
+            tokens_per_s=1.0, outbox_groups=0,
+        )
+    )  # fmt: skip
+
+
+async def test_those_who_wait_together_share_an_operation_and_each_gets_its_own_answer(core, monkeypatch):
+    asked = []
+    commands_of = column.commands_of
+
+    def counting(connection, holders, config):
+        asked.append(len(holders))
+        return commands_of(connection, holders, config)
+
+    def widen(connection):
+        connection.execute(
+            "INSERT INTO beyond_watermark (site, incarnation, sequence) VALUES ('site-3', ?, ?)",
+            (core.incarnation, incarnations.MAX_GAP),
+        )
+
+    monkeypatch.setattr(column, "commands_of", counting)
+    await core.database.run(widen)
+    held = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    # The store's thread has something else to do until all wait for it.
+    before = core.database.submit(lambda _: asyncio.run_coroutine_threadsafe(held.wait(), loop).result(20))
+    calls = [asyncio.create_task(beat(core, f"site-{number}")) for number in range(NUM_SITES)]
+    strangers = [
+        asyncio.create_task(beat(core, *holder)) for holder in (("other",), ("site-1", "other"), ("site-1\0", "x"))
+    ]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    held.set()
+    await before
+
+    answers = await asyncio.gather(*calls[1:])
+    assert asked == [NUM_SITES + len(strangers)]
+    assert [answer for answer in answers if answer] == [answers[2]] == [(Command.REGISTER,)]
+    assert await asyncio.gather(*strangers) == [(Command.REGISTER,)] * 3
+
+    # Whoever comes later is not told what was true before.
+    await core.drain(reason="maintenance")
+    assert await beat(core, "site-1") == (Command.DRAIN,)
+    assert await beat(core, "site-3") == (Command.DRAIN, Command.REGISTER)
+    assert asked[1:] == [1, 1]

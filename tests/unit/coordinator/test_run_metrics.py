@@ -1,0 +1,155 @@
+"""What operators see of the coordinator is what its store holds."""
+
+import dataclasses
+
+import pytest
+
+from heterorl.common.process.metrics import REGISTRY
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, LeasedGroup
+from heterorl.common.types.run import Heartbeat
+from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.seal import seal
+from heterorl.coordinator import run_metrics
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.versions import published_variants
+from tests.support.run import INCARNATION, SITE, credits_of
+
+
+def shown(name, **labels):
+    return REGISTRY.get_sample_value(f"heterorl_{name}", labels)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return CoordinatorConfig(data_dir=tmp_path / "data", max_policy_age_s=500)
+
+
+async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_applying_took(core, run):
+    first = await core.get_status()
+    assert (first.delta_bytes, first.encode_s) == (0, 0.0)
+    assert first.snapshot_bytes == first.bytes_last > 0
+    request = dataclasses.replace(await run.prepare(), encode_s=0.5)
+    await core.publish_version(request)
+    await core.heartbeat(
+        Heartbeat(
+            site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=0.0, outbox_groups=0,
+            apply_s=0.25,
+        )
+    )  # fmt: skip
+
+    await run_metrics.observe_run(core)
+    status = await core.get_status()
+
+    assert status.delta_bytes == manifest_from_bytes(request.manifest).payloads[0].num_bytes
+    assert (status.snapshot_bytes, status.encode_s) == (0, 0.5)
+    assert [site.apply_s for site in status.sites] == [0.25]
+    assert shown("coordinator_site_apply_seconds", site=SITE) == 0.25
+
+
+async def test_sites_and_bytes_are_shown_by_variant_and_no_longer_than_they_are_there(core, run):
+    delta = (await core.get_status()).snapshot_bytes
+    await core.register(run.registration(variant=""))
+    await core.database.run(lambda c: published_variants.offer(c, ["int8"]))
+    await core.register(run.registration(site=SiteId("small"), variant="int8"))
+    await core.database.run(
+        lambda c: c.execute("INSERT INTO variant_versions VALUES ('int8', 0, ?, 'd', 'r', 44, 0.5)", (b"",))
+    )
+
+    await run_metrics.observe_run(core)
+
+    assert shown("coordinator_site_variant_info", site=SITE, variant="trained") == 1
+    assert shown("coordinator_site_variant_info", site="small", variant="int8") == 1
+    assert shown("coordinator_site_variant_info", site="small", variant="trained") is None
+    assert shown("coordinator_variant_bytes", variant="trained", kind="snapshot") == delta > 0
+    assert shown("coordinator_variant_bytes", variant="int8", kind="full") == 44
+    assert shown("coordinator_variant_bytes", variant="int8", kind="delta") == 0
+    await core.database.run(lambda c: published_variants.offer(c, []))
+    await run_metrics.observe_run(core)
+    assert shown("coordinator_variant_bytes", variant="int8", kind="full") is None
+
+
+async def test_run_is_shown_as_the_store_holds_it(core, run, clock):
+    published = clock.wall()
+    await run.push(2)
+    clock.advance(10.0)
+
+    await run_metrics.observe_run(core)
+
+    assert shown("coordinator_head_version") == 0
+    assert shown("coordinator_head_timestamp_seconds") == published
+    assert shown("coordinator_queue_groups", state="pending") == 2
+    assert shown("coordinator_queue_oldest_seconds") == 10.0
+    assert shown("coordinator_ledger_groups", account="acked") == 2
+    assert shown("coordinator_ledger_balanced") == 1
+    assert shown("coordinator_draining") == 0
+    assert shown("coordinator_max_policy_age_seconds") == 500
+    assert shown("coordinator_site_silence_seconds", site=SITE) == 10.0
+    assert shown("coordinator_site_policy_version", site=SITE) == 0
+    assert shown("coordinator_store_used_bytes") == core.blobs.used_bytes > 0
+    used = await core.database.run(lambda c: c.execute("SELECT sum(num_bytes) FROM groups").fetchone()[0])
+    assert shown("coordinator_site_pending_bytes", site=SITE) == used > 0
+    # Every reason is there from the start, so that its first group shows as an increase.
+    for reason in DropReason:
+        assert shown("coordinator_ledger_dropped_groups", reason=reason.value) == 0
+
+
+async def test_site_is_as_its_newest_incarnation_and_is_forgotten_after_a_day(core, run, clock):
+    await run.lease(1)
+    clock.advance(60.0)
+    # The name sorts before that of the first incarnation: order of rows must not decide.
+    await run.register(incarnation="0-new")
+    await run_metrics.observe_run(core)
+
+    assert shown("coordinator_site_silence_seconds", site=SITE) == 0.0
+    assert shown("coordinator_site_work_groups", site=SITE) == 1
+
+    clock.advance(run_metrics.SILENCE_LIMIT_S)
+    await run_metrics.observe_run(core)
+
+    assert shown("coordinator_site_silence_seconds", site=SITE) is None
+    assert shown("coordinator_site_policy_version", site=SITE) is None
+
+
+async def test_assignments_that_left_with_a_silent_site_are_shown(core, run, clock):
+    await core.register(run.registration(work_ahead_s=600.0))
+    await run.lease(1)
+    await run_metrics.observe_run(core)
+    assert shown("coordinator_site_away_groups", site=SITE) == 0
+
+    clock.advance(core.config.work_lease_s + 1)
+    await run_metrics.observe_run(core)
+    assert shown("coordinator_site_work_groups", site=SITE) == 1
+    assert shown("coordinator_site_away_groups", site=SITE) == 1
+
+
+async def test_a_ledger_that_lost_a_group_is_shown(core, run):
+    await run.push(1)
+    await core.database.run(lambda connection: connection.execute("DELETE FROM groups"))
+
+    await run_metrics.observe_run(core)
+
+    assert shown("coordinator_ledger_balanced") == 0
+
+
+async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core, run, clock):
+    labels = {"site": SITE, "status": "accepted", "reason": ""}
+    before = shown("coordinator_pushed_groups_total", **labels) or 0.0
+    ages = shown("coordinator_policy_age_seconds_sum", site=SITE) or 0.0
+    waits = shown("coordinator_queue_age_seconds_sum", site=SITE) or 0.0
+    clock.advance(5.0)
+    work = await run.lease(1)
+    for outcome in await core.push_groups([run.group(work[0])]):
+        run_metrics.observe_push(outcome)
+    clock.advance(7.0)
+    stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(1))
+    queued = await anext(stream)
+    run_metrics.observe_lease(
+        LeasedGroup(sealed=seal(queued.group), policy_age_s=queued.policy_age_s, queue_age_s=queued.queue_age_s)
+    )
+    await stream.aclose()
+
+    assert shown("coordinator_pushed_groups_total", **labels) == before + 1
+    # Published 5 s before it was pushed, leased 7 s after.
+    assert shown("coordinator_policy_age_seconds_sum", site=SITE) == ages + 12.0
+    assert shown("coordinator_queue_age_seconds_sum", site=SITE) == waits + 7.0

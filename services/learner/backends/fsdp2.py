@@ -1,15 +1,15 @@
-"""torch's fully sharded data parallelism, `fully_shard`, with fp32 masters as a TrainBackend.
+"""The backend on torch's `fully_shard` (FSDP2), with fp32 masters.
 
-    one group       each block of the outermost lists of modules: gathered for its pass, and again for its backward pass
-    the root        what is outside of them: embeddings, last norm, head; gathered once a pass
+    one group       each block of the outermost lists of modules: gathered for its forward and for its backward pass
+    the root        the other tensors: embeddings, last norm, head; gathered once a pass
 
-Passes in fp32 see the masters rounded to the published type. Passes in bf16 gather the masters as bf16, which is
-how they are published by default. AdamW works by element, so it runs on plain tensors that share the storage of the
-divided parameters, and knows nothing of ranks. The norm of the gradient is the one number of the whole.
+Passes in fp32 see the masters rounded to the published type; passes in bf16 gather the masters as bf16. AdamW works by
+element, so it runs on plain tensors that share the storage of the sharded parameters. Only the gradient's norm is
+computed over all ranks.
 
-Guarantees: no rank holds the whole model: parameters have no content until their block is divided, and each rank then
-reads its rows by name. Gradients are added up in fp32, and divided after each micro-batch. A directory that cannot be
-the reference is refused on every rank, under its own key.
+Guarantees: no rank holds the whole model; parameters have no content until their block is sharded, then each rank reads
+its rows by name. Gradients are added up in fp32 and sharded after each micro-batch. A bad reference directory is
+refused on every rank, under its own key.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from heterorl.learner.train.model import REFERENCE_KEY
 
 
 class Fsdp2Engine:
-    """A divided `LogprobModel` as a PassEngine."""
+    """A sharded `LogprobModel` as a PassEngine."""
 
     def __init__(self, wrapped: LogprobModel) -> None:
         self._wrapped = wrapped
@@ -75,10 +75,10 @@ class Fsdp2Engine:
         return logprobs_N, entropies_N
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Nothing: each pass divides its gradient, so that no rank holds a whole one between passes."""
+        """Nothing: each pass shards its gradient, so that no rank holds a whole one between passes."""
 
     def free(self) -> None:
-        """Forget gathered weights that a forward pass left for its backward pass, which is not to come."""
+        """Free gathered weights that a forward pass left for a backward pass that does not come."""
         wrapped: Any = self._wrapped
         wrapped.reshard()
 
@@ -95,10 +95,10 @@ def shard(
     device: torch.device,
     is_frozen: bool = False,
 ) -> Fsdp2Engine:
-    """Divide a model without content over all ranks, in place; its parameters are then of arbitrary content.
+    """Shard a model without content over all ranks, in place; its parameters then have arbitrary content.
 
-    It is on the meta device but for its buffers, which are moved. `products` is the type that passes compute with,
-    weights included; None for fp32. Of a frozen model nothing stays gathered after a pass.
+    The model is on the meta device except for its buffers, which are moved. `products` is the type of passes, weights
+    included; None for fp32. After a pass of a frozen model nothing stays gathered.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Rows in pinned memory travel to a GPU beside its computing.
@@ -130,13 +130,13 @@ def shard(
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's rows of a divided parameter, sharing its storage."""
+    """This rank's rows of a sharded parameter, sharing its storage."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local().detach()
 
 
 def piece_of(shape: torch.Size, *, rank: int, world_size: int) -> Piece:
-    """The elements that rank has: rows are cut as `torch.chunk` does, so the last ranks may have fewer or none."""
+    """The elements of a rank: rows are cut as `torch.chunk` does, so the last ranks may have fewer or none."""
     num_rows = shape[0] if shape else 1
     width = shape.numel() // num_rows if num_rows else 0
     length = -(-num_rows // world_size)
@@ -145,12 +145,11 @@ def piece_of(shape: torch.Size, *, rank: int, world_size: int) -> Piece:
 
 
 class Fsdp2State(ShardedState):
-    """This rank's part of what is trained. All ranks call together."""
+    """This rank's part of the trained state. All ranks call together."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], *, config: Fsdp2BackendConfig, ranks: Collectives
     ) -> None:
-        """Take over divided parameters."""
         self._parameters = dict(parameters)
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._config = config
@@ -175,7 +174,7 @@ class Fsdp2State(ShardedState):
         target.copy_(whole[piece.start : piece.start + piece.size].view(target.shape))
 
     def _part(self, name: str, key: Key) -> torch.Tensor:
-        """This rank's rows of a tensor, sharing its storage; zeros for moments of what has had no gradient yet."""
+        """This rank's rows of a tensor, sharing its storage; zeros for moments without a gradient yet."""
         local = self._locals[name]
         if not key:
             return local.detach()
@@ -198,9 +197,9 @@ class Fsdp2State(ShardedState):
 
     @contextmanager
     def rounded(self, types: Mapping[str, torch.dtype]) -> Iterator[None]:
-        """Let passes gather masters as they would be published; costs one more copy of this rank's part.
+        """A context in which passes gather masters as they would be published; costs a copy of this rank's part.
 
-        When it ends the masters are back, bit for bit, whatever was raised. `types` are those of the layout by name.
+        Afterwards the masters are back, bit for bit, whatever was raised. `types` are those of the layout by name.
         """
         kept = {name: local.detach().clone() for name, local in self._locals.items() if types[name] != torch.float32}
         try:
@@ -217,11 +216,10 @@ class Fsdp2State(ShardedState):
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
         """Clip and step, unless loss or gradient is not finite; clears the gradient.
 
-        Returns:
-            Whether the step was taken, and the norm of the whole gradient before clipping.
+        Returns whether the step was taken, and the norm of the whole gradient before clipping.
 
         Raises:
-            ConfigError: on all ranks: passes no longer see what the optimizer steps on.
+            ConfigError: on all ranks: passes no longer see the tensors of the optimizer.
         """
         gradients = {}
         for name, parameter in self._parameters.items():
@@ -250,10 +248,7 @@ class Fsdp2State(ShardedState):
         return is_applied, norm
 
     def _is_apart(self) -> bool:
-        """Whether a divided parameter has left the storage that it shared with what the optimizer steps on.
-
-        Releases of torch before 2.10 copy padded rows at the first pass.
-        """
+        """Whether a parameter has left the storage of the optimizer's tensor: torch before 2.10 copies padded rows."""
         if self._is_checked:
             return False
         self._is_checked = True
@@ -272,12 +267,10 @@ class Fsdp2State(ShardedState):
 def open_reference(
     model_dir: str, config: Fsdp2BackendConfig, ranks: Collectives, *, learner: nn.Module
 ) -> OpenedModel:
-    """Open the reference; its weights are still on the disk.
-
-    Under the learner's adapters lie the weights that it would have without them. All ranks call.
+    """Open the reference; its weights stay on the disk. All ranks call.
 
     Raises:
-        ConfigError: it cannot be loaded, or is not of the learner's shape.
+        ConfigError: it cannot be loaded, or has other shapes than the learner's model.
     """
     try:
         opened = open_together(model_dir, config, ranks)
@@ -293,7 +286,7 @@ def open_reference(
 
 
 class Fsdp2Sharding(Sharding):
-    """A model that `fully_shard` divides."""
+    """A model that `fully_shard` shards."""
 
     def __init__(
         self,
@@ -305,11 +298,11 @@ class Fsdp2Sharding(Sharding):
         ranks: Collectives,
         lora: LoraConfig,
     ) -> None:
-        """Load the model, check that it can be trained this way, and divide it.
+        """Load the model, check that it can be trained this way, and shard it.
 
         Raises:
-            ConfigError: the model cannot be loaded or trained in the chosen layout, there are no layers for the
-                adapters, the loss depends on how a step is cut into passes, or its reference is no such model.
+            ConfigError: model or reference cannot be loaded or trained in the chosen layout, there are no layers for
+                the adapters, or the loss depends on how a step is cut into passes.
         """
         loss_spec = check_divisible(loss, ranks, has_reference=True, max_new_tokens=sampling.max_new_tokens)
         opened = open_together(model_dir, config, ranks)
@@ -383,7 +376,7 @@ class Fsdp2Sharding(Sharding):
 
 @torch.no_grad()
 def _fill(opened: OpenedModel, ranks: Collectives) -> None:
-    """Read this rank's rows of every parameter; adapters start as adapters do."""
+    """Read this rank's rows of every parameter; adapters get their start values."""
     for name, parameter in opened.model.named_parameters():
         start = start_of(name, parameter.shape)
         whole = opened.flat(name) if start is None else start.reshape(-1)
@@ -394,7 +387,7 @@ def _fill(opened: OpenedModel, ranks: Collectives) -> None:
 
 @torch.no_grad()
 def _round(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
-    """As the learner's passes see what is published under these names."""
+    """Round a reference as the learner's passes round the published tensors of these names."""
     parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     for name, part in (*parts.items(), *model.named_buffers()):
         if name in types:

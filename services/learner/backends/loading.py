@@ -1,10 +1,10 @@
-"""A model directory, opened: the model without its weights, and the weights by the model's own names.
+"""An opened model directory: the model without weights, and its weights by the model's own names.
 
-No rank holds more of them than it keeps: they are read one tensor at a time, or block by block while a model computes.
+A rank reads one tensor at a time, or block by block while a model computes, and keeps only its part.
 
-Guarantees: what is read is bit for bit what transformers loads. Where names or values in the files are not the model's
-own (experts that are merged, quantised weights, tied tensors that differ, files that are not safetensors), transformers
-reads the whole model, and the log says so.
+Guarantees: the values are bit for bit those that transformers loads. Where names or values in the files differ from the
+model's (merged experts, quantised weights, tied tensors that differ, no safetensors), transformers reads the whole
+model, and the log says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Places = list[tuple[nn.Module, str, nn.Parameter]]
 
 
 def empty_model(model_dir: str) -> nn.Module:
-    """A causal language model whose parameters are on the meta device; its buffers are real, as they are computed.
+    """A causal language model with parameters on the meta device; its buffers are real, since they are computed.
 
     Raises:
         ConfigError: there is no such model, or its code needs values.
@@ -56,7 +56,7 @@ def empty_model(model_dir: str) -> nn.Module:
 def replace_parameters(
     model: nn.Module, make: Callable[[str, nn.Parameter], torch.Tensor]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Put other parameters in the place of a model's, one at a time as they are asked for; what is tied stays tied.
+    """Replace a model's parameters one at a time, as the caller iterates; tied parameters stay tied.
 
     Yields the new ones by name, each already in its place.
     """
@@ -74,7 +74,7 @@ def replace_parameters(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """While it lasts, modules of this process register parameters without storage; BUILDING is held.
+    """A context in which modules of this process register parameters without storage; BUILDING is held.
 
     Not torch's meta device: buffers such as the frequencies of positions are computed, and in no file.
     """
@@ -96,23 +96,24 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
-    """A model whose parameters are on the meta device, ready to train when it has weights; its buffers are real."""
+    """A model with parameters on the meta device, ready to train when it has weights; its buffers are real."""
 
     model: nn.Module
     flat: Callable[[str], torch.Tensor]
-    """The flattened tensor of a name of the model, of a type that fp32 has exactly; not to be written to."""
+    """The flattened tensor of a name of the model, of a type that fp32 holds exactly; not to be written to."""
     is_held: bool
     """Whether the weights are in this process's memory; else they stay on the disk, or rank 0 sends them."""
 
 
 class _NotByName(Exception):
-    """The files are not the model's tensors by name; says why."""
+    """The reason why the files do not have the model's tensors by name."""
 
 
 def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, may_hold: bool = True) -> OpenedModel:
-    """Open a local directory or hub id; of its weights, types and shapes alone are read.
+    """Open a local directory or hub id; reads only types and shapes of its weights.
 
-    Without `may_hold` a model that cannot be read by name has no weights, and what is not trained is as it is computed.
+    Without `may_hold` a model that cannot be read by name has no weights, and its untrained tensors keep computed
+    values.
 
     Raises:
         ConfigError: it is not a causal language model, or cannot be read.
@@ -132,7 +133,7 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
 
 
 def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Module:
-    """Give the model all of its weights as fp32 masters on a device, in memory of their own; returns it."""
+    """Give the model all weights as fp32 masters on a device, in memory of their own; returns it."""
     # What is mapped is the file's; what was read whole is nobody else's.
     names = replace_parameters(
         opened.model,
@@ -145,10 +146,10 @@ def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Modul
 
 @torch.no_grad()
 def hold_untrained(opened: OpenedModel) -> None:
-    """Make buffers of parameters that are published and not trained, such as a router's correction, with their values.
+    """Turn published parameters that are not trained, such as a router's correction, into buffers with their values.
 
-    An engine that divides a model divides what is trained; so all that it publishes is trained, or a buffer. Where
-    ranks share the weights of one, all of them call.
+    An engine that shards a model shards what is trained, so all that it publishes is trained or a buffer. Where ranks
+    share the weights of one, all of them call.
     """
     frozen = {
         id(tensor)
@@ -168,7 +169,7 @@ def hold_untrained(opened: OpenedModel) -> None:
 
 
 def digest_of_opened(opened: OpenedModel) -> Digest:
-    """`base_digest` of its weights; one tensor at a time is in memory."""
+    """`base_digest` of its weights, with one tensor at a time in memory."""
     state = opened.model.state_dict(keep_vars=True)
 
     def read(name: str) -> torch.Tensor:
@@ -229,7 +230,7 @@ def _is_converted(model: nn.Module) -> bool:
 
 
 def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str]:
-    """Where each tensor of a model is; tied ones are one tensor, under any of their names."""
+    """The file's name of each tensor of a model; tied ones are one tensor, under any of their names."""
     tied: dict[int, list[str]] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -253,10 +254,9 @@ def _names(model: nn.Module, file_of: Mapping[str, TensorFile]) -> dict[str, str
 
 @contextmanager
 def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
-    """The model with fp32 weights for forward passes without gradients; afterwards it has none again.
+    """A context in which the model has fp32 weights for forward passes without gradients.
 
-    Memory: embeddings and head, and one block of the outermost lists of modules. Blocks, not single modules: within a
-    block, modules read each other's weights.
+    Memory: embeddings, head, and one block. Blocks, not single modules: modules of a block read each other's weights.
     """
     model = opened.model
     names = {id(owner): name for name, owner in model.named_modules()}

@@ -1,19 +1,15 @@
 """The optimizers, and trainable state as files: safetensors for tensors, JSON for counters, no pickle.
 
-    adamw       two moments as large as the parameter: 8 bytes of each element; any piece of a parameter by itself
-    adafactor   arXiv 1804.04235: of a matrix the mean square of each row and of each column, of a vector of each
-                element, and no first moment
-
-Adafactor needs whole matrices: columns, the size of a parameter and that of its update are sums over all rows, so a
-rank that has some of them would take another step than one that has all.
+    adamw       two moments as large as the parameter: 8 bytes of each element; works on any piece of a parameter
+    adafactor   arXiv 1804.04235, without a first moment: mean squares of each row and column of a matrix, and of each
+                element of a vector. Needs whole matrices, since its statistics are sums over all rows and columns
 
     weights.safetensors     fp32 masters by parameter name, tied ones once
-    optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `random/cpu`, `random/cuda`
-    state.json              {"format": 1, "applied_steps": n}, and "lora": the settings of adapters where there are some
+    optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `row_var/NAME`, `col_var/NAME`
+                            of a matrix and `variance/NAME` of a vector of Adafactor; `random/cpu`, `random/cuda`
+    state.json              {"format": 1, "applied_steps": n}; "lora": settings of adapters; "optimizer": "adafactor"
 
-Adafactor has `row_var/NAME` and `col_var/NAME` of a matrix, `variance/NAME` of a vector, and "optimizer": "adafactor".
-
-Guarantees: read_state checks everything before it changes anything; what it restores is bit-identical.
+Guarantees: read_state checks everything before it changes anything, and restores bit for bit.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from heterorl.learner.backends.tensor_file import TensorFile
 from heterorl.learner.train.backend_config import OptimizerName
 
 STEP = "step"
-"""Beside the moments of every parameter: how many steps they have seen."""
+"""Key of a parameter's count of optimizer steps."""
 _EPSILONS = (1e-16, 1e-3)
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -51,7 +47,7 @@ def build_optimizer(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """The optimizer that is configured, before its first step."""
+    """The configured optimizer before its first step."""
     if optimizer == "adafactor":
         # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
         return torch.optim.Adafactor(parameters, lr=lr, eps=_EPSILONS, weight_decay=weight_decay)
@@ -59,7 +55,7 @@ def build_optimizer(
 
 
 def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
-    """Names and shapes of what is kept of a parameter beside its count of steps; all of it fp32."""
+    """Names and shapes of a parameter's moments without its count of steps; all fp32."""
     if optimizer == "adamw":
         return {"exp_avg": shape, "exp_avg_sq": shape}
     if len(shape) < 2:
@@ -72,7 +68,7 @@ def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torc
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateCopy:
-    """A state in the host's memory, 12 bytes a parameter with AdamW, that no later step changes."""
+    """A copy of a state in the host's memory, 12 bytes a parameter with AdamW."""
 
     weights: Mapping[str, torch.Tensor]
     moments: Mapping[str, torch.Tensor]
@@ -93,7 +89,7 @@ def copy_state(
     applied_steps: int,
     lora: LoraSettings = NO_LORA,
 ) -> StateCopy:
-    """Copy what the three files hold; of a model with adapters, these alone are its weights."""
+    """Copy the content of the three files; weights of a model with adapters are the adapters only."""
     parameters = trainable(model)
     weights = {name: _copy(parameter) for name, parameter in parameters.items()}
     moments = {
@@ -123,9 +119,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def read_state(
     directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName = "adamw"
 ) -> int:
-    """Put the state back into a model and a fresh optimizer; beside these, one tensor at a time is in memory.
+    """Restore a model and a fresh optimizer, with one tensor at a time in memory; returns the applied steps.
 
-    Returns the number of applied steps. Raises as `open_state`; nothing was changed then.
+    Raises as `open_state`; then nothing was changed.
     """
     parameters = trainable(model)
     weights, moments, applied_steps = open_state(directory, parameters, kind=kind)
@@ -152,7 +148,7 @@ def read_state(
 def open_state(
     directory: Path, parameters: Mapping[str, torch.Tensor], *, kind: OptimizerName = "adamw"
 ) -> tuple[TensorFile, TensorFile, int]:
-    """Weights, moments and the number of applied steps of a state, checked against a model.
+    """Weights, moments and applied steps of a state, checked against a model.
 
     Raises:
         CorruptStore: a file is missing, broken, or of another model.
@@ -172,7 +168,7 @@ def open_state(
 
 
 def read_lora(directory: Path) -> LoraSettings:
-    """The adapter settings that a state was written with; rank 0 where it holds all weights.
+    """The adapter settings of a state; rank 0 where it holds all weights.
 
     Raises:
         CorruptStore: the file is missing or broken.
@@ -200,7 +196,7 @@ def _check_state(
     *,
     kind: OptimizerName,
 ) -> int:
-    """The number of applied steps of what fits a model; types and shapes are enough, but for the random state."""
+    """The applied steps of a state that fits the model by types and shapes."""
     if not isinstance(counters, dict) or counters.get("format") != FORMAT:
         raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
     if (stated := counters.get("optimizer", "adamw")) != kind:

@@ -1,19 +1,18 @@
-"""Ranks that share one micro-batch (Ulysses): each computes a slice of its positions, all get the whole result.
+"""Sequence parallelism (Ulysses): ranks that share one micro-batch compute a slice of its positions each.
 
-Embeddings, norms, gated layers, the output embedding and the log-probs see this rank's columns alone. Attention crosses
-slices, under a name of its own in transformers' table of attention functions: a rank gives its columns of all heads,
-attends from all columns to all columns of its own heads, and gets its columns back:
+Embeddings, norms, gated layers, output embedding and log-probs see this rank's columns only. Attention crosses slices,
+under a name of its own in transformers' table of attention functions. A rank exchanges its columns of all heads for all
+columns of its own heads, attends, and gets its columns back:
 
     all heads of own columns  [R, H, C, D]   <->   all columns of own heads  [R, H/P, P C, D]
 
-An exchange of equal parts is its own transpose: its gradient is the exchange of the gradients. Under a name for which
-transformers knows no mask it makes none, which would be of the slice; what may see what is decided here, sequence by
-sequence, so that no mask of S x S is held. Slices are of consecutive columns and one width; rows are padded on the
-right, where causal attention cannot see it. Log-probs and entropies of all completion tokens are then on every rank of
-the group, which computes the same loss of them.
+An exchange of equal parts is its own transpose: its gradient is the exchange of the gradients. transformers makes no
+mask for a name that it does not know; causality is decided here, sequence by sequence, so no S x S mask is held. Slices
+are consecutive columns of one width; rows are padded on the right, where causal attention cannot see it. All ranks of
+the group then have all log-probs and entropies, and compute the same loss.
 
-Guarantees: the gradients that the ranks of a group add up to are those of the whole micro-batch, so an engine that
-averages over all ranks needs the same factor as without slices.
+Guarantees: the gradients of a group's ranks add up to those of the whole micro-batch, so an engine that averages over
+all ranks needs the same factor as without slices.
 
 Suffixes: R rows, H heads, K heads of keys and values, C columns of one slice, S = P C columns of all, D width of a
 head, P slices; N completion tokens of the micro-batch, n of this slice.
@@ -41,19 +40,19 @@ from heterorl.learner.train.model import CHECK_TOLERANCE, check_micro_batch
 
 KEY = "backend.sequence_parallel"
 NAME = "heterorl_slices"
-"""With a number: each model of a process has its own."""
+"""Prefix of the attention function's name; each model of a process has its own number."""
 _ACTION = "set it to 1, or train another model"
 # What models hand to an attention function beside queries, keys and values, and changes its result.
 _UNKNOWN = ("position_bias", "softcap", "s_aux")
 _NUMBERS = itertools.count()
 _LOW_TOLERANCE = 0.1
-"""Of log-probs where products are bf16, which keeps 8 bits."""
+"""Tolerance of log-probs where products are bf16, which keeps 8 bits."""
 
 
 class SliceGroup:
     """`size` consecutive ranks, of which this one is number `index`; all call the same methods in the same order.
 
-    They are of one machine where its number of ranks is a multiple of `size`.
+    They are on one machine where its number of ranks is a multiple of `size`.
     """
 
     def __init__(self, ranks: Collectives, *, size: int) -> None:
@@ -84,22 +83,21 @@ class SliceGroup:
 
 
 def heads_for_columns(values_RHCD: torch.Tensor, group: SliceGroup) -> torch.Tensor:
-    """Give the other ranks their heads of this slice's columns; returns all columns of this rank's heads."""
+    """Exchange this slice's columns of all heads for all columns of this rank's heads."""
     parts_PRHCD = values_RHCD.unflatten(1, (group.size, -1)).movedim(1, 0)
     return _exchanged(parts_PRHCD, group).movedim(0, 2).flatten(2, 3)
 
 
 def columns_for_heads(values_RHSD: torch.Tensor, group: SliceGroup) -> torch.Tensor:
-    """Give the other ranks their columns of this rank's heads; returns all heads of this slice's columns."""
+    """Exchange all columns of this rank's heads for this slice's columns of all heads."""
     parts_PRHCD = values_RHSD.unflatten(2, (group.size, -1)).movedim(2, 0)
     return _exchanged(parts_PRHCD, group).movedim(0, 1).flatten(1, 2)
 
 
 def whole_of_parts(own_n: torch.Tensor, places: Sequence[torch.Tensor], group: SliceGroup) -> torch.Tensor:
-    """The values [N] of all slices, on every rank of the group.
+    """The values [N] of all slices, on every rank of the group; `places` are each slice's positions among the N.
 
-    Every rank goes on to compute the same of them, so each value's gradient goes to the rank it came from as it is.
-    `places` say of each slice where its values are among the N.
+    Every rank computes the same from them, so each value's gradient returns unchanged to the rank it came from.
     """
     whole_N: torch.Tensor = _Whole.apply(own_n, places, group)  # type: ignore[no-untyped-call]
     return whole_N
@@ -141,18 +139,18 @@ class _Whole(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slice:
-    """One rank's part of a micro-batch, with what it needs to know of the whole."""
+    """One rank's part of a micro-batch."""
 
     input_ids_RC: torch.Tensor
     position_ids_RC: torch.Tensor
-    """In the sequence, not in the slice."""
+    """Positions in the sequence, not in the slice."""
     sources_n: torch.Tensor
     """Flat positions in the slice."""
     targets_n: torch.Tensor
     places: tuple[torch.Tensor, ...]
-    """Of every slice: which of the N completion tokens are its."""
+    """Of every slice: its positions among the N completion tokens."""
     segments: tuple[tuple[int, int], ...]
-    """First column and the end of each packed sequence, over all slices; attention does not cross them."""
+    """First column and end of each packed sequence, over all slices; attention does not cross them."""
 
 
 def cut(
@@ -193,13 +191,12 @@ def _segments(position_ids_RS: torch.Tensor, *, end: int) -> tuple[tuple[int, in
 
 
 class SlicedAttention:
-    """As transformers calls it."""
+    """An attention function as transformers calls it."""
 
     def __init__(self, group: SliceGroup) -> None:
-        """Serve one group; `segments` are to be set before each pass."""
         self._group = group
         self.segments: tuple[tuple[int, int], ...] = ()
-        """Of the micro-batch that passes, forward and backward; see Slice."""
+        """Of the current micro-batch, forward and backward; see Slice. Set before each pass."""
 
     def __call__(
         self,
@@ -231,7 +228,7 @@ class SlicedAttention:
         return own_RHCD.transpose(1, 2).contiguous(), None
 
     def _for_each(self, states_RKCD: torch.Tensor) -> torch.Tensor:
-        """With a head for each rank at least: those that share one get a copy, and its gradients add up."""
+        """Give each rank a head at least: ranks that share one get copies, whose gradients add up."""
         copies = self._group.size // states_RKCD.shape[1]
         return states_RKCD.repeat_interleave(copies, dim=1) if copies > 1 else states_RKCD
 
@@ -253,7 +250,7 @@ def install(model: nn.Module, attention: SlicedAttention) -> None:
 
 
 def check_model(model: nn.Module, *, size: int) -> None:
-    """Refuse a model whose heads cannot be divided, or whose attention is cut into chunks."""
+    """Refuse a model whose heads cannot be divided, or whose attention is in chunks."""
     network: Any = model
     config = network.config.get_text_config()
     heads = config.num_attention_heads
@@ -299,10 +296,9 @@ def _attend(
 
 
 class SlicedEngine:
-    """A PassEngine of slices over one of whole rows; all ranks of a group are called with the same micro-batch."""
+    """A PassEngine of slices over one of whole rows; all ranks of a group get the same micro-batch."""
 
     def __init__(self, inner: PassEngine, attention: SlicedAttention, group: SliceGroup) -> None:
-        """Share the passes of `inner`, whose model attends by `attention`."""
         self._inner = inner
         self._attention = attention
         self._group = group
@@ -340,13 +336,13 @@ def slice_passes(
     is_low: bool,
     device: torch.device,
 ) -> SlicedEngine:
-    """Make groups of ranks share their passes, and see that the log-probs of three short sequences stay.
+    """Make groups of ranks share their passes, and check that the log-probs of three short sequences stay.
 
-    All ranks call. `inner` takes whole rows; the attention function of the model within it is exchanged.
+    All ranks call. `inner` takes whole rows; the attention function of its model is exchanged.
 
     Raises:
-        ConfigError: on all ranks: the ranks, the heads or the positions do not allow it, or what the model says of a
-            token depends on its neighbours by another way than attention.
+        ConfigError: on all ranks: ranks, heads or positions do not allow it, or the model mixes positions outside of
+            its attention.
     """
     check_model(model, size=size)
     group = SliceGroup(ranks, size=size)

@@ -16,13 +16,13 @@ TYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8, "I64": torch.int64,
     "I32": torch.int32, "BOOL": torch.bool,
 }  # fmt: skip
-"""What is written, by the names that the format has for types."""
+"""Types that are written, by their names in the format."""
 TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _STORED = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.float16: "<i2", torch.uint8: "u1"}
 
 
 class TensorFile:
-    """Types and shapes of a file's tensors, and each tensor when it is asked for."""
+    """A file's types and shapes, and each tensor on request."""
 
     def __init__(self, path: Path) -> None:
         """Read and check the header.
@@ -49,7 +49,7 @@ class TensorFile:
     def flat(self, name: str) -> torch.Tensor:
         """A flattened tensor of the type it has in the file, mapped from the disk; not to be written to.
 
-        Its pages leave this process's memory with the last reference to it; none is read before it is looked at.
+        Pages are read on use, and freed with the last reference.
 
         Raises:
             CorruptStore: the file is gone, or shorter than its header says.
@@ -73,11 +73,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def weight_files(model_dir: str) -> list[Path]:
-    """The safetensors files of a local directory or hub id; none where it keeps its weights in another form.
+    """The safetensors files of a local directory or hub id; none where its weights have another form.
 
     Raises:
-        OSError: the index cannot be read, or a file that it names cannot be had.
-        ValueError: the index is not one.
+        OSError: the index cannot be read, or a file that it names is missing.
+        ValueError: the index is not valid.
     """
     single = _find(model_dir, "model.safetensors")
     if single is not None:

@@ -1,7 +1,7 @@
-"""One process, one device: fp32 masters, AdamW or Adafactor, and passes that see the masters as they are published.
+"""The backend of one process and one device: fp32 masters, AdamW or Adafactor.
 
-Implements heterorl.learner.backends.train_backend.TrainBackend. On the CPU a run is a pure function of its inputs, its
-weights and the number of threads.
+Passes see the masters rounded as they are published. On the CPU a run is a pure function of its inputs, its weights and
+the number of threads.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class TorchBackend:
         """Load the model and check that it can be trained this way.
 
         Raises:
-            ConfigError: the model or the loss's reference cannot be loaded or trained in the chosen layout, the
-                device does not exist, or there are no layers for the adapters.
+            ConfigError: model or reference cannot be loaded or trained in the chosen layout, the device does not exist,
+                or there are no layers for the adapters.
         """
         opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         try:
@@ -98,7 +98,7 @@ class TorchBackend:
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
         self.last_extras: dict[str, float] = {}
-        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
+        """Numbers of the newest step beyond its report, see `step_extras`; with the step size, `lr`."""
         self.last_metrics: dict[str, float] = {}
         self.last_log_ratios: LogRatios = {}
 
@@ -111,7 +111,7 @@ class TorchBackend:
         return self._model
 
     def computing(self) -> AbstractContextManager[None]:
-        """While it lasts, the model holds the weights that a step's passes compute with."""
+        """A context in which the model holds the weights that a step's passes compute with."""
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
@@ -169,7 +169,7 @@ class TorchBackend:
         return lambda: copy.write(directory)
 
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
+        """Write weights, optimizer, random state and counters as files; the caller makes them durable."""
         self.freeze(directory)()
 
     def restore(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the learner asks of an engine that trains: one Protocol, whatever stands behind it."""
+"""The interface of engines that train."""
 
 from __future__ import annotations
 
@@ -31,51 +31,46 @@ class TrainBackend(Protocol):
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         """Take one optimizer step on whole groups.
 
-        A non-finite loss or gradient leaves weights and optimizer bit-identical; `is_applied` is then False.
+        A loss or gradient that is not finite leaves weights and optimizer bit-identical; `is_applied` is then False.
         """
         ...
 
     @property
     def last_log_ratios(self) -> LogRatios:
-        """Of the newest step's groups whose note is wanted; empty before the first."""
+        """Log-ratios of the newest step's groups whose note is wanted; empty before the first step."""
         ...
 
     @property
     def last_metrics(self) -> dict[str, float]:
-        """What the newest step's loss measured, where it is the user's own; empty for other kinds."""
+        """Metrics of the newest step's custom loss; empty for other kinds."""
         ...
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Round the masters to the published type and write their bits.
+        """Round the masters to the published type and write their bits into `arena`, which may be `published` itself.
 
-        Args:
-            arena: receives the bits; may be `published` itself.
-            published: what was published last; a backend with a dead band keeps elements that are near enough to it,
-                so that storing again on top of the result changes nothing.
+        A backend with a dead band keeps elements near enough to `published`, the last version, so that storing again on
+        top of the result changes nothing.
         """
         ...
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
-        """Take published weights as masters, and begin with a new optimizer: its moments belong to other weights.
+        """Take published weights as masters.
 
-        `keep_optimizer` where they do not, because these weights are a few steps away.
+        The optimizer is new, since its moments belong to other weights; `keep_optimizer` where these are a few steps
+        away.
         """
         ...
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        """Take weights, optimizer, random state and counters as they are now.
+        """Copy weights, optimizer, random state and counters as they are now.
 
-        Args:
-            directory: an empty one, for their files; making these durable is the caller's.
-
-        Returns:
-            What writes the files, once, from any thread, while steps go on. A backend that cannot hold a copy has
-            written them when it returns.
+        Returns a function that writes them into `directory`, which is empty: once, from any thread, while steps go on;
+        the caller makes the files durable. A backend that cannot hold a copy has written them when this returns.
         """
         ...
 
     def restore(self, directory: Path) -> None:
-        """Read what `freeze` left; the next step is then bit for bit the step after `freeze`.
+        """Read the files of `freeze`; the next step is then bit for bit the step after it.
 
         Raises:
             CorruptStore: a file is missing, broken, or of another model.

@@ -1,4 +1,4 @@
-"""A version's weights wherever they are: in an arena of this process, or divided among the ranks."""
+"""A version's weights, in an arena of this process or sharded among the ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Weights = Arena | ShardedArena
 
 
 def maker_of(backend: TrainBackend, *, with_variants: bool) -> VersionEngine | None:
-    """What several ranks make versions with together, if so; variants are made of all weights by rank 0."""
+    """The engine that several ranks make versions with; None where rank 0 makes them, as it does variants."""
     if with_variants or not isinstance(backend, ShardedBackend) or not backend.is_divided:
         return None
     return backend.versions
 
 
 def whole_of(weights: Weights) -> Arena:
-    """All of them in this process; of divided ones a copy, gathered while no step computes."""
+    """All weights in this process; a copy of sharded ones, gathered while no step computes."""
     return weights if isinstance(weights, Arena) else weights.whole()
 
 
@@ -41,7 +41,7 @@ def write_delta(path: Path, old: Weights, new: Weights, *, threads: int = 1) -> 
 
 
 def read_snapshot(path: Path, layout: Layout, maker: VersionEngine | None) -> Weights:
-    """The weights of a snapshot file, divided where a backend's ranks do so.
+    """The weights of a snapshot file, sharded where a backend has several ranks.
 
     Raises:
         CorruptData: it is broken, or of another model.
@@ -56,7 +56,7 @@ def read_snapshot(path: Path, layout: Layout, maker: VersionEngine | None) -> We
 
 
 def divided(arena: Arena, maker: VersionEngine) -> ShardedArena:
-    """Weights of this process, divided among a backend's ranks."""
+    """Weights of this process, sharded among a backend's ranks."""
     return maker.divide(source_of(arena))
 
 

@@ -1,17 +1,16 @@
-"""DeepSpeed's ZeRO with fp32 masters as a TrainBackend: what is DeepSpeed's own beside `ranks.backend`.
+"""The backend on DeepSpeed's ZeRO, with fp32 masters: the parts that differ from `ranks.sharded_backend`.
 
-Where the pieces of masters and AdamW moments are, by parameter name:
+Pieces of masters and AdamW moments, by parameter name:
 
-    stage 0       every rank holds everything; rank 0 speaks for all
-    stage 1, 2    parameters are laid end to end and the whole is cut by rank: a parameter may cross a cut
+    stage 0       every rank holds everything; rank 0 reports for all
+    stage 1, 2    parameters are laid end to end and cut by rank: a parameter may cross a cut
     stage 3       every parameter is cut into equal pieces, the last one padded
 
-The count of steps is one for the whole model.
+One count of steps serves the whole model.
 
 Guarantees: the masters are exactly the model's fp32 weights. No rank holds the whole model in fp32 where its stage
-divides it. DeepSpeed divides parameters of no content, whose pages on the CPU nothing has touched, and each rank then
-reads what it keeps: its piece of the masters, and in stages 1 and 2 the whole in the type that the model computes
-with.
+shards it: DeepSpeed shards parameters of no content, whose pages were never touched. Each rank then reads its piece of
+the masters, and in stages 1 and 2 the whole model in the type that it computes with.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ from heterorl.learner.train.swapped_weights import Rounding
 
 
 class ZeroState(ShardedState):
-    """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
+    """One rank's pieces in DeepSpeed's buffers."""
 
     def __init__(
         self, engine: Any, *, stage: int, parameters: dict[str, Any], shapes: dict[str, torch.Size], ranks: Collectives
     ) -> None:
-        """Take over an initialised engine."""
         self._engine = engine
         self._stage = stage
         self._parameters = parameters
@@ -74,7 +72,7 @@ class ZeroState(ShardedState):
 
     @torch.no_grad()
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
-        """Set this rank's piece, and for a master also the copy that the model computes with; see ShardedState."""
+        """Set this rank's piece, and for a master the copy that the model computes with."""
         piece = self._own[name]
         values = whole[piece.start : piece.start + piece.size]
         parameter = self._parameters[name]
@@ -87,10 +85,10 @@ class ZeroState(ShardedState):
 
     @torch.no_grad()
     def round_copies(self, types: Mapping[str, torch.dtype]) -> None:
-        """Round what the model computes with in stages 1 to 3, which is a copy: the masters stay as they are.
+        """Round the copies that the model computes with in stages 1 to 3; the masters stay.
 
-        Every rank rounds its whole copy or its own piece alike. A copy in bf16 is left alone: it is narrower already.
-        `types` are those of the layout by name.
+        Every rank rounds its whole copy or its own piece alike. A copy in bf16 is narrower already. `types` are those
+        of the layout by name.
         """
         assert self._stage, "in stage 0 the model computes with the masters"
         for name, parameter in self._parameters.items():
@@ -154,7 +152,7 @@ class ZeroState(ShardedState):
 
     @torch.no_grad()
     def _piece_3(self, name: str, key: Key) -> torch.Tensor:
-        """This rank's piece in stage 3, where it is."""
+        """This rank's piece in stage 3."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         parameter = self._parameters[name]
@@ -176,11 +174,11 @@ class ZeroState(ShardedState):
 
 
 def import_deepspeed(device: str = "cpu") -> Any:
-    """The package, quietly; it chooses its kind of device once, when it is first imported.
+    """Import DeepSpeed quietly; at its first import it chooses its kind of device.
 
     Raises:
         DependencyMissing: it is not installed.
-        DependencyUnsupported: another version is than this release works with.
+        DependencyUnsupported: this release works with other versions.
     """
     check_package("deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", device)
@@ -201,8 +199,8 @@ def import_deepspeed(device: str = "cpu") -> Any:
 def engine_config(config: DeepSpeedBackendConfig, *, world_size: int) -> dict[str, Any]:
     """DeepSpeed's own configuration.
 
-    The counts of samples mean nothing here, but must agree with each other: passes are cut by tokens, and what is
-    divided by them is multiplied back (see `ranks.passes`). In stage 0 clipping is ours.
+    The counts of samples only have to agree with each other: passes are cut by tokens, and `ranks.passes` multiplies
+    back what is divided by them. In stage 0 heterorl clips.
     """
     is_low = config.compute_dtype == "bf16" and config.stage > 0
     zero: dict[str, Any] = {"stage": config.stage, "contiguous_gradients": True, "overlap_comm": False}
@@ -285,7 +283,7 @@ def build_engine(
 
 
 class _OneByOne(nn.Module):
-    """A module whose parameters come to be as they are asked for."""
+    """A module that makes its parameters as they are iterated."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
@@ -297,7 +295,7 @@ class _OneByOne(nn.Module):
 
 @contextmanager
 def _without_broadcast(engine: Any) -> Iterator[None]:
-    """While it lasts, an engine does not send rank 0's parameters to all, which would touch every page of them."""
+    """A context in which an engine does not send rank 0's parameters to all, which would touch all their pages."""
     own = engine._broadcast_model
     engine._broadcast_model = lambda _: None
     try:
@@ -307,7 +305,7 @@ def _without_broadcast(engine: Any) -> Iterator[None]:
 
 
 class ZeroSharding(Sharding):
-    """A model that DeepSpeed divides."""
+    """A model that DeepSpeed shards."""
 
     def __init__(
         self,
@@ -318,7 +316,7 @@ class ZeroSharding(Sharding):
         sampling: SamplingSemantics,
         ranks: Collectives,
     ) -> None:
-        """Load the model, check that it can be trained this way, and divide it.
+        """Load the model, check that it can be trained this way, and shard it.
 
         Raises:
             DependencyMissing: DeepSpeed is not installed.
@@ -355,7 +353,7 @@ class ZeroSharding(Sharding):
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
-        """Clip and step; DeepSpeed leaves everything alone when the gradient is not finite."""
+        """Clip and step; DeepSpeed changes nothing when the gradient is not finite."""
         optimizer = self.engine.optimizer
         if self._config.stage == 0:
             return apply_gradients(
@@ -368,6 +366,6 @@ class ZeroSharding(Sharding):
         return not optimizer.overflow, float(optimizer._global_grad_norm)
 
     def settle(self) -> None:
-        """Stages 1 to 3: DeepSpeed wrote the masters into what the model computes with; make it what is published."""
+        """In stages 1 to 3 round the copies into which DeepSpeed wrote the masters, as they are published."""
         if self._config.forward_weights == "published" and self._config.stage:
             self.state.round_copies({spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs})

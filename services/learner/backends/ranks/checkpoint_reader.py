@@ -1,4 +1,4 @@
-"""A checkpoint read by all ranks: each its pieces, or rank 0 sends, one tensor at a time."""
+"""Reading a checkpoint on all ranks: each reads its pieces, or rank 0 sends one tensor at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RelayedFile:
     """The tensors of rank 0's file; all ranks ask for the same ones in the same order."""
 
     def __init__(self, own: TensorFile | None, ranks: Collectives) -> None:
-        """Learn what there is."""
+        """Broadcast the table of tensors."""
         tensors = {} if own is None else own.tensors
         table = {name: [TYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
         stated = json.loads(ranks.broadcast_bytes(json.dumps(table).encode()))
@@ -37,10 +37,10 @@ class RelayedFile:
         self._own, self._ranks = own, ranks
 
     def flat(self, name: str) -> torch.Tensor:
-        """See TensorFile; in this process's memory.
+        """A flattened tensor, in this process's memory.
 
         Raises:
-            CorruptStore: on all ranks: rank 0 cannot read it. Any other error is this rank's alone, which must then
+            CorruptStore: on all ranks: rank 0 cannot read it. Any other error is of this rank only, which must then
                 end: the others are inside the broadcast, or past it.
         """
         meta = self.tensors[name]
@@ -70,10 +70,10 @@ class CheckpointFiles:
     applied_steps: int
 
     def restore(self, state: ShardedState, ranks: Collectives) -> int:
-        """Put this rank's pieces back, as all do; returns the applied steps.
+        """Put this rank's pieces back, as all ranks do; returns the applied steps.
 
         Raises:
-            CorruptStore: on all ranks, where one could not; what is trained is then of this checkpoint in parts.
+            CorruptStore: on all ranks, where one could not; the state is then partly of this checkpoint.
         """
         names = sorted(state.shapes)
         keys: tuple[Key, ...] = ("", *MOMENTS)
@@ -103,10 +103,9 @@ class CheckpointFiles:
         return self.applied_steps
 
     def _read(self, entry: str, problems: list[Exception], *, is_master: bool = False) -> torch.Tensor | None:
-        """A tensor; None where the disk does not give it: this rank goes on, as the others may receive the next one.
+        """A tensor; None where the disk fails: this rank goes on, as the others may receive the next one.
 
-        Whatever else fails may have left a broadcast that the others are in. It is no part of the checkpoint's
-        trouble, and ends this rank.
+        Any other error may have left a broadcast that the others are in, and ends this rank.
         """
         try:
             return (self.weights if is_master else self.moments).flat(entry)
@@ -117,7 +116,7 @@ class CheckpointFiles:
 
 @contextmanager
 def _noted(problems: list[Exception]) -> Iterator[None]:
-    """Around what no other rank takes part in: whatever fails there is told when all are through."""
+    """Collect an error of work that no other rank takes part in; it is raised when all are through."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised when all are through

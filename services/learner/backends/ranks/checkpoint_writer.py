@@ -1,22 +1,20 @@
-"""A checkpoint of sharded state in the files of `backends.optimizer_state`, written by all ranks together.
+"""Writing a checkpoint of sharded state, by all ranks, in the files of `backends.optimizer_state`.
 
-A piece of a tensor is a run of bytes of its file, so the ranks' pieces need no files of their own: the checkpoint is
-that of one process, byte for byte. Memory: a block of a piece.
+A piece of a tensor is a run of bytes of its file, so all ranks write into the files of one process, byte for byte.
+Memory: a block of a piece.
 
-`Writing` writes beside the next step, of a copy of the rank's share: 12 bytes a parameter in the host's memory, pinned
-where the share is on a GPU. On one machine each run of it is given back as soon as it is written; what is pinned stays
-torch's, which keeps it for the next checkpoint.
+`Writing` writes a copy of the rank's share beside the next step: 12 bytes a parameter in the host's memory, pinned
+where the share is on a GPU. On one machine each block is freed once it is written; torch keeps pinned memory for the
+next checkpoint.
 
-    all ranks    make the files and agree that all see them; copy; go on with the next step
-    a thread     writes its rank's copy and makes it durable; says so to rank 0
-    rank 0's     hears all of them and, over several machines, compares what it reads with digests of what was written;
-                 where that differs, it receives all copies and writes them alone
+    all ranks       make the files, agree that all see them, copy, go on with the next step
+    a thread        writes its rank's copy, makes it durable, reports to rank 0
+    rank 0's        waits for all reports. Over several machines it compares what it reads with digests of what was
+                    written; where they differ, it receives all copies and writes them itself
 
-Guarantees: any number of ranks, any stage and the torch backend read what any of them wrote. Weights and moments come
-back bit for bit, of the moment at which the copies were taken. The optimizer of a divided model counts steps once for
-all parameters. `wait` returns on rank 0 when the pieces of all ranks are durable, so whoever names the checkpoint
-afterwards names a whole one. Whatever goes wrong in a thread, `wait` raises it, and no other rank's thread waits for
-its word.
+Guarantees: any number of ranks, any stage and the torch backend read the files; weights and moments come back bit for
+bit. The optimizer counts its steps once for all parameters. On rank 0 `wait` returns when the pieces of all ranks are
+durable. `wait` raises any error of a thread, and no other rank's thread waits for it.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class CheckpointLayout:
     weights: SafetensorsLayout
     moments: SafetensorsLayout
     steps: int
-    """That the moments have seen; there are none at 0."""
+    """Steps that the moments have seen; at 0 there are no moments."""
     counters: str
 
     @classmethod
@@ -95,7 +93,7 @@ class CheckpointLayout:
 
     @property
     def files(self) -> list[tuple[str, SafetensorsLayout, Sequence[Key]]]:
-        """Each file of tensors: its name, its plan, and what of the state is in it."""
+        """Each file of tensors: its name, its plan, and the keys of the state in it."""
         return [
             (WEIGHTS_FILE, self.weights, ("",)),
             (OPTIMIZER_FILE, self.moments, MOMENTS if self.steps else ()),
@@ -110,7 +108,7 @@ class CheckpointLayout:
         (self.directory / COUNTERS_FILE).write_text(self.counters, encoding="utf-8")
 
     def runs(self, state: ShardedState, rank: int) -> Iterator[Run]:
-        """What a rank has, in the order in which it is written and digested; nothing of the values is read."""
+        """A rank's runs in the order in which they are written and digested; reads no values."""
         for file_name, plan, keys in self.files:
             for key in keys:
                 for name in sorted(state.shapes):
@@ -123,7 +121,7 @@ class CheckpointLayout:
                         )
 
     def singles(self) -> list[tuple[int, bytes]]:
-        """What is not divided: bytes of the file of moments, with their places."""
+        """Bytes of the file of moments that are not sharded, with their places."""
         random, step = (values.numpy().tobytes() for values in (torch.get_rng_state(), torch.tensor(float(self.steps))))
         return [
             (self.moments.place(name), random if name == "random/cpu" else step)
@@ -132,7 +130,7 @@ class CheckpointLayout:
         ]
 
     def digest(self, state: ShardedState, rank: int) -> bytes:
-        """Of what this process reads in the places of a rank."""
+        """Digest of what this process reads in the places of a rank."""
         found = xxhash.xxh3_128()
         for file_name, _, _ in self.files:
             with (self.directory / file_name).open("rb") as file:
@@ -167,7 +165,7 @@ def write_runs(directory: Path, runs: Iterator[tuple[Run, torch.Tensor]], *, wit
 
 
 def write_singles(directory: Path, singles: Sequence[tuple[int, bytes]]) -> None:
-    """Write `CheckpointLayout.singles`; durable when it returns."""
+    """Write `CheckpointLayout.singles`, durably."""
     with (directory / OPTIMIZER_FILE).open("r+b") as file:
         for place, data in singles:
             file.seek(place)
@@ -189,9 +187,9 @@ def write_checkpoint_files(
 ) -> None:
     """Write the three files; all ranks call.
 
-    Each rank writes its pieces to their places in files that rank 0 has made; where ranks are on several machines,
-    rank 0 compares what it then reads with digests of what was written. Where a rank does not see the directory, or the
-    comparison fails, everything is sent to rank 0, one tensor at a time.
+    Each rank writes its pieces into files that rank 0 has made. Over several machines rank 0 compares what it reads
+    with digests of what was written. Where a rank does not see the directory, or a digest differs, all tensors are sent
+    to rank 0.
 
     Raises:
         OSError: on rank 0: a rank could not write; all are through.
@@ -203,7 +201,7 @@ def write_checkpoint_files(
 
 
 def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
-    """Let rank 0 make the files; all ranks call. Returns whether all of them see the directory."""
+    """Let rank 0 make the files; returns whether all ranks see the directory. All ranks call."""
     token = ranks.broadcast_bytes(os.urandom(16) if ranks.rank == 0 else b"")
     with _together(ranks):
         if ranks.rank == 0:
@@ -216,7 +214,7 @@ def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
 
 
 def _write_own(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> bool:
-    """Write this rank's pieces; returns whether rank 0 reads them as all have written them."""
+    """Write this rank's pieces; returns whether rank 0 reads them as they were written."""
     is_compared = not ranks.are_on_one_machine
     own = b""
     with _together(ranks):
@@ -247,9 +245,9 @@ def _sees(directory: Path, token: bytes) -> bool:
 
 @contextmanager
 def _together(ranks: Collectives) -> Iterator[None]:
-    """An error of one rank, of the disk or any other, is raised on all, when all are through.
+    """Raise an error of one rank on all, when all are through.
 
-    Not around a collective operation: a rank that leaves one would go into another than the ranks that wait for it.
+    Not around a collective operation: a rank that leaves one would enter another than the ranks that wait for it.
     """
     problem: Exception | None = None
     try:
@@ -260,7 +258,7 @@ def _together(ranks: Collectives) -> Iterator[None]:
 
 
 def words_of(problem: BaseException | None) -> bytes:
-    """An error for the other ranks; nothing where there is none."""
+    """An error as bytes for the other ranks; empty for none."""
     if problem is None:
         return b""
     code = problem.errno if isinstance(problem, OSError) else None
@@ -268,11 +266,11 @@ def words_of(problem: BaseException | None) -> bytes:
 
 
 def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> None:
-    """Raise what the first rank that has an error says of it.
+    """Raise the error of the first rank that has one.
 
     Raises:
-        OSError: on rank 0: a disk's.
-        HeterorlError: on the others; and on rank 0, of any other error of another rank.
+        OSError: on rank 0: an error of a disk.
+        HeterorlError: on the others; and on rank 0 for any other error of another rank.
     """
     for number, word in enumerate(words):
         if word and rank:
@@ -341,9 +339,9 @@ class Writing:
         applied_steps: int,
         lora: LoraSettings = NO_LORA,
     ) -> None:
-        """Copy this rank's share and begin to write it; all ranks call, and none has another one under way.
+        """Copy this rank's share and start to write it; all ranks call, none with another checkpoint under way.
 
-        Where a rank does not see the directory, the checkpoint is written when this returns: sent to rank 0.
+        Where a rank does not see the directory, rank 0 receives all tensors and has written them when this returns.
 
         Raises:
             OSError: on rank 0: the files cannot be made; all are through.
@@ -365,11 +363,11 @@ class Writing:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when this rank's thread is through: on rank 0, when all are.
+        """Wait for this rank's thread; on rank 0, for all ranks.
 
         Raises:
             OSError: on rank 0: a rank could not write.
-            HeterorlError: on rank 0: another rank met another error; on the others: any rank did.
+            HeterorlError: on rank 0: another error of another rank; on the others: an error of any rank.
         """
         if self._thread is not None:
             self._thread.join()
@@ -378,7 +376,7 @@ class Writing:
             raise self._problem
 
     def end(self) -> None:
-        """Wait; what went wrong is logged, unless `wait` has raised it."""
+        """Wait; log an error that `wait` has not raised."""
         is_heard = self._is_heard
         try:
             self.wait()
@@ -421,7 +419,7 @@ class Writing:
             yield self._copy.popleft()
 
     def _report(self, own: BaseException | None, digest: bytes) -> None:
-        """Say how it went; the other side of `_collect`."""
+        """Send the result to rank 0; the other side of `_collect`."""
         aside = self._ranks.aside
         aside.send_bytes(json.dumps([words_of(own).decode(), digest.hex()]).encode(), rank=0)
         if not self._ranks.are_on_one_machine and aside.receive_bytes(rank=0) == _AGAIN:
@@ -451,7 +449,7 @@ class Writing:
             self._write_alone()
 
     def _write_alone(self) -> None:
-        """Write this rank's copy and what the others send into files that nobody else has written to."""
+        """Write this rank's copy and what the others send into files that no other rank has written to."""
         _LOG.warning("%s is not read as the ranks have written it: rank 0 writes all", self._layout.directory)
         problem: Exception | None = None
         for rank in range(self._ranks.world_size):
@@ -478,7 +476,7 @@ class Writing:
 
 
 def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
-    """Copies of a rank's pieces in the host's memory, all of them there when this ends."""
+    """Copies of a rank's pieces in the host's memory; complete when the iterator ends."""
     is_on_device = False
     for run in layout.runs(state, rank):
         values = state.read(run.name, run.key, start=run.start, size=run.size)

@@ -1,11 +1,10 @@
-"""What the ranks of one learner say to each other: bytes and plain tensors over gloo, no pickle.
+"""Collective operations of one learner's ranks: bytes and plain tensors over gloo, no pickle.
 
-A rank that fails alone inside collective operations can tell nobody. What needs no other rank is therefore made before
-them, and a word of each rank stands between (`make_together`).
+A rank that fails alone inside a collective operation cannot tell the others. Work that needs no other rank is therefore
+done before it, and all ranks exchange a result in between (`make_together`).
 
-Guarantees: waiting for a command may take for ever, anything else may not; a rank that dies ends the waits of the
-others with an error, because its sockets close. Everything here runs on the CPU: gathering weights takes no memory of
-an accelerator.
+Guarantees: only the wait for a command has no limit. A dead rank ends the waits of the others with an error, because
+its sockets close. Everything here runs on the CPU, so gathering weights takes no memory of an accelerator.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ ResultT = TypeVar("ResultT")
 
 _FOREVER = datetime.timedelta(days=365)
 OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
-"""Of one collective operation inside a step."""
+"""Limit of one collective operation inside a step."""
 
 
 class Collectives:
     """The process group of one learner's ranks; all of them call the same methods in the same order."""
 
     def __init__(self, *, rank_env: RankEnv, store: Store, device: str) -> None:
-        """Join the others."""
         self.rank_env = rank_env
         self.rank, self.world_size = rank_env.rank, rank_env.world_size
         if rank_env.file is not None:
@@ -58,11 +56,10 @@ class Collectives:
         )
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         self.aside = Aside(dist.new_group(backend="gloo", timeout=_FOREVER))
-        """For one thread of each rank that does not take part in what the others do."""
+        """For one thread of each rank, apart from the operations of the others."""
 
     @property
     def are_on_one_machine(self) -> bool:
-        """Whether all ranks share one machine's memory of files."""
         return self.rank_env.local_world_size == self.world_size
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
@@ -93,42 +90,37 @@ class Collectives:
         dist.broadcast(values, src=0, group=self._control)
 
     def send(self, values: torch.Tensor, *, rank: int = 0) -> None:
-        """Send to a rank, which receives from this one."""
         dist.send(values, dst=rank, group=self._control)
 
     def receive(self, values: torch.Tensor, *, rank: int) -> None:
-        """Fill `values` with what `rank` sends to this one."""
         dist.recv(values, src=rank, group=self._control)
 
     def exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
-        """Bytes to each rank, by rank, and those that each sends to this one, by rank."""
+        """Send bytes to each rank and receive bytes from each, both in the order of ranks."""
         received = torch.empty(sum(received_sizes), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._control)
         return received
 
     def all_agree(self, is_fine: bool) -> bool:
-        """Whether it is fine on every rank."""
+        """Whether `is_fine` is true on every rank."""
         verdict = torch.tensor([int(is_fine)])
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._control)
         return bool(verdict)
 
     def leave(self) -> None:
-        """End the group."""
         dist.destroy_process_group()
 
 
 class Aside:
-    """A way from rank to rank on which nobody waits but the two."""
+    """Messages between two ranks, for which no other rank waits; values are on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def send(self, values: torch.Tensor, *, rank: int) -> None:
-        """Send values on the CPU to a rank, which receives them from this one."""
         dist.send(values, dst=rank, group=self._group)
 
     def receive(self, values: torch.Tensor, *, rank: int) -> None:
-        """Fill `values` with what `rank` sends to this one."""
         dist.recv(values, src=rank, group=self._group)
 
     def send_bytes(self, data: bytes, *, rank: int) -> None:
@@ -137,7 +129,6 @@ class Aside:
         self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank=rank)
 
     def receive_bytes(self, *, rank: int) -> bytes:
-        """What `rank` sends to this one by `send_bytes`."""
         size = torch.empty(1, dtype=torch.int64)
         self.receive(size, rank=rank)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -153,16 +144,16 @@ class RanksDiffer(OperatorError):
 
 
 class MetByAll(HeterorlError):
-    """What rank 0 has met or heard of too, as have all: it tells its caller, and this rank waits for what is next."""
+    """An error that all ranks know of: rank 0 raises it to its caller, and this rank waits for the next command."""
 
 
 def make_together(make: Callable[[], ResultT], ranks: Collectives) -> ResultT:
-    """What this rank makes by itself, when all have made theirs; all ranks call.
+    """The result of `make`, which every rank calls for itself, once all have succeeded.
 
     Raises:
-        Exception: on rank 0: its own error; there is one on all, where ranks make the same.
-        RanksDiffer: on rank 0: of another rank alone.
-        MetByAll: on the others, of any rank's error.
+        Exception: on rank 0: its own error.
+        RanksDiffer: on rank 0: the error of another rank only.
+        MetByAll: on the others, for any rank's error.
     """
     problem: Exception | None = None
     try:
@@ -184,7 +175,7 @@ def rank_device(kind: str, rank_env: RankEnv) -> torch.device:
 
 
 def missing_device(kind: str, rank_env: RankEnv) -> str:
-    """What is wrong with it; empty where nothing is."""
+    """An error text where this rank's device is missing; else empty."""
     if kind == "cpu" or rank_env.local_rank < torch.cuda.device_count():
         return ""
     return (

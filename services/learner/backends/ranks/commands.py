@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks to do, as bytes.
+"""Commands of rank 0 to the other ranks, as bytes.
 
     u32 little-endian length n; n bytes of JSON {"do": ..., "groups": [...], ...}; blobs of those sizes
 
@@ -18,7 +18,7 @@ from heterorl.common.wire.seal import open_group, read_sealed, seal
 
 
 class Do(Enum):
-    """The methods of ShardedBackend that all ranks take part in, and the end."""
+    """Methods of ShardedBackend that all ranks take part in, and the end."""
 
     TRAIN = "train"
     STORE = "store"
@@ -34,7 +34,7 @@ class Do(Enum):
 
 
 AGREED = frozenset({Do.SAVE, Do.FREEZE, Do.RESTORE, Do.STAGE, Do.DIVIDE})
-"""What fails by a HeterorlError on all ranks or on none."""
+"""Commands that raise a HeterorlError on all ranks or on none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class Command:
     directory: Path = Path()
     keep_optimizer: bool = False
     version: int = -1
-    """Number of divided weights that the command makes or reads; -1 where it does neither."""
+    """Number of the sharded weights that the command makes or reads; -1 for none."""
     before: int | None = None
-    """Of those that it counts from."""
+    """Number of the weights that a delta starts from."""
     kept: Sequence[int] = ()
-    """Of all that are still needed."""
+    """Numbers of all weights that are still needed."""
     threads: int = 1
 
 

@@ -1,16 +1,15 @@
-"""Whether the ranks on other machines still live, told by the store at which they met.
+"""Heartbeats between ranks on several machines, over the store of their rendezvous.
 
-    each rank       counts up its own beat, several times in `rank_timeout_s`
-    rank 0          reads the beats of all others
-    the others      read the beat of rank 0
+    each rank     counts up its own beat, several times in `rank_timeout_s`
+    rank 0        reads the beats of all others
+    the others    read the beat of rank 0
 
-Guarantees: `rank_timeout_s` and a quarter after a rank was killed, stopped or cut off, no rank of the learner is there:
-rank 0 ends with exit code 1 and says so in the store, and the others end by that or by its silence. A rank may be
-inside an operation that nothing can interrupt; its process ends all the same.
+Guarantees: 1.25 x `rank_timeout_s` after a rank was killed, stopped or cut off, all ranks have ended. Rank 0 exits with
+code 1 and writes the reason into the store; the others end by that or by its silence. The process ends even inside an
+operation that nothing can interrupt.
 
-A process that dies closes its sockets, which ends the waits of the others at once; this is for what cannot. What stands
-still, stopped by SIGSTOP or inside something that lets no thread of it run, cannot end itself: a timer of the kernel
-does, after the same time, unless it is postponed. On Linux with glibc; elsewhere nothing watches.
+A dead process closes its sockets, which ends the waits of the others at once. A stopped process (SIGSTOP, or a call
+that holds all its threads) cannot end itself: a kernel timer does, unless it is postponed. On Linux with glibc only.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MOST_S = 2.0
 
 
 class Watchdog:
-    """Ends this process `timeout_s` after the last call of `postpone`."""
+    """A kernel timer that ends this process `timeout_s` after the last `postpone`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -58,12 +57,11 @@ class Watchdog:
         self.postpone()
 
     def postpone(self) -> None:
-        """Begin the time anew; nothing after `close`."""
+        """Restart the timer; nothing after `close`."""
         with self._lock:
             self._set(self._timeout_s)
 
     def close(self) -> None:
-        """Watch no more."""
         with self._lock:
             self._set(0.0)
             self._library = None
@@ -89,20 +87,20 @@ def _library() -> Any:
 
 
 class RankSilent(OperatorError):
-    """A rank is gone; the others cannot go on without it."""
+    """A rank is lost; the others cannot go on without it."""
 
     action = "the launcher or the service manager starts the learner again: it resumes from the newest checkpoint"
 
 
 def end_process(error: OperatorError) -> None:
-    """Say why, and end at once, whatever this process is inside of."""
+    """Log the error and exit at once, whatever other threads do."""
     _LOG.error("%s", error)
     logging.shutdown()
     os._exit(EXIT_CODE)
 
 
 class Heartbeats:
-    """Two threads: one speaks with the store, and the other sees when that brings nothing new."""
+    """Two threads: one writes and reads beats, the other judges their age."""
 
     def __init__(
         self,
@@ -114,10 +112,10 @@ class Heartbeats:
         watchdog: Watchdog | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin.
+        """Start both threads.
 
-        `store` is a connection that nothing else uses. `on_silence` is called once, in a thread. There is no watchdog
-        in a process that is not the learner's alone.
+        `store` is a connection of its own. `on_silence` is called once, in a thread. A process that runs other things
+        too has no watchdog.
         """
         self._store = store
         self._rank_env = rank_env
@@ -135,21 +133,21 @@ class Heartbeats:
             threading.Thread(target=target, daemon=True, name=f"rank-watch-{target.__name__}").start()
 
     def close(self) -> None:
-        """Stop watching: from here on other ranks may end."""
+        """Stop: from here on other ranks may end."""
         self._closing.set()
         if self._watchdog is not None:
             self._watchdog.close()
 
     def silent(self) -> list[int]:
-        """Ranks that have been silent for too long."""
+        """Ranks without a beat for longer than the timeout."""
         now = self._monotonic()
         return [rank for rank in self._others if now - self._heard[rank] > self._timeout_s]
 
     def listen(self, number: int) -> None:
-        """Give a sign of life, and look for those of others.
+        """Write this rank's beat, and read those of others.
 
         Raises:
-            RankSilent: rank 0 says that one is gone.
+            RankSilent: rank 0 has lost a rank.
             RuntimeError: the store is gone.
         """
         store = self._store

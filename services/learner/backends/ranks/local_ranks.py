@@ -1,12 +1,12 @@
-"""The other processes of a learner that trains on several devices: started, watched, ended with it.
+"""The child processes of a learner that trains on several devices of one machine.
 
-    rank 0      the learner itself, which alone knows the coordinator
-    rank n      `heterorl.learner.rank_process`; the end of its standard input is the end of rank 0, whatever killed it
+    rank 0      the learner itself; only it talks to the coordinator
+    rank n      `heterorl.learner.rank_process`; it ends when its standard input closes, which any end of rank 0 does
 
-On several machines a launcher does the same, see `place` and `watch`.
+On several machines a launcher starts the ranks; see `rank_env` and `heartbeats`.
 
-Guarantees: no rank outlives another for long. A rank that ends before it was told to ends the learner with exit code 1:
-the others may wait for it inside an operation that nothing can interrupt, and a start resumes from the checkpoint.
+Guarantees: no rank outlives another for long. A rank that ends too early ends the learner with exit code 1, because the
+others may wait for it inside an operation that nothing can interrupt. A start resumes from the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LOG = logging.getLogger(__name__)
 GRACE_S = 10.0
 EXIT_CODE = 1
 BLAME_S = 1.0
-"""How long an error waits for the end of a rank that may be its cause."""
+"""Time an error waits for the end of a rank that may be its cause."""
 
 
 class RankFailed(OperatorError):
-    """A rank ended before its time; the others cannot go on without it."""
+    """A rank ended too early; the others cannot go on without it."""
 
     action = "see its log above; start the learner again: it resumes from the newest checkpoint"
 
@@ -54,7 +54,7 @@ class LocalRanks:
     """Ranks 1 to n - 1 as child processes."""
 
     def __init__(self, num_ranks: int, *, on_failure: Callable[[RankFailed], None] = _end_process) -> None:
-        """Start the children; they wait at the meeting for what they are to train.
+        """Start the children; they wait at the rendezvous for a configuration.
 
         `on_failure` is called in a thread when a child ends before `close`.
         """
@@ -92,13 +92,13 @@ class LocalRanks:
             "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.rank_env.file),
         )  # fmt: skip
         child = subprocess.Popen(command, stdin=subprocess.PIPE)
-        watcher = threading.Thread(target=self._heartbeats, args=(rank, child), daemon=True, name=f"rank-{rank}")
+        watcher = threading.Thread(target=self._watch_child, args=(rank, child), daemon=True, name=f"rank-{rank}")
         watcher.start()
         self._watchers.append(watcher)
         return child
 
     def _blame(self) -> None:
-        """This process ends by an error, which may be the echo of a rank's end: let that be reported first."""
+        """Let a rank's end be reported first, of which this process's error may be the echo."""
         if self._children:
             self._has_ended.wait(BLAME_S)
         for watcher, child in zip(self._watchers, self._children, strict=True):
@@ -106,7 +106,7 @@ class LocalRanks:
                 watcher.join(BLAME_S)
         self._is_closing = True
 
-    def _heartbeats(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+    def _watch_child(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
         self._has_ended.set()
         if not self._is_closing:

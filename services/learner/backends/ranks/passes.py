@@ -1,13 +1,12 @@
 """One step's forward and backward passes on one of several ranks.
 
-DeepSpeed and FSDP2 average gradients over the ranks; every loss is multiplied by their number, so that what arrives is
-the sum, which is the gradient of the whole step's loss (see `train.shares`). Gradients are accumulated by calling
-backward once for each micro-batch with the boundary set at the last.
+DeepSpeed and FSDP2 average gradients over ranks. Every loss is multiplied by their number, so the result is the sum:
+the gradient of the whole step's loss.
 
-Guarantees: every rank takes the same number of passes; a loss that is not finite on any rank makes the gradient not
-finite on all, and weights and optimizer are then left alone.
+Guarantees: every rank takes the same number of passes. A loss that is not finite on one rank makes the gradient not
+finite on all, and weights and optimizer stay as they are.
 
-Ranks that share each pass (`slices`) have the same micro-batches and compute the same loss; the first of them speaks.
+Ranks that share each pass (`sequence_parallel`) have the same micro-batches and loss; the first of them reports.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from heterorl.learner.train.step_report import MicroBatchSample, SequenceSample
 
 
 class PassEngine(Protocol):
-    """What divides a `LogprobModel` among ranks."""
+    """What shards a `LogprobModel` among ranks."""
 
     def __call__(
         self,
@@ -43,9 +42,7 @@ class PassEngine(Protocol):
         position_ids_RS: torch.Tensor,
         sources_N: torch.Tensor,
         targets_N: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its forward pass."""
-        ...
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward pass is the step's last."""
@@ -57,10 +54,10 @@ class PassEngine(Protocol):
 
 
 class LogprobModel(nn.Module):
-    """What an engine divides: a language model whose forward gives log-probs and entropies [N] of completion tokens."""
+    """A language model whose forward gives log-probs and entropies [N] of completion tokens."""
 
     def __init__(self, model: nn.Module, *, temperature: float, autocast_dtype: torch.dtype | None) -> None:
-        """Wrap a model; `autocast_dtype` is the type of matrix products, None for that of the weights."""
+        """Wrap a model; `autocast_dtype` is the type of matrix products, None for the type of the weights."""
         super().__init__()
         self.model = model
         self.head = _Head(model, temperature=temperature)
@@ -73,7 +70,6 @@ class LogprobModel(nn.Module):
         sources_N: torch.Tensor,
         targets_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `heterorl.learner.train.model.learner_logprobs`."""
         dtype = self._autocast_dtype
         # In here, because the engine turns off an autocast around it.
         with torch.autocast(input_ids_RS.device.type, dtype) if dtype else contextlib.nullcontext():
@@ -85,7 +81,7 @@ class LogprobModel(nn.Module):
 
 
 class _Head(nn.Module):
-    """A module of its own, so that ZeRO 3 gathers the output embedding for it, and again for its backward pass."""
+    """The output embedding as a module, so that ZeRO 3 gathers it for the forward and the backward pass."""
 
     def __init__(self, model: nn.Module, *, temperature: float) -> None:
         super().__init__()
@@ -104,11 +100,11 @@ class _Head(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Passes:
-    """How this rank computes."""
+    """One rank's passes."""
 
     engine: PassEngine
     reference: PassEngine | None
-    """Of a frozen model, for losses that compare with one."""
+    """The engine of a frozen model, for losses that compare with one."""
     device: torch.device
     ranks: Collectives
     loss_spec: LossSpec
@@ -116,14 +112,14 @@ class Passes:
     micro_batch_tokens: int
     batching: Batching
     note_pass: Callable[[int, int], None]
-    """Told how many passes of this rank are done, of how many."""
+    """Called with the passes of this rank that are done, and their total."""
     sharing: int = 1
     """Consecutive ranks that share each pass."""
     replay: RouterReplay | None = None
-    """Gives the routers of the engine's model the experts that the sequences have."""
+    """Routes tokens to the experts that the sequences recorded."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
-        """Leave the gradient of the whole step's loss with the engine; returns all ranks' samples, on every rank."""
+        """Leave the gradient of the whole step's loss in the engine; returns all ranks' samples, on every rank."""
         shares = share_out(
             batch.sequences,
             num_ranks=self.ranks.world_size // self.sharing,
@@ -189,7 +185,8 @@ class Passes:
         )
 
     def _logprobs(self, shares: Shares, engine: PassEngine) -> list[torch.Tensor]:
-        """Of all tokens in the order of the shares, a tensor of each share; takes every pass once, without gradient."""
+        """Log-probs of all tokens in the order of the shares, one tensor a share; takes every pass once, without
+        gradient."""
         own = shares.parts[self.ranks.rank // self.sharing]
         with torch.no_grad():
             passes = [self._forward(own, number, engine)[1] for number in range(shares.num_passes)]

@@ -1,17 +1,14 @@
-"""Where a process stands among the ranks of one learner, by the environment variables that torchrun sets.
+"""A process's number and address among the ranks of one learner, from the environment variables of torchrun.
 
-    RANK, WORLD_SIZE                this one of so many, over all machines
-    LOCAL_RANK, LOCAL_WORLD_SIZE    this one of so many on its machine; the number of its GPU. Without the second, the
-                                    ranks count at their meeting whose machine has the same name
+    RANK, WORLD_SIZE                number of this rank, and of all ranks on all machines
+    LOCAL_RANK, LOCAL_WORLD_SIZE    the same on this machine; LOCAL_RANK is the number of its GPU. Without
+                                    LOCAL_WORLD_SIZE the rendezvous counts ranks whose machine has the same name
     MASTER_ADDR, MASTER_PORT        the store at which the ranks meet
 
-Slurm, Kubernetes and Ray start programs with the same names. What else torch reads stays torch's: GLOO_SOCKET_IFNAME,
-NCCL_SOCKET_IFNAME, TORCHELASTIC_USE_AGENT_STORE.
+Slurm, Kubernetes and Ray set the same names.
 
-The agent of torchrun that is killed cannot end its processes: those of another machine than 0 would train on, and
-nobody could stop them or start them again; a new agent would find its GPUs taken. `end_with_agent` has the kernel do
-it, whatever the rank is inside of and even while it is stopped; the other ranks see its connections close. On Linux;
-elsewhere what started the agent ends the rank.
+torchrun's agent cannot end its processes when it is killed itself: they would keep their GPUs and train on.
+`end_with_agent` has the kernel do it, on Linux; elsewhere the service that started the agent ends the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """One rank's.
+    """Number and address of one rank.
 
     Example: RankEnv(rank=5, local_rank=1, world_size=8, local_world_size=4, host="10.0.0.1", port=29500)
     """
@@ -40,28 +37,28 @@ class RankEnv:
     local_rank: int
     world_size: int
     local_world_size: int
-    """0 where no launcher said it and the ranks have not met."""
+    """0 where the launcher does not set it and the ranks have not met."""
     host: str = ""
     port: int = 0
     file: Path | None = None
-    """Where the ranks of one machine meet instead of at a port; in a directory that is the learner's alone."""
+    """Rendezvous of ranks that share a machine, in place of host and port; in a directory of the learner's own."""
 
     @property
     def is_first_here(self) -> bool:
-        """Whether this rank speaks for its machine."""
+        """Whether this rank reports for its machine."""
         return self.local_rank == 0
 
 
 def local_rank_env(rank: int, *, num_ranks: int, file: Path) -> RankEnv:
-    """The place of a rank that the learner itself started, beside the others of one machine."""
+    """The environment of a rank that the learner itself started."""
     return RankEnv(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks, file=file)
 
 
 def rank_env_of(environment: Mapping[str, str]) -> RankEnv | None:
-    """The place that a launcher gave this process; None where none did.
+    """The environment that a launcher set; None where no launcher started this process.
 
     Raises:
-        ConfigError: a variable is missing, is no number, or contradicts another.
+        ConfigError: a variable is missing, not a number, or contradicts another.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -102,7 +99,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def end_with_agent(environment: Mapping[str, str]) -> bool:
     """Have the kernel end this process when its parent ends; returns whether it will.
 
-    Where torchrun did not start it nothing is asked for: the parent may be a shell that is meant to end first.
+    Only under torchrun: any other parent may be a shell that is meant to end first.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in environment:
         return False

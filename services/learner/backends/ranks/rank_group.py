@@ -1,8 +1,8 @@
-"""One rank's company: it meets the others, watches and compares them, joins them once, and leaves in order.
+"""One rank's membership: it meets the others, compares itself with them, joins the process group and leaves it.
 
-Guarantees: what is different on one rank (code, packages, devices, the model's bytes) is refused on all, by its key,
-before anything is built. The release of heterorl is compared earlier, at the meeting: another one may not read rank 0's
-configuration. Here it is its code: two checkouts may be of one release.
+Guarantees: a difference of one rank (code, packages, devices, bytes of the model) is refused on all ranks, under its
+key, before anything is built. The rendezvous compares releases of heterorl earlier, since another release may not read
+rank 0's configuration; here the code is compared, since two checkouts may be of one release.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.train.backend_config import BackendConfig
 
 MEETING_S = 2 * CONNECT.total_seconds()
-"""A process that has not met the others after so many seconds ends, also where the store does not answer."""
+"""A rank that has not met the others after this many seconds ends, also where the store does not answer."""
 
 
 def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str]) -> None:
-    """See that every rank has its device and the same code, and every machine the same bytes of the model.
+    """Check that every rank has its device and the same code, and every machine the same bytes of the model.
 
-    A rank reads its own pieces from the directory of its machine: with other bytes there, the trained model would be a
-    mixture of two. On one machine the directory is one, and is not read for this. All ranks call.
+    A rank reads its pieces from its machine's directory: other bytes there would mix two models. On one machine the
+    directory is not read for this. All ranks call.
 
     Raises:
-        ConfigError: on all ranks; names the first of those that differ from rank 0.
+        ConfigError: on all ranks; names the first rank that differs from rank 0.
     """
     releases = releases_of(packages)
     rank_env = ranks.rank_env
@@ -69,7 +69,7 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
 
 
 def packages_of(config: BackendConfig) -> list[str]:
-    """Names of the distributions that a backend computes with, beside torch."""
+    """Distributions that a backend computes with, apart from torch."""
     found = ["transformers"]
     if config.kind == "deepspeed":
         found.append("deepspeed")
@@ -81,7 +81,7 @@ def packages_of(config: BackendConfig) -> list[str]:
 
 
 def releases_of(packages: Sequence[str]) -> dict[str, str]:
-    """What is installed here; nothing is imported for it."""
+    """Installed releases; imports nothing."""
     found = {
         "code of heterorl": code_digest(Path(heterorl.__file__).parent),
         "torch": str(torch.__version__),
@@ -96,7 +96,7 @@ def releases_of(packages: Sequence[str]) -> dict[str, str]:
 
 
 def code_digest(package: Path) -> str:
-    """Blake3 over what a rank computes with, `common` and `learner`: their modules, by name and content."""
+    """Blake3 over names and content of the modules of `common` and `learner`, which a rank computes with."""
     hasher = blake3.blake3()
     for path in sorted(path for part in ("common", "learner") for path in (package / part).rglob("*.py")):
         content = path.read_bytes()
@@ -106,7 +106,7 @@ def code_digest(package: Path) -> str:
 
 
 def model_digest(model_dir: str) -> str:
-    """Blake3 over the configuration and the weights of a model, as files; of all cores of the machine.
+    """Blake3 over configuration and weights of a model, as files; uses all cores.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -125,12 +125,12 @@ def model_digest(model_dir: str) -> str:
 
 
 class RankGroup:
-    """The ranks as one of them has them."""
+    """One rank's connection to the others."""
 
     def __init__(self, rank_env: RankEnv, *, timeout_s: float = 60.0) -> None:
-        """Meet; those of several machines are watched from here on, those of one watch each other's processes.
+        """Meet the others; start heartbeats where a launcher started the ranks.
 
-        `timeout_s` is how long a rank may be silent; all take what rank 0 says.
+        `timeout_s` is how long a rank may be silent; all ranks take rank 0's value.
 
         Raises:
             RanksApart: the others cannot be reached.
@@ -157,16 +157,16 @@ class RankGroup:
 
     @property
     def ranks(self) -> Collectives:
-        """The process group; there is one after `join`."""
+        """The process group; exists after `join`."""
         assert self._ranks is not None, "it was joined"
         return self._ranks
 
     def join(self, config: LearnerConfig) -> Collectives:
-        """The process group for a configuration, which is that of rank 0; made at the first call.
+        """The process group for rank 0's configuration; made at the first call.
 
         Raises:
             RanksApart: a rank did not come.
-            ConfigError: a rank has no such device, other releases, or its machine another model.
+            ConfigError: a rank lacks its device, has other releases, or its machine has another model.
         """
         options, rank_env = config.backend, self.rendezvous.rank_env
         # All cores for every rank would be threads that wait for each other.
@@ -178,7 +178,7 @@ class RankGroup:
         return self._ranks
 
     def leave(self) -> None:
-        """End in order; all ranks are out of all collective operations, and rank 0 has said or heard the end."""
+        """Leave in order, once all ranks are out of collective operations and rank 0 has sent the end."""
         if self._heartbeats is not None:
             self._heartbeats.close()
         if self._ranks is not None:

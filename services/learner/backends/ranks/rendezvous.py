@@ -1,22 +1,21 @@
-"""Where the ranks of one learner meet: a store of torch.distributed, before there is a group and beside it.
+"""Rendezvous of the ranks of one learner at a store of torch.distributed, before a process group exists.
 
-    round                   the newest round's name
-    hello/R                 rank R's newest process is there, by a word that it made up
-    welcome/R/WORD          rank 0 has seen it, and names the round
-    ROUND/release/R/WORD    rank R has seen that, and names its release of heterorl
-    ROUND/here/R/WORD       after it: rank R names its machine
+    round                   name of the newest round
+    hello/R                 a random word of rank R's newest process
+    welcome/R/WORD          rank 0 has read it, and names the round
+    ROUND/release/R/WORD    rank R's release of heterorl
+    ROUND/here/R/WORD       then: the name of rank R's machine
     ROUND/releases          every rank's release, by rank
-    ROUND/whole             after it: all newest processes are here: their machines, and how long a rank may be silent
-    ROUND/config/N          what rank 0 says is to be trained, in the N-th place; empty: the end
-    ROUND/heard/R           rank R has heard of the end, or of ranks with other releases
-    ROUND/beat/R            see `watch`
+    ROUND/whole             then: all machines, and the timeout of a silent rank
+    ROUND/config/N          the N-th configuration that rank 0 sends; empty: the end
+    ROUND/heard/R           rank R has read the end, or that releases differ
+    ROUND/beat/R            see `heartbeats`
 
-The store may hold what dead processes wrote: a launcher may start the ranks again one by one. Rank 0 looks at all words
-until the last rank is here, so a process that was started again takes the place of the one before; a rank goes into
-every round that it is welcomed to.
+The store may hold keys of dead processes, since a launcher may restart ranks one by one. Rank 0 therefore reads all
+words until the last rank is in the round, and a rank enters every round that it is welcomed to.
 
-Guarantees: all ranks train by the configuration of rank 0, bit for bit; the others need no file of it, and read it by
-the release of heterorl that wrote it. No rank waits for what a rank 0 that has ended would have said.
+Guarantees: all ranks train by the configuration of rank 0, bit for bit, and read it with the same release of heterorl.
+No rank waits for a rank 0 that has ended.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from heterorl.learner.backends.ranks.collectives import Collectives, RanksDiffer
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 
 CONNECT = datetime.timedelta(minutes=5)
-"""How long a rank waits to be seen by rank 0, and then for all others to be there."""
+"""Time a rank waits for rank 0, and then for all others."""
 POLL_S = 0.05
 _NEWEST = "round"
 _FAREWELL = datetime.timedelta(seconds=10)
@@ -57,18 +56,18 @@ class Round:
 
     name: str
     hosts: tuple[str, ...]
-    """Name of each rank's machine, by rank."""
+    """Machine names, by rank."""
     timeout_s: float
-    """How long a rank may be silent."""
+    """Time after which a silent rank counts as lost."""
     releases: tuple[str, ...]
-    """Each rank's of heterorl, by rank; empty of one that does not say it, as earlier ones do not."""
+    """Releases of heterorl, by rank; empty for an early release that does not state one."""
 
 
 def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
-    """Rank 0's side: begin one, and return when every rank is in it.
+    """Open a round as rank 0, and return when every rank is in it.
 
     Raises:
-        RuntimeError: one is not there within five minutes, or the store is gone.
+        RuntimeError: a rank is missing after five minutes, or the store is gone.
     """
     name = secrets.token_hex(8)
     store.set(_NEWEST, name)
@@ -108,10 +107,10 @@ def open_round(store: Store, rank_env: RankEnv, *, timeout_s: float) -> Round:
 
 
 def enter_round(store: Store, rank_env: RankEnv) -> Round:
-    """The side of another rank: return when all are in the round that this one was welcomed to last.
+    """Enter the newest round as another rank, and return when all ranks are in it.
 
     Raises:
-        RuntimeError: rank 0 has not seen this one within five minutes, or another one did not come within five more.
+        RuntimeError: rank 0 does not answer within five minutes, or another rank is missing after five more.
     """
     word = secrets.token_hex(8)
     store.set(f"hello/{rank_env.rank}", word)
@@ -138,17 +137,17 @@ def enter_round(store: Store, rank_env: RankEnv) -> Round:
 
 
 def _pause() -> None:
-    """Wait between two looks at the store, which cannot wait for a key to change."""
+    """Wait between two reads: the store cannot wait for a key to change."""
     time.sleep(POLL_S)  # noqa: TID251
 
 
 def is_newest(store: Store, name: str) -> bool:
-    """Whether rank 0 has begun no other round."""
+    """Whether rank 0 has opened no later round."""
     return read(store, _NEWEST) == name
 
 
 def read(store: Store, key: str) -> str | None:
-    """What a key has; None where nobody has set it, which `get` would wait for."""
+    """The value of a key; None where it is not set, for which `get` would wait."""
     return bytes(store.get(key)).decode() if store.check([key]) else None
 
 
@@ -159,16 +158,14 @@ class RanksApart(OperatorError):
 
 
 class Rendezvous:
-    """One rank's way to the store, and over it to the others."""
+    """One rank's connection to the store."""
 
     def __init__(self, rank_env: RankEnv, *, timeout_s: float = 60.0) -> None:
-        """Connect; with a port, to the launcher's store or to one that rank 0 makes.
-
-        `timeout_s` is how long a rank may be silent, as rank 0 says it.
+        """Connect, and enter a round. `timeout_s` is rank 0's limit for a silent rank; the others take it over.
 
         Raises:
             RanksApart: the store or another rank was not there in time.
-            ConfigError: on all ranks: one has another release of heterorl, which may not read rank 0's configuration.
+            ConfigError: on all ranks: one has another release of heterorl.
         """
         self._rank_env = rank_env
         self._num_said = 0
@@ -183,7 +180,7 @@ class Rendezvous:
         self._round = met.name
         self._store = PrefixStore(met.name, self._root)
         self.timeout_s = met.timeout_s
-        """How long a rank may be silent; the same on all."""
+        """Time after which a silent rank counts as lost; the same on all ranks."""
         self.rank_env = rank_env
         if not rank_env.local_world_size:
             here = met.hosts.count(met.hosts[rank_env.rank])
@@ -205,7 +202,7 @@ class Rendezvous:
         raise ConfigError("backend.kind", problem, action="install the same release on every machine")
 
     def connect(self) -> Store:
-        """One more connection: a store serves one caller at a time, and one may wait for long."""
+        """Another connection: a store serves one caller at a time, and a caller may wait for long."""
         return PrefixStore(self._round, self._open())
 
     def _open(self) -> Store:
@@ -224,17 +221,17 @@ class Rendezvous:
         return PrefixStore(_PREFIX, store)
 
     def say(self, config: str) -> None:
-        """Tell the other ranks what to train."""
+        """Send a configuration to the other ranks."""
         self._store.set(f"config/{self._num_said}", config)
         self._num_said += 1
 
     def hear(self, *, within_s: float | None = None) -> str:
-        """What rank 0 says is to be trained; empty when nothing is any more.
+        """The next configuration of rank 0; empty at the end.
 
-        `within_s` bounds it after an error that rank 0 should have met too.
+        `within_s` limits the wait after an error that rank 0 should have met too.
 
         Raises:
-            RanksApart: the store is gone, or rank 0 was started again and is in another round.
+            RanksApart: the store is gone, or rank 0 was restarted and opened another round.
             RanksDiffer: the time is over.
         """
         ends = None if within_s is None else time.monotonic() + within_s
@@ -253,7 +250,7 @@ class Rendezvous:
         return said
 
     def end(self) -> None:
-        """Tell the others that all is done, and wait a little for them, as the store may end with this process."""
+        """Send the end, and wait a little for the others, as the store may end with this process."""
         self.say("")
         self._await_heard()
 
@@ -264,7 +261,7 @@ class Rendezvous:
             self._store.wait(others, _FAREWELL)
 
     def note_end(self) -> None:
-        """Tell rank 0 that this rank knows of the end."""
+        """Tell rank 0 that this rank has read the end."""
         self._store.set(f"heard/{self.rank_env.rank}", "")
 
     def join(self, *, device: str) -> Collectives:

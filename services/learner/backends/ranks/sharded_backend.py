@@ -1,11 +1,10 @@
-"""Several processes on one machine or many, with fp32 masters that are divided: all ranks behind one TrainBackend.
+"""The ranks of a learner behind one `TrainBackend`, with sharded fp32 masters; on one machine or many.
 
-Implements `TrainBackend` on rank 0; the other ranks `follow` what it says. Every rank
-reads every group of a step and computes by itself what the step needs as a whole (advantages, denominators, averaging
-constants, the step size); what is divided is the passes through the model, group by group.
+Rank 0 has the interface; the other ranks `follow` its commands. Every rank reads all groups of a step and computes
+advantages, denominators, averaging constants and step size for itself. Only the passes through the model are divided,
+group by group.
 
-Must never let one rank leave a collective operation that others are in: an error of rank 0 alone is raised only after
-the others are through.
+An error of rank 0 alone is raised after the others are through, so that no rank leaves a collective operation early.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ShardedBackend:
-    """One rank of the learner; made on every rank with the same arguments but `ranks`."""
+    """One rank's backend; made on every rank with the same arguments except `ranks`."""
 
     def __init__(
         self,
@@ -57,7 +56,6 @@ class ShardedBackend:
         passes: step_timing.PassCount | None = None,
         replays_routing: bool = False,
     ) -> None:
-        """Train what is divided already; the masters are in place."""
         self._loss_spec = loss_spec_of(loss)
         self._division = division
         self._layout = division.layout
@@ -91,11 +89,11 @@ class ShardedBackend:
             dead_band_ulp=config.dead_band_ulp,
         )
         self.versions = VersionEngine(held, tell=self._tell)
-        """What all ranks make together, where there are several; `store` is for one."""
+        """Versions that several ranks make together; `store` is for one rank."""
         self._writing: Writing | None = None
         self._applied_steps = 0
         self.last_extras: dict[str, float] = {}
-        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
+        """Numbers of the newest step beyond its report, see `step_extras`; with the step size, `lr`."""
         self.last_metrics: dict[str, float] = {}
         self.last_log_ratios: LogRatios = {}
 
@@ -119,7 +117,7 @@ class ShardedBackend:
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Rank 0 holds the arena and one whole tensor at a time, the others nothing beyond their pieces."""
+        """Rank 0 holds the arena and one whole tensor at a time, the others only their pieces."""
         self._tell(Command(do=Do.STORE))
         problem: HeterorlError | None = None
         band = self._config.dead_band_ulp
@@ -137,7 +135,7 @@ class ShardedBackend:
 
     @property
     def is_divided(self) -> bool:
-        """Whether there is more than one rank, so that all of them make versions together; `store` is for one."""
+        """Whether several ranks make versions together."""
         return self._ranks.world_size > 1
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
@@ -147,33 +145,33 @@ class ShardedBackend:
         self._load_published(arena, keep_optimizer=keep_optimizer)
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        """Copy each rank's share, which a thread of it writes; without `overlap_checkpoint` it is written at once."""
+        """Copy each rank's share, which a thread writes; without `overlap_checkpoint` write it at once."""
         if not self._config.overlap_checkpoint:
             self.save(directory)
             return lambda: None
         return self._freeze(self._tell(Command(do=Do.FREEZE, directory=directory.absolute())).directory).wait
 
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
+        """Write weights, optimizer, random state and counters as files; the caller makes them durable."""
         self._save(self._tell(Command(do=Do.SAVE, directory=directory.absolute())).directory)
 
     def restore(self, directory: Path) -> None:
-        """Read what `save` of this or the torch backend wrote, at whatever number of ranks.
+        """Read what `save` of this or the torch backend wrote, with any number of ranks.
 
         Raises:
-            CorruptStore: a file is missing, broken, or of another model, and nothing was changed; or a rank could not
-                read its pieces, and what is trained is of this checkpoint in parts.
+            CorruptStore: a file is missing, broken or of another model, and nothing was changed; or a rank could not
+                read its pieces, and the state is partly of this checkpoint.
         """
         self._tell(Command(do=Do.RESTORE, directory=directory.absolute()))
         self._restore(directory)
 
     def stop(self) -> None:
-        """Let the other ranks leave `follow`, when what is written is on the disk."""
+        """Let the other ranks leave `follow`, once the checkpoint under way is written."""
         self._end_writing()
         self._tell(Command(do=Do.STOP))
 
     def follow(self) -> None:
-        """Do what rank 0 does, until it stops."""
+        """Obey rank 0 until it stops."""
         while True:
             command = command_from_bytes(self._ranks.broadcast_bytes())
             try:
@@ -252,7 +250,7 @@ class ShardedBackend:
         return self._writing
 
     def _end_writing(self) -> None:
-        """At most one checkpoint is under way: its copy is as large as the share."""
+        """Wait for the checkpoint under way: its copy is as large as the share, so there is at most one."""
         if self._writing is not None:
             self._writing.end()
         self._writing = None

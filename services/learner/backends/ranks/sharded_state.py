@@ -1,7 +1,7 @@
-"""fp32 masters and AdamW moments by parameter name, wherever a backend keeps their pieces.
+"""fp32 masters and AdamW moments by parameter name, in pieces on the ranks of a backend.
 
-Guarantees: a gathered tensor has the bits of its pieces; no rank but rank 0 ever holds more than its own pieces for
-it, and rank 0 one whole parameter at a time.
+Guarantees: a gathered tensor has the bits of its pieces. Beside its own pieces a rank holds nothing, and rank 0 one
+whole parameter at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class ShardedState(ABC):
     """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
 
     shapes: Mapping[str, torch.Size]
-    """Whole shapes of what is trained, by name."""
+    """Whole shapes of the trained tensors, by name."""
     pieces: Pieces
-    """Which rank has which piece of every tensor."""
 
     @abstractmethod
     def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
@@ -35,10 +34,9 @@ class ShardedState(ABC):
 
     @abstractmethod
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
-        """Set this rank's piece.
+        """Set this rank's piece from the flattened `whole`, which may be mapped from a disk.
 
-        `whole` is the flattened tensor of a type that fp32 has exactly, of which no more is read than is needed; it may
-        lie on a disk.
+        Its type is one that fp32 holds exactly; only the piece is read.
         """
 
     @abstractmethod
@@ -47,12 +45,12 @@ class ShardedState(ABC):
 
     @abstractmethod
     def reset(self, *, steps: int) -> None:
-        """Moments of 0 and a count of steps, whether the optimizer has taken one before or not."""
+        """Set moments to 0 and the count to `steps`, also before the optimizer's first step."""
 
     def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
         """All tensors in fp32 on rank 0's CPU, sorted by name, one at a time; None on the others.
 
-        A caller that stops early must let it run to its end.
+        A caller that stops early must exhaust it.
         """
         for name in sorted(self.shapes):
             own = self.read(name, key, start=0, size=self.pieces.own[name].size)
@@ -68,13 +66,10 @@ class Piece:
 
 
 class Pieces:
-    """Which rank has which piece of every parameter; brings them together on rank 0."""
+    """Which rank has which piece of every parameter."""
 
     def __init__(self, own: Mapping[str, Piece], *, shapes: Mapping[str, torch.Size], ranks: Collectives) -> None:
-        """Tell the others; all ranks call.
-
-        Rank 0 takes from each the pieces that it states.
-        """
+        """Exchange the tables of pieces; all ranks call."""
         self.own = own
         self._shapes = shapes
         self._ranks = ranks
@@ -83,7 +78,7 @@ class Pieces:
         self.tables: list[dict[str, Piece]] = [
             {name: Piece(start=start, size=size) for name, (start, size) in table.items()} for table in tables
         ]
-        """Each rank's pieces, as it speaks for them."""
+        """Pieces that rank 0 takes from each rank, by rank."""
 
     def gather(self, name: str, values: torch.Tensor) -> torch.Tensor | None:
         """The whole tensor on rank 0's CPU; None on the others, which have sent their `values`."""

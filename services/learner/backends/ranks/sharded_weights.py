@@ -1,21 +1,21 @@
-"""Published weights divided among the ranks: rounded, compared and coded by all of them, chunk by chunk.
+"""Published weights sharded among the ranks: rounded, compared and coded by all of them, chunk by chunk.
 
     tensors     cut by the engine: by rows, or wherever its flat buffers end
     chunks      cut by the layout, regardless of tensors; chunk c belongs to rank c mod (number of ranks)
 
-All ranks know the pieces of all, so who sends what is computed and never sent. All ranks call together.
+All ranks know the pieces of all, so senders are computed, not negotiated. All ranks call together.
 
-    stage     masters rounded to the published type and sent to those whose chunks they lie in, a chunk each at a time
-    code      each rank compares and codes its chunks; rank 0 receives coded bytes in the order of the payload
-    divide    chunks from a file or an arena of rank 0, sent as they are coded, decoded by their ranks
-    whole     everything on rank 0, for what cannot be divided
+    stage     round the masters and send them to the owners of their chunks, one chunk each at a time
+    code      each rank codes its chunks; rank 0 receives coded bytes in the order of the payload
+    divide    rank 0 sends coded chunks of a file or arena; their owners decode them
+    whole     all chunks on rank 0, for work that cannot be divided
 
-Guarantees: bits, coded bytes and digests are those of one process with an arena. A rank holds its chunks, and beside
-them no more than one chunk to receive, what it sends of its pieces for one chunk of each rank, and one coded chunk.
-Must never leave a rank waiting: what is wrong on one is raised on all, when all are through.
+Guarantees: bits, coded bytes and digests are those of one process with an arena. Beside its chunks a rank holds one
+chunk that it receives, its pieces of one chunk of each rank, and one coded chunk. An error on one rank is raised on
+all, when all are through.
 
-A version has a number, and lives as long as rank 0 holds a `ShardedArena` of it: each command names those that do, and
-every rank forgets the others before it makes one more.
+A version has a number, and lives as long as rank 0 holds a `ShardedArena` of it: each command names the live ones, and
+every rank forgets the others before it makes a new one.
 """
 
 from __future__ import annotations
@@ -59,13 +59,10 @@ class Segment:
 
 
 class Exchange:
-    """Where the elements of every chunk come from."""
+    """The origin of every chunk's elements."""
 
     def __init__(self, layout: Layout, tables: Sequence[Mapping[str, Piece]]) -> None:
-        """Sort the tensors by their places.
-
-        `tables` are each rank's pieces by the names of the model, tied ones once.
-        """
+        """Sort tensors by their places; `tables` are each rank's pieces by the model's names, tied ones once."""
         self._chunks = layout.chunks
         self._tables = tables
         self._places: dict[int, list[tuple[int, str]]] = {width: [] for width in layout.lengths}
@@ -77,7 +74,7 @@ class Exchange:
             places.sort()
 
     def segments(self, chunk_number: int, *, rank: int) -> list[Segment]:
-        """What a rank has of a chunk, by place; nothing of one that does not exist."""
+        """A rank's segments of a chunk, by place; none for a chunk that does not exist."""
         if chunk_number >= len(self._chunks):
             return []
         chunk = self._chunks[chunk_number]
@@ -97,7 +94,7 @@ class Exchange:
 
 
 def source_of(arena: Arena) -> Source:
-    """The chunks of an arena as they are."""
+    """The chunks of an arena, uncoded."""
 
     def read(number: int) -> tuple[int, bytes]:
         chunk = arena.chunk(number)
@@ -107,7 +104,7 @@ def source_of(arena: Arena) -> Source:
 
 
 class ShardedVersions:
-    """One rank's chunks of a few versions, each under a number that rank 0 gives."""
+    """One rank's chunks of a few versions, each under a number of rank 0."""
 
     def __init__(
         self,
@@ -118,10 +115,7 @@ class ShardedVersions:
         ranks: Collectives,
         dead_band_ulp: float,
     ) -> None:
-        """Take over who has what.
-
-        `buffers` are published and never trained; rank 0 sends them.
-        """
+        """Take over the tables of pieces; rank 0 sends `buffers`, which are published and never trained."""
         self._state = state
         self.layout = layout
         self.buffers = buffers
@@ -135,13 +129,13 @@ class ShardedVersions:
         self._chunks: dict[int, dict[int, IntArray]] = {}
 
     def keep(self, versions: Sequence[int]) -> None:
-        """Forget all versions but these."""
+        """Forget all versions except these."""
         self._chunks = {version: chunks for version, chunks in self._chunks.items() if version in versions}
 
     def stage(self, version: int, *, published: int | None) -> tuple[bytes, ...]:
         """Round the masters; returns the digest of every chunk, on every rank.
 
-        A dead band counts from what was published last.
+        A dead band counts from the version `published`.
 
         Raises:
             ConfigError: on all ranks: a weight is not finite in the published type.
@@ -174,7 +168,7 @@ class ShardedVersions:
     def code(self, version: int, *, before: int | None, threads: int) -> Iterator[tuple[int, bytes, int]]:
         """Method, bytes and changed elements of every chunk, in order, on rank 0; nothing on the others.
 
-        Whoever stops early must let it run to its end.
+        A caller that stops early must exhaust it.
         """
         new, old = self._chunks[version], None if before is None else self._chunks[before]
 
@@ -191,7 +185,7 @@ class ShardedVersions:
             yield next(own) if owner == 0 else self._receive(rank=owner)
 
     def divide(self, version: int, source: Source | None) -> tuple[bytes, ...]:
-        """Read each chunk on rank 0 and decode it on its own; returns the digest of every chunk, on every rank.
+        """Read each chunk on rank 0 and decode it on its owner; returns the digest of every chunk, on every rank.
 
         Raises:
             CorruptData: on all ranks: the source is broken.
@@ -250,7 +244,7 @@ class ShardedVersions:
         return tuple(found)
 
     def _exchanged(self, first: int) -> list[tuple[Segment, torch.Tensor]]:
-        """This rank's chunk of those from `first` on, as its segments come."""
+        """This rank's chunk among those from `first` on, as segments."""
         ranks = range(self._ranks.world_size)
         sent = [self._exchange.segments(first + rank, rank=self._ranks.rank) for rank in ranks]
         coming = [self._exchange.segments(first + self._ranks.rank, rank=rank) for rank in ranks]
@@ -305,7 +299,7 @@ class ShardedVersions:
 
 
 class ShardedArena:
-    """Rank 0's name for a version's weights, of which each rank has its chunks; never changed."""
+    """Rank 0's handle of a version's weights, whose chunks are on all ranks; immutable."""
 
     def __init__(self, engine: VersionEngine, *, number: int, digests: tuple[bytes, ...]) -> None:
         self.layout: Layout = engine.layout
@@ -314,17 +308,17 @@ class ShardedArena:
         self._engine = engine
 
     def state_root(self, *, threads: int = 1) -> Digest:  # noqa: ARG002 - as an arena's
-        """Identity of the state; of digests that are there already."""
+        """Identity of the state, from the digests."""
         return state_root(self.layout.layout_id, self.digests)
 
     def whole(self) -> Arena:
-        """All of it on this rank; while no step computes."""
+        """All weights on this rank; only while no step computes."""
         found = self._engine.held.whole(self._engine.say(Do.WHOLE, self).version)
         assert found is not None, "rank 0 receives"
         return found
 
     def code(self, before: ShardedArena | None, *, threads: int) -> Iterator[CodedChunk]:
-        """Every chunk coded, in order; while no step computes. Whoever stops early must let it run to its end."""
+        """Every chunk coded, in order; only while no step computes. A caller that stops early must exhaust it."""
         command = self._engine.say(Do.CODE, self, before=before, threads=threads)
         coded = self._engine.held.code(command.version, before=command.before, threads=threads)
         for (method, data, num_changed), digest in zip(coded, self.digests, strict=True):
@@ -332,7 +326,7 @@ class ShardedArena:
 
 
 class VersionEngine:
-    """One rank's versions. All but `obey` are for rank 0, while no step computes: every call is one of all ranks."""
+    """One rank's versions. Rank 0 calls, except `obey`; every call is one of all ranks, while no step computes."""
 
     def __init__(self, held: ShardedVersions, *, tell: Callable[[Command], Command]) -> None:
         self.layout = held.layout
@@ -347,7 +341,7 @@ class VersionEngine:
         return self._named(command, self.held.stage(command.version, published=command.before))
 
     def divide(self, source: Source) -> ShardedArena:
-        """Take the chunks of published weights, each by the rank that holds it; raises what the source raises."""
+        """Shard published weights among the ranks; raises what the source raises."""
         command = self.say(Do.DIVIDE)
         return self._named(command, self.held.divide(command.version, source))
 
@@ -368,7 +362,7 @@ class VersionEngine:
     def say(
         self, do: Do, arena: ShardedArena | None = None, *, before: ShardedArena | None = None, threads: int = 1
     ) -> Command:
-        """Tell the other ranks what is done with a version, a new one where none is named."""
+        """Send the command for a version, for a new one where `arena` is None."""
         if arena is None:
             self._newest += 1
         command = Command(

@@ -1,7 +1,7 @@
-"""How all ranks open one model, what an engine makes of it, and which losses can be divided so.
+"""Opening one model on all ranks, and the interface of engines that shard it.
 
-Each rank reads by name what it keeps, or rank 0 alone holds the whole and sends it by tensor. Must never let one rank
-leave while others wait for it: what is wrong on one rank is raised on all.
+Each rank reads the tensors that it keeps by name; or rank 0 holds the whole model and sends it tensor by tensor. An
+error of one rank is raised on all, so that no rank leaves while others wait for it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _REFUSED = b"refused"
 
 
 def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives) -> OpenedModel:
-    """The model without its weights on every rank, checked by rank 0, which reads them for that block by block.
+    """The model without weights on every rank; rank 0 checks it, and reads weights for that block by block.
 
     Raises:
-        ConfigError: on all ranks, where one cannot load the model or it cannot be trained in the chosen layout.
+        ConfigError: on all ranks: one cannot load the model, or it cannot be trained in the chosen layout.
     """
     opened, is_alike = _open(model_dir, config, ranks, may_hold=ranks.rank == 0)
     if not is_alike:
@@ -69,7 +69,7 @@ def _open(
 
 
 def _table(opened: OpenedModel) -> bytes:
-    """What two ranks must have in common: where their weights are, and what they are."""
+    """What must be equal on two ranks: types and shapes of the tensors, and where their weights are."""
     state = {
         name: [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
         for name, tensor in opened.model.state_dict(keep_vars=True).items()
@@ -78,7 +78,7 @@ def _table(opened: OpenedModel) -> bytes:
 
 
 def _relayed(opened: OpenedModel, ranks: Collectives) -> OpenedModel:
-    """The model with weights of rank 0's memory, which all ranks ask for in the same order."""
+    """The model with weights from rank 0's memory; all ranks ask for tensors in the same order."""
     model = opened.model
     for tensor in model.state_dict(keep_vars=True).values():
         if not isinstance(tensor, nn.Parameter):
@@ -96,28 +96,25 @@ def _relayed(opened: OpenedModel, ranks: Collectives) -> OpenedModel:
 
 
 class Sharding(ABC):
-    """A model that an engine divides among the ranks."""
+    """A model that an engine shards among the ranks."""
 
     model: nn.Module
     """Its configuration and names; the weights may be elsewhere."""
     layout: Layout
-    """Of the published weights."""
+    """Layout of the published weights."""
     buffers: Mapping[str, torch.Tensor]
-    """What is published and never trained, by the names of the layout: the model's own, with which it computes."""
+    """Published tensors that are never trained, by the names of the layout; the model's own objects."""
     engine: PassEngine
-    """Takes the passes."""
     reference: PassEngine | None = None
-    """Takes the passes of the reference model; None of a loss without one."""
+    """The engine of the reference model; None for a loss without one."""
     state: ShardedState
-    """Masters and moments."""
     device: torch.device
-    """Of this rank's passes."""
     lora: LoraSettings = NO_LORA
-    """Of adapters, which are then what is trained."""
+    """Of adapters; then only they are trained."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """While it lasts, passes see the weights that a step computes with."""
+        """A context in which passes see the weights that a step computes with."""
 
     @abstractmethod
     def update(self, loss: float, lr: float) -> tuple[bool, float]:
@@ -125,16 +122,14 @@ class Sharding(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Masters were written: let what passes see follow."""
+        """Update what passes see after the masters were written."""
 
 
 def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool, max_new_tokens: int) -> LossSpec:
-    """The rule of a loss that does not depend on how a step is divided.
-
-    `has_reference` says whether this engine can divide a reference model too.
+    """The loss spec of a loss that may be divided among ranks.
 
     Raises:
-        ConfigError: it depends on how a step is cut into passes, or on a reference model that cannot be had.
+        ConfigError: the loss depends on how a step is cut into passes, or on a reference model that this engine lacks.
     """
     loss_spec = loss_spec_of(loss)
     if loss_spec.scope == "microbatch" and ranks.world_size > 1:
@@ -151,7 +146,8 @@ def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool
 
 
 def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
-    """What is published of a model beside its parameters, tied ones once; `hold_untrained` made buffers of the rest."""
+    """Published tensors of a model that are not parameters, tied ones once; `hold_untrained` made buffers of frozen
+    ones."""
     published = tensors.published_tensors(model)
     return {
         spec.name: published[spec.name]
@@ -162,10 +158,10 @@ def untrained_buffers(model: nn.Module, layout: Layout) -> dict[str, torch.Tenso
 
 @torch.no_grad()
 def settle_untrained(division: Sharding, *, is_rounded: bool) -> None:
-    """See that all that is published is written, and let passes see buffers as samplers have them.
+    """Check that every published tensor is written, and round the buffers as samplers have them.
 
-    An element that neither state nor buffers write would reach samplers as 0. Rounding the buffers is for good, since
-    no step changes them.
+    An element that neither state nor buffers write would reach samplers as 0. Buffers are rounded once, since no step
+    changes them.
     """
     layout = division.layout
     written = {layout.spec(name).name for name in (*division.state.shapes, *division.buffers)}
@@ -177,7 +173,7 @@ def settle_untrained(division: Sharding, *, is_rounded: bool) -> None:
 
 
 def check_products(model: nn.Module) -> None:
-    """Refuse to hold weights in bf16 for the passes where the model, and so its samplers, keeps some in fp32."""
+    """Refuse bf16 passes for a model that keeps some weights in fp32, as its samplers do."""
     types = tensors.types_of(model, "bf16")
     kept = [name for name, _ in model.named_parameters() if types.get(name) == "fp32"]
     if kept:
@@ -186,7 +182,7 @@ def check_products(model: nn.Module) -> None:
 
 
 def check_experts(model: nn.Module, ranks: Collectives) -> None:
-    """Refuse experts that are modules of their own: ranks reduce those that their tokens went to, which differ."""
+    """Refuse experts that are modules of their own: each rank has gradients for those that its tokens went to."""
     for name, module in model.named_modules():
         if ranks.world_size > 1 and name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList):
             problem = f"each of {name} is a module of its own, and ranks have gradients for different ones"

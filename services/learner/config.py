@@ -28,11 +28,11 @@ class EvaluationConfig(Config):
     """Held-out accuracy while training."""
 
     every_versions: int = Field(default=0, ge=0)
-    """Versions between evaluations; 0 is off. A version is published only after its evaluation."""
+    """Versions between evaluations; 0 is off. A version is published after its evaluation."""
     num_prompts: int = Field(default=64, ge=1)
     """Held-out prompts, always the first ones."""
     num_per_prompt: int = Field(default=1, ge=1)
-    """Completions of each."""
+    """Completions of each prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Softmax temperature; 0 takes the most likely token."""
     batch_rows: int = Field(default=64, ge=1)
@@ -42,16 +42,16 @@ class EvaluationConfig(Config):
 
 
 class LearnerConfig(Config):
-    """One learner trains one run; a second one may wait for its lease."""
+    """The learner of one run; a second learner may wait for its lease."""
 
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the run; the coordinator's."""
+    """Name of the run; the same as the coordinator's."""
     holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of this learner. A restart from the same state_dir takes the lease back at once; any other learner waits."""
+    """Name of this learner. A restart from the same state_dir takes the lease back at once; another learner waits."""
     coordinator: Addresses = "127.0.0.1:50051"
-    """host:port of the coordinator; a list where a standby may take its place."""
+    """host:port of the coordinator; a list where there is a standby."""
     tls: TlsConfig = TlsConfig()
-    """Certificates of the link."""
+    """Certificates of the connection."""
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the model to start from, with its tokenizer."""
     state_dir: Path = Path("runs/learner")
@@ -59,7 +59,7 @@ class LearnerConfig(Config):
     signing_key: Path | None = None
     """File of the private key that signs every version, mode 0600; `heterorl keys new` makes one. None: not signed."""
     trusted_keys: tuple[PublicKey, ...] = ()
-    """Public keys of earlier learners of this run, accepted on resume beside the own one."""
+    """Public keys of earlier learners of this run, accepted on resume."""
     task: TaskConfig = TaskConfig()
     """Prompts and reward; the same on every node."""
     sampling: SamplingConfig = SamplingConfig()
@@ -67,8 +67,8 @@ class LearnerConfig(Config):
     use_chat_template: bool = False
     """Whether prompts go through the tokenizer's chat template; the same on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the template is given beside the messages, such as `enable_thinking = false`; the same on every node.
-    `strftime_now = "2026-11-25"` is the date for templates that write one; without it they write 1 January 2025."""
+    """Arguments of the template, such as `enable_thinking = false`; the same on every node. `strftime_now =
+    "2026-11-25"` sets the date for templates that write one; the default is 1 January 2025."""
     group_size: int = Field(default=8, ge=1, le=4096)
     """Rollouts of one prompt."""
     groups_per_step: int = Field(default=32, ge=1)
@@ -78,59 +78,58 @@ class LearnerConfig(Config):
     max_steps: int = Field(default=1000, ge=1)
     """Optimizer steps of the whole run, restarts included; then the run drains and the learner ends."""
     max_rejected_steps: int = Field(default=10, ge=1)
-    """Steps in a row with a loss or gradient that is not finite, after which the learner stops."""
+    """Steps in a row whose loss or gradient is not finite, after which the learner stops."""
     max_sequence_tokens: int = Field(default=0, ge=0)
     """Longest prompt plus completion, tokens; groups with a longer one are abandoned and counted. 0 is no bound."""
     prefetch_steps: int = Field(default=1, ge=1, le=64)
-    """Steps' worth of groups that wait in memory; while they wait they grow older."""
+    """Steps' worth of groups that wait in memory, where they grow older."""
     verification: VerificationConfig = VerificationConfig()
-    """What is checked of the rollouts that sites send, before anything is trained on them."""
+    """Checks of rollouts before training."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Whether groups whose rewards are all equal are replaced, so that steps are full of groups that teach."""
+    """Replacement of groups whose rewards are all equal."""
     loss: LossConfig = GepoConfig()
     """Algorithm, advantage, clip and KL."""
     adopt_without_optimizer: bool = False
-    """Whether a learner without a usable checkpoint may go on from the run's published weights with a new optimizer."""
+    """Whether a learner without a usable checkpoint may go on from the published weights with a new optimizer."""
     backend: BackendConfig = TorchBackendConfig()
-    """Where and how gradients are computed."""
+    """Device, precision and optimizer."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters that are trained and sent instead of all weights; the same on every node."""
     variants: tuple[Literal["int8", "fp8_e4m3"], ...] = ()
-    """Forms in which every version is published beside the weights that are trained, for samplers on narrow links."""
+    """Quantised forms in which every version is published too, for samplers on slow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)
-    """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
+    """Versions between snapshots, published beside the delta; bounds what a new sampler downloads."""
     overlap_publication: bool = True
     """Whether the next step computes while a version is encoded, checkpointed, uploaded and committed."""
     checkpoint_every_versions: int = Field(default=0, ge=0)
-    """Versions between checkpoints, k. 0 chooses: 1 where a checkpoint is below 4 GiB, else 10. A checkpoint is 14
-    bytes a parameter: masters and optimizer are copied into the host's memory at the end of a step and written while
-    the next one computes; the version is published when all is on the disk. A restart after a crash or a signal goes on
-    from the newest checkpoint: up to k - 1 published versions are abandoned and their prompts handed out again, and
-    what was in no version is trained again. 1 abandons none."""
+    """Versions between checkpoints, k. 0 chooses 1 for checkpoints below 4 GiB, else 10; a checkpoint has 14 bytes a
+    parameter. Masters and optimizer are copied into the host's memory at the end of a step and written during the next
+    one; the version is published when all is on the disk. After a crash or a signal up to k - 1 published versions are
+    abandoned and trained again; 1 abandons none."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     retry_base_s: float = Field(default=0.2, gt=0)
-    """First wait after a lost call, seconds; doubles, drawn at random below that."""
+    """First wait after a lost call, seconds; doubles with each attempt, with random jitter."""
     retry_cap_s: float = Field(default=10.0, gt=0)
-    """Longest wait between attempts, seconds; the learner goes on trying."""
+    """Longest wait between attempts, seconds; the learner retries forever."""
     payload_urls: Allowed = "https"
-    """Addresses in a bucket that the coordinator gives and this node reads payloads from, and puts its own at: of
-    `https` on other machines, `any` (http and loopback too) or `none`; what they bring is compared with its digest."""
+    """Bucket addresses from the coordinator that this node reads from and writes to: `https` on other machines, `any`
+    (http and loopback too) or `none`; every payload is compared with its digest."""
     payload_hosts: tuple[Host, ...] = ()
     """Hosts that such addresses may name, `*.amazonaws.com` for all below one; HTTPS_PROXY of the environment serves
-    them. Empty: any host whose name resolves neither to this machine nor to its link, and no proxy."""
+    them. Empty: any host that does not resolve to this machine or its network, without proxy."""
     bandwidth: BandwidthConfig = BandwidthConfig()
-    """Caps of what this process receives and sends."""
+    """Limits of received and sent bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
-    """Largest message, bytes; the coordinator's."""
+    """Largest message, bytes; the same as the coordinator's."""
     metrics_port: int = Field(default=9102, ge=0, le=65535)
     """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
+    """Address that the metrics are served on; they hold no secrets and need no login."""
     metrics_push_s: float = Field(default=15.0, ge=0.0, le=45.0)
-    """Seconds between two pushes of these metrics to the coordinator, which shows them in its place; 0 is never."""
+    """Seconds between two pushes of these metrics to the coordinator, which shows them too; 0 is never."""
     tracing: TracingConfig = TracingConfig()
-    """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
+    """Traces of groups by OpenTelemetry; off without an endpoint."""
 
     def drawn_semantics(self) -> SamplingSemantics:
         """The settings of `sampling` with the most drawn tokens of a rollout, which losses may divide by."""

@@ -1,4 +1,4 @@
-"""Held-out accuracy of a version, generated with the weights as they are published. Runs in a thread."""
+"""Held-out accuracy of a version, generated with its published weights. Runs in a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Outcome: `accuracy` is None when no completion could be scored."""
+    """The result; `accuracy` is None when no completion could be scored."""
 
     version: int
     accuracy: float | None
@@ -32,7 +32,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Scores the first `num_prompts` held-out prompts with the same seeds every time, so that versions compare."""
+    """Scores the first `num_prompts` held-out prompts, with the same seeds for every version."""
 
     def __init__(
         self, *, task: Task, engine: Engine, prompter: Prompter, num_prompts: int, num_per_prompt: int, seed: int
@@ -45,13 +45,13 @@ class Evaluator:
         self._seed = seed
         self._refused: set[int] = set()
         self.last_samples: tuple[EvaluationSample, ...] = ()
-        """What the newest evaluation generated, to be read; the reward of what could not be scored is NaN."""
+        """Samples of the newest evaluation; the reward of a completion that could not be scored is NaN."""
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Mean reward over held-out completions, which is the accuracy where rewards are 0 and 1.
 
-        A completion whose verifier fails is left out and counted: it is not a wrong answer. A prompt that the template
-        or the engine refuses is left out.
+        A completion whose verifier fails is left out and counted, not scored as wrong. A prompt that the template or
+        the engine refuses is left out.
         """
         started = time.perf_counter()
         self._engine.load(arena, version)

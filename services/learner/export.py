@@ -1,8 +1,8 @@
 """A trained model as a Hugging Face directory: what samplers generate with, bit for bit.
 
-transformers may keep tensors in files otherwise than in the model: under other names, or apart what the model has in
-one tensor, as experts. It is asked what it would write of tensors without values, so no model is held for the answer:
-one tensor of it is, or those that become one together, and a chunk of the published weights.
+transformers may store tensors under other names or in other pieces than the model has them, as experts. It is asked for
+the form of tensors without values. In memory are one tensor of the model, or those that become one together, and a
+chunk of the published weights.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from heterorl.learner.publish.checkpoint_store import (
 )
 
 Report = Callable[[int, int], None]
-"""Told how many bytes are written, of how many."""
+"""Called with the bytes that are written, and their total."""
 Read = Callable[[str], torch.Tensor]
 """A tensor by its name in the model; not to be written to."""
 _PATTERN = "model{suffix}.safetensors"
 MAX_SHARD_SIZE = "50GB"
-"""Of a file, as transformers has it."""
+"""Largest size of a file, transformers' default."""
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
@@ -73,14 +73,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """What the files hold of a model."""
+    """The form of a model's files."""
 
     types: Mapping[str, torch.dtype]
-    """Of floating tensors by the model's names."""
+    """Types of floating tensors by the model's names."""
     parts: Sequence[list[str]]
-    """Names in the model of tensors that become tensors of files by themselves; mostly one."""
+    """Names of the model's tensors that become tensors of files together; mostly one."""
     same: Set[str]
-    """Those whose tensor is the file's; of others transformers computes what is in the files."""
+    """Names whose tensor is the file's; transformers converts the others."""
     tensors: Mapping[str, torch.Tensor]
     """Type and shape by the files' names, on the meta device."""
     files: Mapping[str, Sequence[str]]
@@ -88,14 +88,13 @@ class _Form:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def _snapshot_reader(path: Path, layout: Layout, manifest: Manifest) -> Read:
     """The tensors of a snapshot file; each chunk is compared with the manifest before its values are used.
 
-    One decoded chunk is kept: tensors that are asked for in the order of their names are decoded once.
+    One decoded chunk is kept: tensors read in the order of their names are decoded once.
     """
     digests = manifest.chunk_digests
     if len(digests) != len(layout.chunks) or state_root(layout.layout_id, digests) != manifest.state_root:
@@ -203,7 +202,7 @@ def _form_of(model: nn.Module, dtype: Dtype, *, max_shard_size: str) -> _Form:
 
 
 def _reverted(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the files hold of tensors of a model."""
+    """The files' tensors of tensors of a model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     network: Any = model
@@ -238,7 +237,7 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
 
 
 def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state without adapters, and of tied tensors the one under whose name transformers looks for it."""
+    """The state without adapters; of tied tensors the one under whose name transformers looks for it."""
     network: Any = model
     ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
     state = {
@@ -279,22 +278,22 @@ def export_model(
 ) -> None:
     """Write safetensors in the published type, config, generation config and tokenizer.
 
-    A checkpoint of adapters is added to the base model in fp32, which samplers never do: they compute the sum of the
-    two outputs, so the merged model is theirs up to rounding. The adapters alone are what was published, bit for bit.
+    A checkpoint of adapters is merged into the base model in fp32. Samplers add the two outputs instead, so the merged
+    model equals theirs up to rounding; with `adapter_only` the adapters are those that were published, bit for bit.
 
     Args:
         model_dir: the model that the run started from.
-        source: published weights; a checkpoint directory; or a state directory, of which the newest valid checkpoint
-            is taken.
+        source: published weights; a checkpoint directory; or a state directory, of which the newest valid checkpoint is
+            taken.
         out_dir: must not exist, or be empty; appears complete or not at all.
         adapter_only: write the adapters as files for `peft`, without the base model.
-        dtype: None for the published type. A narrower one rounds all but what the model keeps in fp32.
+        dtype: None for the published type. A narrower one rounds all tensors that the model does not keep in fp32.
         max_shard_size: such as "5GB"; a larger tensor has a file of its own.
-        report: told how many bytes of weights are written, of how many.
+        report: called with the bytes of weights that are written, and their total.
 
     Raises:
-        ConfigError: `out_dir` is in use, `model_dir` is another model, there are no adapters to write,
-            `max_shard_size` is not a size, or a value is not finite in `dtype`.
+        ConfigError: `out_dir` is in use, `model_dir` is another model, there are no adapters to write, `max_shard_size`
+            is not a size, or a value is not finite in `dtype`.
         CorruptStore: there is no valid checkpoint.
         StateMismatch: the weights are not those that the checkpoint's manifest names.
     """
@@ -368,7 +367,7 @@ def read_published(path: Path, model: nn.Module) -> Arena:
 
 
 def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]:
-    """A model whose weights were all trained: of the directory, what it says of the model is enough."""
+    """A model whose weights were all trained, so its configuration is enough."""
     model = empty_model(str(model_dir))
     layout = _layout_for(model, layout_id)
     if layout is None or any(not tensor.is_floating_point() for tensor in model.state_dict().values()):
@@ -382,7 +381,7 @@ def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]
 
 @contextmanager
 def _appearing(out_dir: Path) -> Iterator[Path]:
-    """A directory that gets its name when all in it is durable, and is gone when the body fails."""
+    """A directory that gets its name when all in it is durable, and is removed when the body fails."""
     temporary = out_dir.with_name(f"{out_dir.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

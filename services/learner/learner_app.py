@@ -1,17 +1,17 @@
-"""Wires the learner: lease, resumption, inbox, training, publication.
+"""The learner's main: lease, resumption, inbox, training, publication.
 
     coordinator --stream, by credit--> feed --> Inbox --> TrainingLoop --groups--> backend (thread)
          ^                                                   |
          +------- checkpoint, payloads, compare-and-set --- Publisher
 
-What each loop waits for, and what unblocks it, is in ARCHITECTURE.md.
+ARCHITECTURE.md lists what each loop waits for.
 
-Every wait ends when the lease is lost, because `renew` fails its TaskGroup and that cancels the others. A step runs in
-a thread, which nothing can cancel: it is waited for, and what it computed has no effect.
+When the lease is lost, `renew` fails its TaskGroup, which ends every wait. A step runs in a thread that cannot be
+cancelled: it is waited for, and its result has no effect.
 
-Order of the stop: the session is cancelled (its thread is waited for), the stream closes, the lease is released.
-Nothing depends on that order: after SIGKILL the next start does the same work again from the last checkpoint. When
-max_steps is reached the last version is published first, then the run drains.
+A stop cancels the training loop, waits for its thread, closes the stream, releases the lease. No data depends on that
+order: after SIGKILL the next start repeats the work from the last checkpoint. At max_steps the last version is
+published, then the run drains.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _LOG = logging.getLogger(__name__)
 async def main(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> int:
     """Train until max_steps or a signal; returns the exit code 0.
 
-    `place` is that of rank 0, where a launcher has started the processes.
+    `rank_env` is that of rank 0, where a launcher has started the processes.
     """
     stop = asyncio.Event()
     clock = SystemClock()
@@ -119,10 +119,10 @@ async def _train(
 
 
 def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
-    """Join loaded parts to a coordinator; nothing is asked and nothing written yet.
+    """Join loaded parts to a coordinator; sends and writes nothing yet.
 
-    A signer signs every version and must have signed the head; a canary is stated with each. Without a yardstick groups
-    are not checked.
+    A signer signs every version and must have signed the head; a canary is stated with each. Without `verification`
+    groups are not checked.
     """
     cap_s = config.retry_cap_s
     backoff = functools.partial(
@@ -149,7 +149,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """The joined parts of one learner, of which one process at a time may use the state directory."""
+    """The joined parts of one learner; one process at a time may use the state directory."""
 
     leader: TrainingRun
     state_dir: Path
@@ -206,7 +206,7 @@ def _begin_term(
     backoff: Callable[[], Backoff],
     trust: Trust,
 ) -> Rollback:
-    """Make what works under a lease; the state directory is held."""
+    """Make the parts that work under a lease; the state directory is held."""
     directory = config.state_dir
     payloads = directory / "payloads"
     backend = parts.backend

@@ -45,29 +45,29 @@ from heterorl.learner.train.custom_loss_check import check_custom_loss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `heterorl.learner.learner_app.join` needs beside a coordinator."""
+    """Arguments of `learner_app.join` that need no coordinator."""
 
     backend: TrainBackend
     contract: Contract
     statement: bytes = b""
-    """Of the configuration behind the contract, for sites that join with a short file; empty states none."""
+    """Statement of the configuration behind the contract, for sites that join with a short file; empty states none."""
     evaluator: Evaluator | None = None
     signer: Signer | None = None
     canary: Canary | None = None
     verification: VerificationContext | None = None
     passes: PassCount = field(default_factory=PassCount)
-    """Where the backend says how far a step is."""
+    """The backend's progress within a step."""
     close: Callable[[], None] = lambda: None
-    """Ends the other ranks and what computes rewards; for an orderly end: they end with this process anyway."""
+    """Ends the other ranks and reward workers in order; otherwise they end with this process."""
 
 
 def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | None = None) -> Parts:
     """Load the model and everything that goes with it; start the other ranks, if there are to be any.
 
-    `place` is that of rank 0, where a launcher has started all ranks.
+    `rank_env` is that of rank 0, where a launcher has started all ranks.
 
     Raises:
-        ConfigError: key, model, tokenizer, task or a loss of the user's own cannot be loaded.
+        ConfigError: key, model, tokenizer, task or custom loss cannot be loaded.
     """
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
@@ -153,7 +153,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
 def build_backend(
     config: LearnerConfig, num_ranks: int, passes: PassCount | None = None, *, rank_group: RankGroup | None = None
 ) -> tuple[TorchBackend | ShardedBackend, Callable[[], None]]:
-    """The backend of rank 0, and what ends the other ranks; starts those, unless a launcher has.
+    """The backend of rank 0, and a function that ends the other ranks; starts them, unless a launcher has.
 
     Raises:
         ConfigError: the backend is one process, or cannot be built.

@@ -1,9 +1,8 @@
 """A rank of a learner other than rank 0, started by `ranks.local_ranks` or by torchrun.
 
-Guarantees: it does what rank 0 says and nothing else, reads no configuration of its own, talks to no coordinator, and
-ends when rank 0 does. An error that rank 0 does not meet too ends it after `rank_timeout_s`, and by that the others.
-Signals that stop a service reach all processes of a terminal or a unit; here they are ignored,
-because rank 0 ends in order.
+Guarantees: it obeys rank 0, reads no configuration of its own, talks to no coordinator, and ends when rank 0 does. An
+error that rank 0 does not meet ends it after `rank_timeout_s`, and then the others. It ignores signals that stop a
+service, which reach all processes of a terminal or unit: rank 0 ends it in order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from heterorl.learner.backends.ranks.rank_env import RankEnv, local_rank_env
 
 _LOG = logging.getLogger(__name__)
 EXIT_CODE = 1
-"""Of a rank that was left alone; a launcher starts all of them again."""
+"""Of a rank that has lost the others; a launcher starts all of them again."""
 
 
 def main() -> None:

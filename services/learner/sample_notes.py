@@ -1,15 +1,15 @@
-"""Notes of groups that are kept as samples, sent beside the training: texts, and the distance to who drew them.
+"""Notes of groups that are kept as samples: texts and log-ratios, sent in parallel to the training.
 
-    trained     remembers a group whose note is wanted, until its version is out     session
-    published   its note goes into the queue, and so does that of a rejected group   session, feed
-    evaluated   what an evaluation generated goes into the queue too                 session
-    run         makes one note after another in a thread, and sends it               a queue of few
+    trained     remembers a group whose note is wanted, until its version is out     training loop
+    published   puts its note into the queue, and that of a rejected group           training loop, feed
+    evaluated   puts the samples of an evaluation into the queue                     training loop
+    run         makes one note after another in a thread, and sends it               queue
 
-A prompt is shown as the task has it, its messages under their roles. One whose tokens are others than the task and the
-template give is shown as the model read it.
+A prompt is shown as the task has it, its messages under their roles; with other tokens than task and template give, as
+the model read it.
 
-Guarantees: nothing waits for a note, and no note fails a step: what is beyond the bounds of the queue, cannot be read
-or is refused is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
+Guarantees: no step waits for a note or fails by one. A note beyond the bounds of the queue, or that cannot be read or
+is refused, is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _NONE = np.zeros(0, np.float32)
 MAX_WAITING = 256
 """Notes in the queue, and groups of steps that are in no version yet."""
 MAX_WAITING_BYTES = 256 << 20
-"""Of both together, as their groups lie in memory."""
+"""Memory of their groups."""
 FINISH_S = 5.0
-"""How long the end of a run waits for the notes of its last version."""
+"""Longest wait of the end of a run for the notes of its last version."""
 EVALUATIONS_AT_ONCE = 32
 """Held-out prompts in one message."""
 _Ratios = Mapping[int, Float32Array]
 
 
 class NoteReader:
-    """Reads groups with the run's tokenizer, and their answers in its task."""
+    """Decodes groups with the run's tokenizer, and finds their answers in its task."""
 
     def __init__(self, prompter: Prompter, task: Task) -> None:
         self._prompter = prompter
@@ -56,10 +56,10 @@ class NoteReader:
         self._texts = TokenTexts(decode=prompter.decode, decode_given=self._decode_raw)
 
     def note(self, group: Group, ratios: Mapping[int, Float32Array], *, limit_bytes: int) -> SampleNote:
-        """What is said of a group.
+        """The note of a group.
 
-        `ratios` are log p - log q of each drawn token, by number of a rollout that was trained on. Where the message
-        would be larger than about `limit_bytes`, the numbers of tokens are left out.
+        `ratios` are log p - log q of each drawn token, by number of a trained rollout. Where the message would be
+        larger than about `limit_bytes`, numbers of tokens are left out.
         """
         prompt, answer = self._asked(group)
         rollouts = []
@@ -93,7 +93,7 @@ def _num_bytes(prompt: str, rollouts: Sequence[RolloutNote]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Settled:
-    """A group whose note is to be made, with the log-ratios of a group that was trained on."""
+    """A group whose note is to be made, with the log-ratios of a trained group."""
 
     group: Group
     ratios: _Ratios
@@ -104,7 +104,7 @@ _Entry = _Settled | Sequence[EvaluationSample]
 
 @dataclass(slots=True, kw_only=True)
 class SampleNotes:
-    """The notes of one lease; without a reader there are none."""
+    """The notes of one lease; none without a reader."""
 
     api: LearnerApi | None = None
     epoch: int = 0
@@ -147,13 +147,13 @@ class SampleNotes:
             self._put(_Settled(group=group, ratios={}))
 
     def abandoned(self, groups: Iterable[QueuedGroup]) -> None:
-        """Send the notes of groups that were given up for no fault of theirs, as far as they are kept."""
+        """Send the wanted notes of groups that were given up without blame."""
         for queued in groups:
             if queued.wants_note:
                 self._put(_Settled(group=queued.group, ratios={}))
 
     def evaluated(self, samples: Sequence[EvaluationSample]) -> None:
-        """Send what an evaluation generated."""
+        """Send the samples of an evaluation."""
         for first in range(0, len(samples), EVALUATIONS_AT_ONCE):
             self._put(samples[first : first + EVALUATIONS_AT_ONCE])
 
@@ -184,7 +184,7 @@ class SampleNotes:
                 self._queue.task_done()
 
     async def finish(self) -> None:
-        """Wait for a moment until all notes are sent."""
+        """Wait at most 5 s until all notes are sent."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINISH_S):
                 await self._queue.join()

@@ -1,4 +1,4 @@
-"""Numbers of a step to metrics; the step's own log line."""
+"""Metrics of a step and of a version, and the step's log line."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def observe_step(
     held_s: Sequence[float],
     metrics_of_loss: Mapping[str, float] = _NONE,
 ) -> None:
-    """Export one step; staleness is counted from the coordinator's head, so that a restart cannot inflate it.
+    """Export one step.
 
-    `held_s` are seconds since each group arrived here; they are added to its age, which the coordinator stated then.
+    Staleness counts from the coordinator's head, so that a restart cannot inflate it. `held_s` are seconds since each
+    group arrived here; they are added to its age on arrival.
     """
     # Without a token there was nothing to apply.
     metrics.STEPS.labels(str(report.is_applied).lower() if report.num_tokens else "empty").inc()
@@ -113,7 +114,7 @@ def _observe_completions(numbers: CompletionNumbers) -> None:
 
 
 def observe_start() -> None:
-    """Say that nothing is known yet: times begin now, numbers are NaN, counters exist, so that no alert is misled."""
+    """Set times to now, numbers to NaN, and create counters, so that no alert is misled before the first step."""
     metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
     metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
     for gauge in _NUMBERS:

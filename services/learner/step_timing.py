@@ -1,9 +1,9 @@
-"""Where the trainer stands, and where the time of a step went.
+"""The trainer's progress, and how the time of a step was spent.
 
-    writes   the session, its phases one after another; the backend's thread, its micro-batches
+    writes   the training loop, its phases one after another; the backend's thread, its micro-batches
     reads    the renewal of the lease, at any time
 
-Must never hold up a step: a write is one assignment, and nothing waits for a reader.
+A write is one assignment and never waits for a reader.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from heterorl.common.types.common import LearnerPhase, LearnerProgress, StepTime
 
 @dataclass(slots=True)
 class PassCount:
-    """Micro-batches of the step under way: how many are done of how many."""
+    """Micro-batches of the current step: done, and in total."""
 
     counts: tuple[int, int] = (0, 0)
 
     def note(self, done: int, total: int) -> None:
-        """Say how far the step is; called from the thread that computes."""
+        """Set both; called from the thread that computes."""
         self.counts = (done, total)
         metrics.STEP_PROGRESS.set(done / total if total else 0.0)
 
@@ -50,12 +50,10 @@ class BusyTime:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a block is open."""
         return self._num_open > 0
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
         return self._total_s + (self.clock.monotonic() - self._since if self.is_busy else 0.0)
 
 
@@ -63,7 +61,7 @@ class BusyTime:
 class StepTimer:
     """The phases of the trainer.
 
-    `passes` is written by the backend, `checks` by what examines groups before they are trained on.
+    `passes` is written by the backend, `checks` by the verifier.
     """
 
     clock: Clock
@@ -76,7 +74,7 @@ class StepTimer:
     _period_began: float = 0.0
 
     def begin(self, step: int) -> None:
-        """Start counting at a session that continues after `step` steps."""
+        """Start counting at a loop that continues after `step` steps."""
         self.step, self._spent_s, self._period_began = step, {}, self.clock.monotonic()
 
     @contextmanager
@@ -93,7 +91,7 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time until the end of the block as spent on checks, as far as there were some, and on waiting."""
+        """Count the time until the end of the block as checks, as long as they ran, and as waiting."""
         began, checked_s = self.clock.monotonic(), self.checks.seconds
         self._phase = (LearnerPhase.WAITING, began)
         try:
@@ -120,7 +118,7 @@ class StepTimer:
 
     @property
     def now(self) -> LearnerProgress | None:
-        """Where the trainer stands; None between two phases."""
+        """The current progress; None between two phases."""
         current = self._phase
         if current is None:
             return None
@@ -138,5 +136,5 @@ class StepTimer:
 
 
 def new_step_timer(clock: Clock, passes: PassCount | None = None) -> StepTimer:
-    """The progress of a trainer that has not begun; `passes` is the backend's."""
+    """The timer of a trainer that has not begun; `passes` is the backend's."""
     return StepTimer(clock=clock, checks=BusyTime(clock=clock), passes=passes or PassCount())

@@ -1,8 +1,7 @@
-"""What a learner believes of a rollout: which are checked, and what the numbers of a check mean. Pure.
+"""Findings about a group: which groups are checked, and what the numbers of a check mean. Pure.
 
-Guarantees: a site's first groups are all checked; later the share halves with every so many groups that passed, down to
-a floor, and one failure makes it 1 again. Which groups are checked is drawn by the caller after they were acknowledged.
-A site that always cheats passes k groups unseen with probability (1 - floor)^k.
+Guarantees: a site's first groups are all checked. Later the share halves with each `full_groups` that passed, down to a
+floor; one failure resets it to 1. A site that always cheats passes k groups unseen with probability (1 - floor)^k.
 """
 
 from __future__ import annotations
@@ -22,46 +21,46 @@ class VerificationConfig(Config):
     """Checks of what sites send; needs no trust in any sampler."""
 
     recompute_rewards: bool = True
-    """Whether every prompt and reward is computed again from the task; a group that differs is not trained on."""
+    """Whether prompts and rewards of all groups are computed again from the task; a group that differs is not trained
+    on."""
     reward_tolerance: float = Field(default=1e-6, ge=0)
-    """Largest difference of a reward that is accepted."""
+    """Largest accepted difference of a reward."""
     trust_rewards_of: tuple[str, ...] = ()
-    """Sites that are believed where this learner cannot compute a reward again (kinds http and judge of task.rewards)
-    and no key signed it; `*` is every site. Such a reward is whatever the site says, within its bounds."""
+    """Sites whose rewards are believed where this learner cannot compute them (kinds http and judge of task.rewards)
+    and no key signed them; `*` is every site. Only the bounds of the reward then limit what a site states."""
     logprob_floor: float = Field(default=0.0, ge=0, le=1)
-    """Share of a trusted site's groups whose log-probs are computed again; 0 checks none of any site. Needs memory for
+    """Smallest share of a site's groups whose log-probs are computed again; 0 checks none of any site. Needs memory for
     one more model and `kept_versions` published states."""
     full_groups: int = Field(default=64, ge=1)
-    """Groups of a site that are all checked at first; the share halves with each further so many, down to the floor."""
+    """First groups of a site, which are all checked; the share halves with each further so many, down to the floor."""
     logprob_tolerance: float = Field(default=0.08, gt=0)
-    """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16 sites; where all compute in
-    float32, 1e-4 also shows weights of other versions (`make bench-verify` measures both), but then no honest site may
-    swap in flight: tokens drawn over keys and values of older weights differ from a replay by more."""
+    """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16 sites. Where all compute in
+    float32, 1e-4 also shows weights of other versions (`make bench-verify` measures both), but excludes sites that swap
+    weights in flight."""
     group_logprob_tolerance: float = Field(default=0.035, gt=0)
     """The same over all tokens of a group, where rounding averages out and a wrong temperature does not."""
     margin_tolerance: float = Field(default=0.15, gt=0)
-    """Largest margin by which the repeated draw may prefer another token, nats; of sites with seeded_sampling."""
+    """Largest margin by which the repeated draw may prefer another token, nats; for sites with seeded_sampling."""
     margin_share: float = Field(default=0.99, gt=0, le=1)
     """Share of a rollout's tokens that must be within margin_tolerance."""
     require_seeded: bool = False
     """Whether groups of sites without seeded_sampling fail."""
     max_log_ratio: float = Field(default=0.0, ge=0)
-    """Largest |mean over tokens of log p - log q| of a rollout under the weights being trained, nats: the envelope of
+    """Largest |mean over tokens of log p - log q| of a rollout under the trained weights, nats: the envelope of
     sequence ratios. Costs a forward pass before each step; 0 is off."""
     max_versions: int = Field(default=64, ge=1)
-    """Versions that the tokens of one group may name where it is checked; each is pulled and computed. Groups with more
-    are abandoned."""
+    """Versions that the tokens of one checked group may name; each is pulled and computed. Groups with more are
+    abandoned."""
     kept_versions: int = Field(default=2, ge=1)
-    """Versions that are kept in memory for checks; others are pulled again from the coordinator."""
+    """Versions kept in memory for checks; others are pulled again."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Where the checks are computed."""
+    """Device of the checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What any check says of a group: `reason` when it failed, so that it is rejected and held against its site;
-    `detail` alone when it cannot be trained on or could not be checked, so that it is abandoned; neither when it is
-    sound.
+    """The result of a check: `reason` and `detail` for a failure, which rejects the group and counts against its site;
+    `detail` only for a group that is abandoned, because it cannot be trained on or checked; neither for a sound group.
 
     Example: Finding(reason=DropReason.REWARD_MISMATCH, detail="rollouts[3].reward: 1, computed 0")
     """
@@ -71,24 +70,23 @@ class Finding:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found."""
         return self.reason is None and not self.detail
 
 
 SOUND = Finding()
-"""Nothing was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
-    """A rollout computed again: log-probs [T], and where it was drawn by name, margins [T] of the repeated draw."""
+    """A rollout computed again: log-probs [T], and margins [T] of the repeated draw where its site used seeded
+    sampling."""
 
     logprobs: Float32Array
     margins: Float32Array | None
 
 
 def checked_share(num_passed: int, config: VerificationConfig) -> float:
-    """Share of a site's groups to check after so many passed since its first or since its last failure."""
+    """Share of a site's groups to check after `num_passed` since its start or last failure."""
     if config.logprob_floor == 0:
         return 0.0
     return max(config.logprob_floor, 0.5 ** max(0, num_passed // config.full_groups))
@@ -101,7 +99,7 @@ def logprob_difference(stated: Float32Array, replayed: Float32Array) -> float:
 
 
 def judge_logprobs(stated: Sequence[Float32Array], replays: Sequence[Replay], config: VerificationConfig) -> Finding:
-    """What is wrong with the stated log-probs of a group; a lost member has none."""
+    """The finding about a group's stated log-probs; a lost member has none."""
     for number, (mine, replay) in enumerate(zip(stated, replays, strict=True)):
         if not mine.size:
             continue
@@ -119,7 +117,7 @@ def judge_logprobs(stated: Sequence[Float32Array], replays: Sequence[Replay], co
 
 
 def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> Finding:
-    """What is wrong with the draws of a group; nothing where none can be repeated."""
+    """The finding about a group's draws; sound where none can be repeated."""
     for number, replay in enumerate(replays):
         if replay.margins is None:
             continue
@@ -134,7 +132,7 @@ def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> Find
 
 
 def judge_log_ratios(ratios: Sequence[float], config: VerificationConfig) -> Finding:
-    """What is wrong with a group's sequence log-ratios under the weights being trained."""
+    """The finding about a group's sequence log-ratios under the trained weights."""
     for number, ratio in enumerate(ratios):
         if not abs(ratio) <= config.max_log_ratio:
             detail = f"rollouts[{number}]: mean log-ratio {ratio:.3g} nats, allowed {config.max_log_ratio:g}"

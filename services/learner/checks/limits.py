@@ -1,4 +1,4 @@
-"""Whether a leased group can be trained on by this learner: pure, with the reason."""
+"""Whether this learner can train on a leased group: pure, with the reason."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from heterorl.learner.checks.findings import SOUND, Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this learner can hold. `max_sequence_tokens` bounds prompt plus completion; 0 is no bound.
+    """What this learner can hold.
 
-    `has_unit_rewards` where the advantage is defined for rewards in [0, 1] alone.
+    `max_sequence_tokens` bounds prompt plus completion; 0 is no bound. `has_unit_rewards`: the advantage needs rewards
+    in [0, 1].
     """
 
     group_size: int
@@ -31,7 +32,7 @@ class Limits:
 def judge(group: Group, limits: Limits) -> Finding:
     """Why the group can never be trained on, if so.
 
-    A group without any advantage is fine: it takes part in a step and pulls nothing.
+    A group without any advantage is sound: it takes part in a step and pulls nothing.
     """
     if len(group.rollouts) != limits.group_size:
         return Finding(detail=f"{len(group.rollouts)} rollouts, the group size is {limits.group_size}")

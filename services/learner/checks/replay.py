@@ -1,6 +1,6 @@
-"""A group's rollouts computed again by one forward pass: log-probs, margins of repeated draws, log-ratios.
+"""Log-probs, margins of repeated draws, and log-ratios of a group, computed by one forward pass.
 
-Guarantees: the logits of all tokens are never held at once; no truncation is applied, because top_p and top_k flip
+Guarantees: the logits of all tokens are never held at once. No truncation is applied, because top_p and top_k flip
 under rounding and would call honest tokens impossible.
 
 Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
@@ -37,7 +37,6 @@ class Replayer:
     """A model of its own that takes any published version."""
 
     def __init__(self, *, model_dir: str, device: str, sampling: SamplingSemantics, lora: LoraSettings) -> None:
-        """Load the model."""
         model = load_model(model_dir)
         if lora.rank:
             attach(model, lora)
@@ -48,20 +47,20 @@ class Replayer:
 
     @property
     def can_repeat_draws(self) -> bool:
-        """Whether draws are of all tokens, so that the Gumbel-max trick decides them alone."""
+        """Whether draws are of all tokens, so that the Gumbel-max trick decides them."""
         return not self._sampling.is_truncated
 
     def load(self, arena: Arena, version: int, variant: str = "") -> None:
-        """Take a version's weights, or what a variant of it stands for; nothing where they are loaded already."""
+        """Load a version's weights, unless they are loaded already."""
         if (variant, version) != self._loaded:
             tensors.load(arena, self._model)
             self._loaded = (variant, version)
 
     @torch.inference_mode()
     def replay(self, group: Group, *, key: int | None) -> list[Replay]:
-        """Compute the trainable rollouts of a group under the loaded weights; of a lost member there are no numbers.
+        """Compute the trainable rollouts of a group under the loaded weights; empty for a lost member.
 
-        Of the group its tokens are read, nothing that it says of them. Without `key` its draws cannot be repeated.
+        Reads the group's tokens only. Without `key` draws are not repeated.
         """
         result = [Replay(logprobs=np.zeros(0, np.float32), margins=None)] * len(group.rollouts)
         for part in _parts(group):
@@ -101,10 +100,9 @@ class Replayer:
 
 @torch.no_grad()
 def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, temperature: float) -> list[list[float]]:
-    """Mean over tokens of log p - log q of every rollout under the newest published weights.
+    """Mean over tokens of log p - log q of every rollout under the published `weights`; 0 for lost members.
 
-    The model, which is trained elsewhere between its steps, computes p with `weights`: masters would put their own
-    distance from what samplers have onto every honest site. Lost members have ratio 0.
+    Masters would add their own distance from the published weights to every honest site.
     """
     device = next(model.parameters()).device
     with arena_weights(model, weights):
@@ -122,7 +120,7 @@ def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, t
 
 
 def _parts(group: Group) -> list[list[TrainingSequence]]:
-    """The trainable rollouts, by those that share a pass."""
+    """The trainable rollouts, by pass."""
     sequences = [
         TrainingSequence(
             strips=strips_of(group.prompt_token_ids, rollout),

@@ -1,8 +1,7 @@
-"""Rewards computed again on the trusted side, from the prompt's number and the tokens alone.
+"""Rewards computed again by the learner, from the prompt's number and the tokens only.
 
-Rollouts of several turns are stepped again: given ids and rewards must be those of the environment. Guarantees: of a
-deterministic environment a site can state neither an observation nor a reward that it did not get. What a machine may
-fail in is not held against its site; its group is not trained then.
+Trajectories of several turns are stepped again: given ids and rewards must be the environment's. With a deterministic
+environment a site can invent neither. A failure of a machine is not held against its site; the group is not trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from heterorl.common.types.trajectory import turns_of
 from heterorl.learner.checks.findings import SOUND, Finding
 
 RUN_AGAIN = 2
-"""How often code is run again whose result is not the stated one; more finds rarer coins and costs more."""
+"""Repeats of code whose result is not the stated one; more find rarer coins and cost more."""
 _OF_ITSELF = (FinishReason.EOS, FinishReason.LENGTH)
 _BY_ENVIRONMENT = (FinishReason.ENVIRONMENT_FAILED, FinishReason.TOOL_LOST, FinishReason.REWARD_FAILED)
 
@@ -40,16 +39,15 @@ def judge_rewards(
     trusted: Collection[str] = (),
     conversations: Conversations | None = None,
 ) -> Finding:
-    """In what a group's prompt or rewards differ from the task's.
+    """The finding about a group's prompt and rewards.
 
-    A reward that nobody can compute again is taken as it is stated where a key signed it, or from a trusted site. Code
-    that comes to another result is run again: see RUN_AGAIN and CODE_MISMATCH. `trusted` are sites whose word is
-    enough; `*` is every site.
+    A reward that only its site can compute is accepted where a key signed it or the site is in `trusted` (`*`: every
+    site). Code with another result is run again: see RUN_AGAIN and CODE_MISMATCH.
 
     Raises:
         PromptRefused: the template does not write the prompt.
         RewardError: the verifier failed, code may come to either result, or a reward is neither computed here nor
-            signed and its site is not trusted; that says nothing of the site.
+            signed and its site is not trusted; the site is not blamed.
     """
     is_trusted = group.id.site in trusted or "*" in trusted
     if not 0 <= group.prompt_index < task.num_prompts:
@@ -113,7 +111,7 @@ def _believed(
     completion: str,
     is_trusted: bool,
 ) -> tuple[str, tuple[RewardPart, ...]]:
-    """What is wrong with the stated values of rewards that are not computed here, and all parts with them."""
+    """The problem of stated rewards that are not computed here, and all parts with them."""
     values = {part.name: part for part in stated}
     parts = []
     for part in computed:
@@ -141,7 +139,7 @@ def _believed(
 
 
 def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> bool:
-    """Whether all that differs is these rewards, of values from 0 to 1: with the stated values of them all is right."""
+    """Whether only these rewards, with values from 0 to 1, differ: with their stated values all is right."""
     said = {part.name: part.value for part in rollout.reward_parts}
     if not names or not all(0.0 <= said.get(name, -1.0) <= 1.0 for name in names):
         return False
@@ -152,7 +150,7 @@ def _is_by(names: Collection[str], rollout: Rollout, computed: Sequence[RewardPa
 def _refuse_doubtful(
     task: Task, prompt: Prompt, completion: str, *, stated: Sequence[RewardPart], computed: Sequence[RewardPart]
 ) -> None:
-    """Run code again whose result is not the stated one; raises where the site may be right all the same."""
+    """Run code again whose result is not the stated one; raises where the site may still be right."""
     said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
     for is_last in [False] * RUN_AGAIN + [True]:
         for name in doubts_of(task, prompt, completion).near:
@@ -172,11 +170,11 @@ def _refuse_doubtful(
 
 
 def check_trust(task: Task, trusted: Collection[str]) -> None:
-    """Refuse a task of which every group would be given up.
+    """Refuse a task of which every group would be abandoned.
 
     Raises:
-        ConfigError: a reward can neither be computed again nor is it signed, and no site is trusted; or an environment
-            leaves things to chance.
+        ConfigError: a reward can neither be computed again nor is it signed, or an environment is not deterministic,
+            and no site is trusted.
     """
     by_chance = [each.name for each in environments_of(task) if not each.is_deterministic]
     if by_chance and not trusted:
@@ -196,12 +194,12 @@ def check_trust(task: Task, trusted: Collection[str]) -> None:
 
 
 def tried_here(task: Task, *, asks_others: bool) -> Task:
-    """The task of which a learner tries one reward at its start: without what it asks nobody for."""
+    """The task of which a learner tries one reward at its start, without remote rewards that it does not ask for."""
     return task if asks_others or not isinstance(task, WeightedTask) else task.without_remote()
 
 
 def _problem(rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> str:
-    """In what a rollout's reward or its parts differ from those computed."""
+    """The difference of a rollout's reward or its parts from those computed."""
     total = weighted_sum(computed)
     if not abs(rollout.reward - total) <= tolerance:
         return f"reward: {rollout.reward:g}, computed {total:g}"
@@ -210,7 +208,7 @@ def _problem(rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: flo
 
 
 def _parts_problem(stated: Sequence[RewardPart], computed: Sequence[RewardPart], *, tolerance: float) -> str:
-    """In what parts differ, which train nothing and are shown to people; a rollout may state none."""
+    """The difference of parts, which are shown to people only; a rollout may state none."""
     if not stated:
         return ""
     if [(part.name, part.weight) for part in stated] != [(part.name, part.weight) for part in computed]:
@@ -227,12 +225,10 @@ def _mismatch(detail: str) -> Finding:
 
 
 def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float) -> Finding:
-    """In what a group's rollouts differ from those of its environment.
-
-    The prompt was compared before, and the environment is deterministic.
+    """The finding about a group's trajectories in a deterministic environment; the prompt was compared before.
 
     Raises:
-        RewardError: the environment failed here; that says nothing of the site.
+        RewardError: the environment failed here; the site is not blamed.
     """
     for number, rollout in enumerate(group.rollouts):
         is_lost = rollout.finish_reason in _BY_ENVIRONMENT
@@ -269,13 +265,4 @@ def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Epis
                 return f"what is given behind turn {number + 1} is not the environment's"
     if turns and rollout.is_trainable and (given is None) != (rollout.finish_reason in _OF_ITSELF):
         return f"finish_reason is {rollout.finish_reason.value}, the episode {'ended' if given is None else 'goes on'}"
-    parts = episode.score()
-    reward = weighted_sum(parts)
-    if not abs(rollout.reward - reward) <= tolerance:
-        return f"reward: {rollout.reward:g}, computed {reward:g}"
-    stated_parts = [(part.name, part.weight) for part in rollout.reward_parts]
-    if stated_parts and stated_parts != [(part.name, part.weight) for part in parts]:
-        return "reward_parts: not the environment's"
-    pairs = zip(rollout.reward_parts, parts, strict=False)
-    wrong = [mine.name for mine, other in pairs if not abs(mine.value - other.value) <= tolerance]
-    return f"reward_parts: {wrong[0]} has another value" if wrong else ""
+    return _problem(rollout, episode.score(), tolerance=tolerance)

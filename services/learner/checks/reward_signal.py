@@ -1,7 +1,7 @@
-"""Groups that teach nothing, all rewards being equal: which make room for others, and when a person is told.
+"""Groups whose rewards are all equal: replacing them in a step, and a warning when no reward differs.
 
-Guarantees: judged by the rewards that the verifier let through, in the order of arrival, never more than the room; what
-is beyond it is trained on, so that a run whose prompts are all solved, or all out of reach, goes on.
+Guarantees: at most `max_replaced_per_step` are replaced, in the order of arrival, after the verifier. The others are
+trained on, so a run whose prompts are all solved, or all too hard, goes on.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from heterorl.learner.train.completion_stats import has_signal
 
 _LOG = logging.getLogger(__name__)
 NUM_STEPS = 20
-"""Steps in a row without a reward signal, after which a person is told."""
+"""Steps in a row without a reward signal before the warning."""
 
 
 class DynamicSamplingConfig(Config):
     """Replacement of groups whose rewards are all equal (DAPO, arXiv 2503.14476 section 3.2)."""
 
     max_replaced_per_step: int = Field(default=0, ge=0, le=1 << 20)
-    """Groups of equal rewards that a step replaces by others, so that it keeps its size; 0 replaces none. What comes
-    beyond it is trained on, so that a run whose prompts are all solved goes on. At a share u of such groups a full step
-    needs groups_per_step u / (1 - u) in the mean."""
+    """Most groups of equal rewards that a step replaces by others, so that it keeps its size; 0 replaces none. Further
+    ones are trained on. At a share u of such groups a full step needs groups_per_step u / (1 - u) on average."""
 
 
 def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[QueuedGroup], list[QueuedGroup]]:
-    """Divide groups into those that a step keeps and, up to `room`, those of equal rewards that it replaces."""
+    """Groups that a step keeps, and up to `room` groups of equal rewards that it replaces."""
     kept: list[QueuedGroup] = []
     replaced: list[QueuedGroup] = []
     for queued in groups:
@@ -43,12 +42,11 @@ def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[Que
 
 @dataclass(slots=True)
 class RewardSignal:
-    """Counts steps in a row in which no group has rewards that differ; warns once for each such stretch."""
+    """Counts steps in a row without rewards that differ within a group; warns once for each such stretch."""
 
     num_flat: int = 0
 
     def note(self, groups: Sequence[QueuedGroup]) -> None:
-        """Look at the groups of a step."""
         if any(has_signal(queued.group) for queued in groups):
             if self.num_flat >= NUM_STEPS:
                 _LOG.info("rewards differ again, after %d steps", self.num_flat)

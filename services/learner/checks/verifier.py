@@ -1,14 +1,13 @@
-"""Checks of leased groups before they may be trained on: rewards of all, log-probs and draws of some.
+"""Checks of leased groups before they may train: rewards of all groups, log-probs and draws of some.
 
     score      computes rewards, as many groups at once as the task has workers
-    conclude   counts, and replays some: one group at a time, in the order in which they came
+    conclude   counts, and replays some groups: one at a time, in the order of arrival
 
-Guarantees: what is checked is drawn here, after the group was acknowledged, from randomness that no site sees; a group
-that could not be checked is neither trained on nor held against its site; heavy work runs in a thread. Must never
-change a group.
+Guarantees: the checked groups are drawn after their acknowledgement, from randomness that no site sees. A group that
+cannot be checked is neither trained on nor held against its site. Heavy work runs in a thread. Never changes a group.
 
-Versions for replays: the newest few in memory, any other pulled again and verified like at a sampler. A site cannot
-choose a version that is not checked: whatever it may be trained on can still be rebuilt.
+The newest few versions for replays stay in memory; any other is pulled again and verified as at a sampler. So a site
+cannot choose a version that escapes the checks.
 """
 
 from __future__ import annotations
@@ -80,16 +79,16 @@ class RecentVersions:
     _pullers: dict[str, TrustedPuller] = field(default_factory=dict)
     _kept: OrderedDict[tuple[str, int], PulledVersion] = field(default_factory=OrderedDict)
     _whole: tuple[tuple[str, int], Arena] | None = None
-    """What the variant's version that was asked for last stands for."""
+    """Dequantised weights of the last variant's version."""
 
     async def get(self, version: int, variant: str = "") -> Arena:
-        """The weights that a sampler of a variant ("": those that are trained) computes with at a version.
+        """The weights that a sampler of a variant ("": the trained weights) computes with at a version.
 
         Raises:
-            UnknownVersion: it does not exist in the lineage, or its payloads were deleted, or nobody knows the variant.
-            UnknownPayload: the coordinator's payloads go as fast as plans are made.
+            UnknownVersion: it is not in the lineage, its payloads were deleted, or the variant is unknown.
+            UnknownPayload: payloads go as fast as plans are made.
             CorruptData: even the snapshot fails its checks.
-            UntrustedVersion: it is signed by nobody this learner trusts.
+            UntrustedVersion: no trusted key signed it.
         """
         key = (variant, version)
         pulled = self._kept.get(key)
@@ -147,7 +146,8 @@ class VerificationContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What computing the rewards gave: a finding, or an error that says nothing of the site; neither where none are."""
+    """The result of computing rewards: a finding, or an error that does not blame the site; neither where none are
+    computed."""
 
     finding: Finding | None = None
     error: RewardError | PromptRefused | None = None
@@ -156,7 +156,7 @@ class Scored:
 
 @dataclass(slots=True, kw_only=True)
 class Verifier:
-    """Examines groups; knows of each site how many passed since its last failure."""
+    """Checks groups; counts for each site how many passed since its last failure."""
 
     verification: VerificationContext
     versions: RecentVersions | None
@@ -177,7 +177,7 @@ class Verifier:
         self._room = asyncio.Semaphore(num_workers)
 
     async def examine(self, queued: QueuedGroup) -> Finding:
-        """Check one group, and remember of its site whether it passed."""
+        """Check one group."""
         return await self.conclude(queued, await self.score(queued))
 
     def labelled(self, queued: QueuedGroup) -> QueuedGroup:
@@ -187,7 +187,7 @@ class Verifier:
         return dataclasses.replace(queued, source=source) if source else queued
 
     async def score(self, queued: QueuedGroup) -> Scored:
-        """Compute a group's rewards, beside those of other groups."""
+        """Compute a group's rewards, in parallel with other groups."""
         if not self.verification.config.recompute_rewards:
             return Scored()
         async with self._room:
@@ -210,7 +210,7 @@ class Verifier:
         return Scored(finding=finding, seconds=time.perf_counter() - started)
 
     async def conclude(self, queued: QueuedGroup, scored: Scored) -> Finding:
-        """Check what is left of one group whose rewards were computed; one at a time, in the order of arrival."""
+        """Finish the checks of a scored group; one at a time, in the order of arrival."""
         started = time.perf_counter()
         with self.busy:
             finding = await self._check(queued, scored)
@@ -280,7 +280,7 @@ class Verifier:
 
 
 def _spliced(group: Group, version: int, *, into: list[Replay], other: list[Replay]) -> list[Replay]:
-    """Tokens that a version produced take its numbers."""
+    """Tokens of the given version take their numbers from `other`."""
     result = []
     for rollout, mine, theirs in zip(group.rollouts, into, other, strict=True):
         if not rollout.is_trainable:

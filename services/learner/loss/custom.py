@@ -1,10 +1,9 @@
-"""A loss of the user's own: what its function is given, what it returns, and how the answer enters the step's loss.
+"""Custom losses: what the user's function is given, what it returns, and how that enters the step's loss.
 
-The contract: the loss of a step is sum_it c_it l_it over the drawn tokens of all its rollouts. The function returns l;
-c are `LossBatch.coefficients_BT`, which `loss.aggregation` makes of the counts of the whole step. l of a rollout may
-depend on that rollout, on constants of its group that the batch has, and on `step`; not on which other rollouts share
-the pass. Then micro-batches, padding, packing, ranks and slices of a rollout give the same sum. Masks, the KL penalty
-and the penalty to a reference are added by the learner, as for every other kind.
+The loss of a step is sum_it c_it l_it over the drawn tokens of all its rollouts. The function returns l; c are
+`LossBatch.coefficients_BT`, made by `loss.aggregation` from the counts of the whole step. l of a rollout may depend on
+that rollout, on constants of its group in the batch, and on `step`, but not on other rollouts of the pass. Then any
+micro-batches, padding, packing and ranks give the same sum. The learner adds masks, KL penalty and reference penalty.
 
 Suffixes: B sequences, T completion tokens.
 """
@@ -42,8 +41,8 @@ _OWN = ("batch", "step")
 class LossBatch:
     """B rollouts of one pass, or of the whole step; T is the number of tokens of the longest.
 
-    Tensors are on one device, float64 unless another type is named. Tokens stand at the left of a row, and right of
-    them is padding: 0, and False in the mask. Only `learner_BT` carries gradient, in the whole step none does.
+    Tensors are on one device, float64 unless another type is named. Tokens stand at the left of a row; padding is 0,
+    and False in the mask. Only `learner_BT` carries gradient; in the whole step no tensor does.
     """
 
     learner_BT: torch.Tensor
@@ -53,7 +52,7 @@ class LossBatch:
     mask_BT: torch.Tensor
     """[B, T], bool: True at drawn tokens."""
     lengths_B: torch.Tensor
-    """[B], tokens: how many each rollout has, at least 1."""
+    """[B], tokens of each rollout, at least 1."""
     advantages_B: torch.Tensor
     """[B], in units of the reward or its deviation: A, by `loss.advantage`."""
     centred_rewards_B: torch.Tensor
@@ -63,20 +62,19 @@ class LossBatch:
     log_expectations_B: torch.Tensor
     """[B], nats: log of sum q^2 / sum q over the whole group, q = e^(mean of log q); GEPO's log denominator."""
     ages_BT: torch.Tensor
-    """[B, T], versions: the learner's version minus that which drew the token."""
+    """[B, T], versions: the learner's version minus the version that drew the token."""
     groups_B: torch.Tensor
-    """[B], int64: number of the rollout's group in the step; rollouts of one prompt's group have the same."""
+    """[B], int64: number of the rollout's group in the step; the same for rollouts of one group."""
     rows_B: torch.Tensor
     """[B], int64: row of the rollout in `step`."""
     coefficients_BT: torch.Tensor
-    """[B, T], no unit: what each token's loss is multiplied by, 0 in padding."""
+    """[B, T]: factor of each token's loss, 0 in padding."""
     max_log_weight: float
-    """Nats: `loss.max_log_weight`; log weights should be capped at it."""
+    """Nats: `loss.max_log_weight`, the cap of log weights."""
     reference_BT: torch.Tensor | None = None
     """[B, T], nats: log-probs under the reference model; None without `loss.reads_reference` or `reference_kl`."""
 
     def to(self, device: torch.device) -> LossBatch:
-        """The same tensors on `device`."""
         return LossBatch(**{name: one.to(device) if _is_tensor(one) else one for name, one in self._values().items()})
 
     def _values(self) -> dict[str, Any]:
@@ -85,10 +83,10 @@ class LossBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutput:
-    """What a custom loss returns; the division by counts is the learner's."""
+    """The result of a custom loss; the learner divides by counts."""
 
     losses: torch.Tensor
-    """[B, T] for each token or [B] for each rollout: l, to be minimised. One number of a rollout counts at each of its
+    """[B, T] for each token or [B] for each rollout: l, to be minimised. A rollout's number counts at each of its
     tokens, so with aggregation `sequence_mean` the step's loss is the mean over rollouts."""
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """At most 16 by name, [B] or [B, T]: a step shows the mean over its rollouts or drawn tokens. Names are
@@ -101,7 +99,7 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CustomLoss:
-    """A function that was found, and how it is called; `loading.load_loss` makes it."""
+    """A loaded function and how it is called; made by `load_loss`."""
 
     name: str
     """`package.module:function`."""
@@ -111,7 +109,7 @@ class CustomLoss:
     reads_reference: bool
 
     def __call__(self, batch: LossBatch, step: LossBatch | None) -> LossOutput:
-        """Ask it about the rollouts of one pass."""
+        """The checked losses of one pass."""
         given = [batch] if step is None else [batch, step]
         before = [
             (name, one, one._version) for part in given for name, one in part._values().items() if _is_tensor(one)
@@ -127,7 +125,7 @@ class CustomLoss:
         return self._checked(output, batch)
 
     def error(self, problem: str) -> ConfigError:
-        """What is wrong with it, as the user is told."""
+        """The error that the user is told."""
         return ConfigError(KEY, f"{self.name} {problem}", action=_ACTION)
 
     def _checked(self, output: Any, batch: LossBatch) -> LossOutput:
@@ -173,7 +171,7 @@ class CustomLoss:
 def batch_of(
     inputs: LossInputs, learner_BT: torch.Tensor, *, coefficients_BT: torch.Tensor, max_log_weight: float
 ) -> LossBatch:
-    """What a custom loss is given of these rollouts; padding is 0, whatever stood there."""
+    """The input of a custom loss for these rollouts; padding becomes 0."""
     mask_BT, reference_BT, places_B2 = inputs.mask_BT, inputs.reference_BT, inputs.places_B2
     assert places_B2 is not None
     return LossBatch(
@@ -196,7 +194,7 @@ def batch_of(
 
 
 def terms_of(output: LossOutput, batch: LossBatch, is_kept_BT: torch.Tensor) -> LossTerms:
-    """What a checked output adds to the step's loss; tokens that a mask left out add nothing."""
+    """The terms of a checked output; tokens that a mask left out add nothing."""
     losses = output.losses if output.losses.dim() == 2 else output.losses[:, None]
     # Of what stands in padding or was left out neither a value nor a gradient counts, NaN included.
     losses_BT = torch.where(is_kept_BT, losses, 0.0)
@@ -218,7 +216,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def load_loss(config: CustomLossConfig) -> CustomLoss:
-    """The function that a configuration names; the same object for the same configuration.
+    """The configured function; the same object for the same configuration.
 
     Raises:
         ConfigError: it cannot be found, imported or called, or takes other options.
@@ -246,7 +244,7 @@ def _load(path: str, directory: str, options_json: str, reads_reference: bool) -
 
 
 def _check_signature(path: str, function: Any, options: dict[str, Any]) -> bool:
-    """Whether it takes the whole step."""
+    """Whether the function takes the whole step."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

@@ -1,9 +1,8 @@
-"""Numbers of one whole group: advantages, and what the learner's sequence probability is divided by.
+"""Numbers of one whole group: advantages, and denominators of sequence probabilities.
 
-Guarantees: in float64 from rewards and sampler log-probs alone, so the same under any split of the group into
-micro-batches; finite for finite input, also in groups of one and in groups whose rewards are all equal. Never sees part
-of a group.
-Suffixes: G group members, P unique prompts of a step, T tokens.
+Guarantees: float64, from rewards and sampler log-probs only, so any split into micro-batches gives the same; finite for
+finite input, also in groups of one and of equal rewards. Never sees part of a group. Suffixes: G group members, P
+unique prompts of a step, T tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from heterorl.learner.loss.loss_spec import LossSpec
 
 STD_FLOOR = 1e-4
 MIN_BETA_RANGE = 1e-9
-"""Prompts whose mean rewards differ by less are all alike."""
+"""Prompts whose mean rewards differ by less count as alike."""
 MAX_BETA_WEIGHT = 1e6
 """Largest 1 / density; where the density vanishes a prompt's rewards are all equal and centre to 0."""
 
@@ -32,11 +31,11 @@ def masked_mean(values_GT: torch.Tensor, mask_GT: torch.Tensor) -> torch.Tensor:
 
 
 def group_log_denominator(mean_logprobs_G: torch.Tensor, *, kind: Denominator) -> float:
-    """Log of a mean of q_i = exp(mean token log-prob of rollout i) over the group.
+    """Log of a mean of q_i = exp(mean token log-prob of rollout i) over the group; logarithms are float64 [G].
 
     contraharmonic: log E = LSE(2 l) - LSE(l), that is sum q^2 / sum q, arXiv 2508.17850 equation 2 with the length
-    normalisation of its reference implementation; arithmetic: LSE(l) - log G; geometric: mean(l). leave_one_out has one
-    for each rollout: see `log_denominators`. The logarithms are float64 [G].
+    normalisation of its reference implementation; arithmetic: LSE(l) - log G; geometric: mean(l). For leave_one_out,
+    one for each rollout, see `log_denominators`.
     """
     assert mean_logprobs_G.dim() == 1
     assert mean_logprobs_G.dtype == torch.float64
@@ -50,7 +49,7 @@ def group_log_denominator(mean_logprobs_G: torch.Tensor, *, kind: Denominator) -
 
 
 def log_denominators(spec: LossSpec, log_probs_G: torch.Tensor) -> torch.Tensor:
-    """Log of what each rollout's probability is divided by, float64 [G], over one whole group.
+    """Log of each rollout's denominator, float64 [G], over one whole group.
 
     `log_probs_G` are means (or, raw, sums) of the sampler's token log-probs. The expectation over learner probabilities
     is not known yet; contraharmonic stands in for it.
@@ -64,7 +63,7 @@ def log_denominators(spec: LossSpec, log_probs_G: torch.Tensor) -> torch.Tensor:
 
 
 def _others_log_denominators(log_probs_G: torch.Tensor) -> torch.Tensor:
-    """Contraharmonic mean of the other members, float64 [G]; a member that is alone has its own probability."""
+    """Contraharmonic mean of the other members, float64 [G]; a single member has its own probability."""
     num_members = log_probs_G.numel()
     if num_members < 2:
         return log_probs_G
@@ -83,8 +82,8 @@ def expected_learner_log_denominator(learner_means_G: torch.Tensor, sampler_mean
 def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tensor:
     """Centre rewards on their group: A = r - mean(r), or A = (r - mean(r)) / (std(r) + 1e-4).
 
-    Source: arXiv 2508.17850 section 2.1 (mean) and arXiv 2402.03300 section 4.1 (mean_std); std has ddof 1. For beta
-    the result is that of mean, to be multiplied by the prompt's `beta_weights`.
+    Source: arXiv 2508.17850 section 2.1 (mean) and arXiv 2402.03300 section 4.1 (mean_std); std has ddof 1. beta gives
+    mean, to be multiplied by the prompt's `beta_weights`.
     """
     assert rewards_G.dim() == 1
     assert rewards_G.dtype == torch.float64
@@ -97,9 +96,9 @@ def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tenso
 def beta_weights(means_P: torch.Tensor) -> torch.Tensor:
     """1 / Beta(p; alpha, beta) for each prompt of a step, at most 1e6: BNPO, arXiv 2506.02864 equations 9 to 12.
 
-    alpha = 1 + a / 3 and beta = 1 + b / 3, each at least 1, with the moments' a = (m (1 - m) / v - 1) m and
-    b = (m (1 - m) / v - 1) (1 - m); m and v (ddof 1) are mean and variance of p over the unique prompts. Prompts that
-    are all alike, or a single one, determine no density: their weights are 1. `means_P` are mean rewards, in [0, 1].
+    alpha = 1 + a / 3 and beta = 1 + b / 3, each at least 1, with the moments' a = (m (1 - m) / v - 1) m and b = (m (1 -
+    m) / v - 1) (1 - m); m and v (ddof 1) are mean and variance of p over the unique prompts. Prompts that are all
+    alike, or a single one, determine no density: their weights are 1. `means_P` are mean rewards, in [0, 1].
 
     Raises:
         ConfigError: a mean is outside [0, 1], where a Beta density has no meaning.

@@ -1,8 +1,8 @@
-"""Importance weights as logarithms, and which rollouts and tokens take part: pure functions of log-probs.
+"""Importance weights as logarithms, and masks of rollouts and tokens: pure functions of log-probs.
 
-Guarantees: only the learner takes part in the gradient; finite for finite log-probs; every function but
-`within_second_moment` is separable over rollouts, so splits do not matter.
-Suffixes: B sequences, T completion tokens, N tokens of the whole step.
+Guarantees: gradient reaches the learner's log-probs only; finite for finite log-probs; every function except
+`within_second_moment` is separable over rollouts, so splits do not matter. Suffixes: B sequences, T completion tokens,
+N tokens of the whole step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ def sequence_log_probs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, *, is_r
 def defensive_log_denominators(
     log_denominators_B: torch.Tensor, learner_log_probs_B: torch.Tensor, *, fraction: float
 ) -> torch.Tensor:
-    """log((1 - a) D + a sg(p)): a defensive mixture (Hesterberg 1995), under which p / D never exceeds 1 / a.
-
-    a is `fraction`; log p is taken as a constant.
-    """
+    """log((1 - a) D + a sg(p)) with a = `fraction`: defensive mixture (Hesterberg 1995); p / D is at most 1 / a."""
     return torch.logaddexp(
         log_denominators_B + math.log1p(-fraction), learner_log_probs_B.detach() + math.log(fraction)
     )
@@ -46,8 +43,8 @@ def mixture_log_denominators(
     """log(a p + (1 - a) q) with a = 1 / (1 + exp(slope (staleness - age))): the learner's share falls with age; [B, T].
 
     MoIS of the published code of arXiv 2508.17850, with age 8 and slope 1. p / D never exceeds 1 / a. Detach
-    `learner_BT` for a denominator that is a constant. `age`, in versions, is where a is one half; `slope` is per
-    version and positive.
+    `learner_BT` for a constant denominator. `age`, in versions, is where a is one half; `slope` is per version and
+    positive.
     """
     logits_BT = slope * (age - staleness_BT)
     logsigmoid = torch.nn.functional.logsigmoid
@@ -57,12 +54,12 @@ def mixture_log_denominators(
 def v_trace_log_weights(
     log_ratios_BT: torch.Tensor, mask_BT: torch.Tensor, *, rho_cap: float, c_cap: float
 ) -> torch.Tensor:
-    """Log of what V-trace multiplies A grad log p_t by when the only reward is at the end; [B, T], a constant.
+    """Log of V-trace's factor of A grad log p_t when the only reward is at the end; [B, T], a constant.
 
-    arXiv 1802.01561 equation 1 and section 4.2 with discount 1 and the same value, the group's mean reward, for every
-    state. All temporal differences but the last vanish; that one is rho_T A. Hence v_(t+1) minus the value is
-    (prod_(t < j < T) c_j) rho_T A, and the weight of token t is rho_t (prod_(t < j < T) c_j) rho_T, of the last rho_T,
-    with rho = min(rho_cap, r) and c = min(c_cap, r). Completion tokens stand at the left of a row.
+    arXiv 1802.01561 equation 1 and section 4.2 with discount 1 and the group's mean reward as value of every state. All
+    temporal differences except the last vanish; the last is rho_T A. So the weight of token t is rho_t (prod_(t < j <
+    T) c_j) rho_T, of the last rho_T, with rho = min(rho_cap, r) and c = min(c_cap, r). Completion tokens stand at the
+    left of a row.
     """
     ratios_BT = torch.where(mask_BT, log_ratios_BT.detach(), 0.0)
     positions = torch.arange(mask_BT.shape[1], device=mask_BT.device)
@@ -103,7 +100,7 @@ def clip_token_log_ratios(
 
 
 def spread(log_weights_B: torch.Tensor, learner_BT: torch.Tensor) -> torch.Tensor:
-    """A rollout's log weight at each of its tokens, whose gradient is that of the token's own log-prob; [B, T]."""
+    """A rollout's log weight at each of its tokens, with the gradient of the token's own log-prob; [B, T]."""
     return log_weights_B.detach()[:, None] + (learner_BT - learner_BT.detach())
 
 
@@ -116,9 +113,9 @@ def has_not_drifted(
     limit: float,
     is_total: bool = False,
 ) -> torch.Tensor:
-    """Off-policy sequence mask of DeepSeek-V3.2: False where A < 0 and mean_t(log q - log p) > limit; bool [B].
+    """Off-policy sequence mask of DeepSeek-V3.2: False where A < 0 and mean_t(log q - log p) > limit, nats; bool [B].
 
-    With `is_total` the sum over the completion takes the mean's place. The limit is in nats.
+    With `is_total` the sum over the completion takes the mean's place.
     """
     drift_BT = torch.where(mask_BT, sampler_BT.detach() - learner_BT.detach(), 0.0)
     drift_B = drift_BT.sum(1) if is_total else masked_mean(drift_BT, mask_BT)
@@ -128,9 +125,9 @@ def has_not_drifted(
 def within_second_moment(log_ratios_N: torch.Tensor, advantages_N: torch.Tensor, *, budget: float) -> torch.Tensor:
     """M2PO's token selection over a whole step, arXiv 2510.01161 section 4; bool [N].
 
-    Harmful tokens, A > 0 with r > 1 or A < 0 with r < 1, are left out from the largest (log r)^2 down until the mean
-    of (log r)^2 over those that remain is at most the budget; all others stay. The selection is exact, so all the
-    step's tokens are needed at once. Of equal squares the earlier token stays.
+    Harmful tokens, A > 0 with r > 1 or A < 0 with r < 1, are left out from the largest (log r)^2 down until the mean of
+    (log r)^2 over those that remain is at most the budget; all others stay. The selection is exact, so it needs all of
+    the step's tokens. Of equal squares the earlier token stays.
     """
     assert log_ratios_N.dim() == 1
     assert log_ratios_N.shape == advantages_N.shape

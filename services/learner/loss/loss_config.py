@@ -1,10 +1,9 @@
-"""The learning rule as configuration: a discriminated union on `kind`; reading it decides nothing.
+"""Configuration of the loss: a union on `kind`, whose members have the keys that mean something to them.
 
-Each kind names an algorithm and exposes the keys that mean something to it; `loss_spec_of` turns any of them
-into the same composable parts. Keys that compose come first, so "GEPO with the sequence mask of OPSM" is
+`loss_spec_of` turns any kind into the same parts. Shared keys come first, so "GEPO with the sequence mask of OPSM" is
 `kind = "gepo"` with `opsm_threshold`; then losses with one ratio per rollout, with one per token, with a constant
-weight, and the user's own. All kinds share the KL penalty's default, so that algorithms differ by what their names say.
-There is no loss called GPO: the name in some sources is GEPO, written with a blackboard-bold E that renderers drop.
+weight, and custom losses. All kinds share the KL penalty's default, so that algorithms differ by what their names say.
+GPO in some sources is GEPO, written with a blackboard-bold E that renderers drop.
 """
 
 from __future__ import annotations
@@ -22,46 +21,48 @@ Aggregation = Literal["sequence_mean", "token_mean", "max_length", "sequence_sum
 
 
 class LossOptions(Config):
-    """What composes with every algorithm."""
+    """Keys of every loss."""
 
     kl_coefficient: float = Field(default=0.005, ge=0.0, le=100.0)
     """Weight of the penalty KL(sampler || learner); 0 turns it off."""
     aggregation: Aggregation = "sequence_mean"
-    """How token terms are averaged: every rollout counts equally, every token counts equally, every token counts
-    1 / (rollouts x max_new_tokens), tokens are summed and rollouts averaged, or rollouts count by a power of length."""
+    """Average of token terms: every rollout counts equally (sequence_mean), every token does (token_mean), every token
+    counts 1 / (rollouts x max_new_tokens) (max_length), tokens are summed and rollouts averaged (sequence_sum), or
+    rollouts count by a power of length (length_power)."""
     length_power: float = Field(default=1.0, ge=0.0, le=2.0)
     """With aggregation length_power: a rollout of T tokens counts in proportion to T^-length_power per token."""
     advantage: Advantage = "mean_std"
-    """Reward minus the group's mean, that over the group's standard deviation, or that over a Beta density (BNPO)."""
+    """Reward minus the group's mean; the same over the group's standard deviation; or over a Beta density (BNPO)."""
     opsm_threshold: float = Field(default=0.0, ge=0.0)
-    """Rollouts worse than their group whose mean of log q - log p exceeds this, nats, are left out; 0 turns it off."""
+    """Leaves out rollouts worse than their group whose mean of log q - log p exceeds this, nats; 0 is off."""
     drift_limit: float = Field(default=0.0, ge=0.0)
-    """Rollouts worse than their group whose sum of log q - log p over the completion exceeds this, nats, are left out;
-    0 turns it off. The KL grows with length, so a limit for short completions drops nearly all long ones."""
+    """Leaves out rollouts worse than their group whose sum of log q - log p over the completion exceeds this, nats;
+    0 is off. The KL grows with length, so a limit for short completions drops nearly all long ones."""
     m2_budget: float = Field(default=0.0, ge=0.0)
-    """Harmful tokens with the largest log ratios are left out until their mean square is at most this; 0 is off."""
+    """Leaves out harmful tokens with the largest log ratios until their mean square is at most this; 0 is off."""
     max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
     """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient: whatever log-probs a site
-    states, no rollout or token counts for more than e^3 = 20 of its peers. 20 is the published algorithms, uncapped."""
+    states, no rollout or token counts for more than e^3 = 20 of its peers. 20 gives the published algorithms, uncapped.
+    """
     reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
-    """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 turns it off. Backends torch and fsdp2."""
+    """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 is off. Backends torch and fsdp2."""
     drop_uniform_groups: bool = False
-    """Whether groups whose rewards are all equal leave the step, counts and KL penalty included."""
+    """Whether groups whose rewards are all equal leave the step, its counts and the KL penalty."""
     step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
-    """Learning rate as configured, or times sqrt(ESS / rollouts) of the step's importance weights, in which ratios of
-    whole rollouts are capped at 8, or of those ratios up to e^max_log_weight (VCPO, which has no cap)."""
+    """Learning rate as configured; or times sqrt(ESS / rollouts) of the step's importance weights, with ratios of whole
+    rollouts capped at 8 (ess) or at e^max_log_weight (ess_uncapped, as VCPO)."""
 
 
 class RatioLossConfig(LossOptions):
-    """What the clipped-ratio losses share."""
+    """Keys of clipped-ratio losses."""
 
     eps_low: float = Field(default=0.2, ge=0.0, le=1.0)
     """A weight below 1 - eps_low of a rollout worse than its group's mean gets no gradient."""
     eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
     """A weight above 1 + eps_high of a rollout better than its group's mean gets no gradient."""
     dual_clip: float = Field(default=0.0, ge=0.0, le=1e6)
-    """A weight above this of a rollout worse than its group's mean gets no gradient either, so that no term is below
-    dual_clip x A (arXiv 1912.09729; TRL's delta); usual is 3, 0 turns it off."""
+    """A weight above this of a rollout worse than its group's mean gets no gradient, so no term is below dual_clip x A
+    (arXiv 1912.09729; TRL's delta); 3 is usual, 0 is off."""
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> RatioLossConfig:
@@ -71,12 +72,12 @@ class RatioLossConfig(LossOptions):
 
 
 class SequenceLossConfig(RatioLossConfig):
-    """What losses with one weight per rollout share."""
+    """Keys of losses with one weight per rollout."""
 
     clip: Literal["zero", "preserve", "none"] = "zero"
     """Beyond the clip range: no gradient, the gradient of the bound (c-GEPO and c-GSPO), or no clipping at all."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
-    """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's."""
+    """The weight that decides what is clipped: the loss's own, GEPO's or GSPO's."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
     """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
     the upper clip or with it."""
@@ -86,7 +87,7 @@ class SequenceLossConfig(RatioLossConfig):
 
 
 class GroupDenominatorConfig(SequenceLossConfig):
-    """What losses with one denominator per group share."""
+    """Keys of losses with one denominator per group."""
 
     advantage: Advantage = "mean"
     denominator: Denominator = "contraharmonic"
@@ -99,8 +100,8 @@ class GepoConfig(GroupDenominatorConfig):
 
     kind: Literal["gepo"] = "gepo"
     scope: Literal["prompt_group", "microbatch"] = "prompt_group"
-    """Rollouts the mean is over: the prompt's (paper), or whatever shares the pass (its published code). The latter
-    depends on micro_batch_tokens and is for reproduction only."""
+    """Rollouts of the mean: the prompt's (paper), or those of the pass (its published code). The latter depends on
+    micro_batch_tokens and is for reproduction only."""
     normalisation: Literal["length", "raw"] = "length"
     """Probabilities as mean or as sum of token log-probs; raw puts all weight on the shortest rollout."""
 
@@ -248,8 +249,8 @@ class MoisConfig(RatioLossConfig):
     mixture_slope: float = Field(default=1.0, gt=0.0)
     """How sharply the share falls with age, per version."""
     mixture_gradient: Literal["none", "full"] = "none"
-    """Whether the denominator is a constant, or differentiated as in the published code; then fresh tokens, of which it
-    is almost the numerator, get almost no gradient."""
+    """Whether the denominator is a constant, or differentiated as in the published code, where fresh tokens get almost
+    no gradient."""
 
 
 class ReinforceConfig(LossOptions):
@@ -327,15 +328,15 @@ class ImpalaConfig(LossOptions):
 
 
 class CustomLossConfig(LossOptions):
-    """A Python function of your own, docs/own-losses.md: advantages, averages, masks and penalties stay ours."""
+    """A custom Python function, docs/own-losses.md; advantages, averages, masks and penalties stay the learner's."""
 
     kind: Literal["custom"] = "custom"
     function: str
-    """`package.module:function`: f(batch, **options) -> LossOutput; with a parameter `step` it is given all rollouts of
-    the step too, for a forward pass more."""
+    """`package.module:function`: f(batch, **options) -> LossOutput; with a parameter `step` it also gets all rollouts
+    of the step, for one more forward pass."""
     directory: str = ""
-    """Directory of its package or module, taken from the configuration file's directory on; empty is that directory
-    itself. What is installed keeps its names. Every rank of the learner imports it."""
+    """Directory of its package or module, relative to the configuration file; empty is that file's directory. Installed
+    packages need none. Every rank of the learner imports it."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the function; it needs a parameter for each."""
     reads_reference: bool = False

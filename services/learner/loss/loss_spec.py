@@ -1,6 +1,4 @@
-"""A loss as the composition of its parts, and from a configuration to them; every algorithm of the catalogue is one
-value of LossSpec. Nothing else in the learner asks for `kind`.
-"""
+"""A loss as a value of its parts, made from the configuration; only this module looks at a loss's `kind`."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """What the learner computes: weight x clip x advantage x aggregation x masks x KL x step size.
+    """A loss: weight x clip x advantage x aggregation x masks x KL x step size.
 
     Example: LossSpec(level="sequence", denominator="contraharmonic")
     """
@@ -32,7 +30,7 @@ class LossSpec:
     normalisation: Literal["length", "raw"] = "length"
     """Rollout probabilities from the mean or from the sum of token log-probs."""
     scope: Literal["prompt_group", "microbatch"] = "prompt_group"
-    """Rollouts that the group's mean is over: those of one prompt, or whatever shares the pass."""
+    """Rollouts of the group's mean: those of one prompt, or those of one pass."""
     kl_threshold: float = 0.0
     """Rollouts with a mean k3 below this use their own denominator; 0 turns it off."""
     defensive_fraction: float = 0.0
@@ -41,11 +39,11 @@ class LossSpec:
     """D <- a p + (1 - a) q with a = 1 / (1 + exp(slope (staleness - mixture_age))); 0 turns it off."""
     mixture_age: float = 0.0
     mixture_gradient: Literal["none", "full"] = "none"
-    """Whether that D is a constant or differentiated."""
+    """Whether the denominator is a constant or differentiated."""
     proximal: Literal["none", "step_start", "loglinear"] = "none"
     """Policy around which decoupled PPO clips: none, the learner at the start of the step, or an estimate from ages."""
     behaviour_cap: float = 1.0
-    """Largest ratio of that policy to the sampler's, a plain number; larger ones are capped without gradient."""
+    """Largest ratio of that policy to the sampler's; larger ones are capped without gradient."""
 
     # How the weight enters the loss.
     clip: Literal["zero", "preserve", "none", "truncate", "drop", "token_log"] = "zero"
@@ -56,15 +54,15 @@ class LossSpec:
     high: float = float("inf")
     """Upper end of the range, in the unit of `low`."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
-    """Weight that decides whether a rollout is clipped: the rule's own, or that of another algorithm."""
+    """Weight that decides whether a rollout is clipped: the loss's own, or that of another algorithm."""
     dual_clip: float = 0.0
     """Largest weight for A < 0; 0 turns it off."""
     trace_cap: float = 0.0
     """c of V-trace, whose rho is `high`: token weights times truncated ratios of all later tokens; 0 turns it off."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
-    """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR), all of them or the unclipped."""
+    """Weight of rollouts with A > 0: the loss's own, or 1 for plain likelihood (TOPR), all of them or the unclipped."""
     negative_weight: Literal["own", "one", "product"] = "own"
-    """Weight of rollouts with A < 0: the rule's own, or of plain likelihood 1 or min(1, prod_t p / q) (TOPR)."""
+    """Weight of rollouts with A < 0: the loss's own, or of plain likelihood 1 or min(1, prod_t p / q) (TOPR)."""
 
     # What is averaged, and how.
     advantage: Advantage = "mean"
@@ -148,7 +146,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "mis": {"clip": "drop"},
     "impala": {"clip": "truncate"},
 }
-"""What each algorithm fixes; the rest is its configuration's keys or the defaults of `LossSpec`."""
+"""Parts that each algorithm fixes; others come from its configuration or the defaults of `LossSpec`."""
 
 LEVELS: dict[str, dict[str, Any]] = {
     "token": {"level": "token"},
@@ -169,7 +167,7 @@ def loss_spec_of(config: LossConfig) -> LossSpec:
     """The parts that the configuration names.
 
     Raises:
-        ConfigError: a function of the user's own cannot be loaded, or takes other options.
+        ConfigError: a custom function cannot be loaded, or takes other options.
     """
     keys: dict[str, Any] = dict(config)
     parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS.get(config.kind, {})
@@ -215,7 +213,7 @@ def _normal_below(value: float) -> float:
 
 
 def caveats(spec: LossSpec, *, max_new_tokens: int) -> tuple[str, ...]:
-    """Warnings about a choice that is allowed but rarely wanted."""
+    """Warnings about choices that are allowed but rarely wanted."""
     notes = []
     share = open_share(spec, max_new_tokens=max_new_tokens)
     if share < LEAST_SHARE:

@@ -4,8 +4,8 @@ Guarantees: gradient reaches learner log-probs only; every denominator is an arg
 does not depend on how rollouts were split, padded or packed; rows without tokens contribute exactly 0; finite for any
 finite log-probs. Never sees configuration, model or logger.
 
-Suffixes: B sequences, T completion tokens (padded; the mask marks the real ones). Tensors without suffix are [B, 1]
-for one weight per rollout or [B, T] for one per token.
+Suffixes: B sequences, T completion tokens (padded; the mask marks the real ones). Tensors without suffix are [B, 1] for
+one weight per rollout or [B, T] for one per token.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from heterorl.learner.loss.loss_config import Aggregation
 MAX_LOG_WEIGHT = 20.0
 """Weights beyond e^20 are capped, without gradient and counted as clipped: their exp could overflow to inf.
 
-A rule may cap them earlier, so that no rollout counts for more than so many of its peers, whatever its site states."""
+A loss may cap them earlier, so that log-probs that a site states cannot make a rollout outweigh its peers.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """What the loss knows of one micro-batch before any pass: constants, float64 but for the two masks.
+    """Constants of one micro-batch before any pass; float64 except the two masks.
 
     Example: LossInputs(sampler_BT=log_q, mask_BT=mask, advantages_B=a, centred_rewards_B=r, log_denominators_B=d,
     log_expectations_B=e, couplings_B=zeros, staleness_BT=zeros, is_selected_BT=mask)
@@ -37,26 +38,25 @@ class LossInputs:
     mask_BT: torch.Tensor
     """bool, True at completion tokens."""
     advantages_B: torch.Tensor
-    """A of each rollout, in the unit of the rule's advantage."""
+    """A of each rollout, in the unit of the loss's advantage."""
     centred_rewards_B: torch.Tensor
-    """Reward minus the group's mean, for what is measured; no loss reads it."""
+    """Reward minus the group's mean, for measurements and custom losses."""
     log_denominators_B: torch.Tensor
-    """log D of the rule's sequence weight."""
+    """log D of the loss's sequence weight."""
     log_expectations_B: torch.Tensor
-    """GEPO's log denominator, contraharmonic and length-normalised, whatever the rule."""
+    """GEPO's log denominator, contraharmonic and length-normalised, for every loss."""
     couplings_B: torch.Tensor
-    """Gradient that reaches a rollout's mean log-prob through its group's denominator; 0 for most rules."""
+    """Gradient of a rollout's mean log-prob through its group's denominator; 0 for most losses."""
     staleness_BT: torch.Tensor
     """Versions between each token's sampler and the learner."""
     is_selected_BT: torch.Tensor
     """bool, True at tokens that the step's selection keeps."""
     reference_BT: torch.Tensor | None = None
-    """log-probs of the reference model, where the rule has one."""
+    """log-probs of the reference model, where the loss has one."""
     places_B2: torch.Tensor | None = None
-    """int64 [B, 2]: the group of each rollout, and its row in the step; custom losses read them."""
+    """int64 [B, 2]: group of each rollout, and its row in the step; for custom losses."""
 
     def to(self, device: torch.device) -> LossInputs:
-        """The same tensors on `device`."""
         present = {field.name: one for field in fields(self) if (one := getattr(self, field.name)) is not None}
         return LossInputs(**{name: one.to(device) for name, one in present.items()})
 
@@ -67,11 +67,11 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossTerms:
-    """What one micro-batch adds to the loss, and the importance weights it used.
+    """One micro-batch's contributions to the loss, and its importance weights.
 
-    `contributions_B` sum, over all micro-batches, to the loss to minimise. `weights` and `is_counted` are [B] where a
-    rollout has one weight and [B, T] where a token has: the weight, and whether it exists. `is_clipped`, where the clip
-    or truncation acted, is [B] or [B, T] too; GMPO has weights of rollouts and clips tokens. `is_kept_BT` marks tokens
+    `contributions_B` sum, over all micro-batches, to the loss to minimise. `weights` and `is_counted` (whether the
+    weight exists) are [B] for weights of rollouts and [B, T] for weights of tokens. `is_clipped`, where clip or
+    truncation acted, is [B] or [B, T] too; GMPO has weights of rollouts and clips tokens. `is_kept_BT` marks tokens
     that no mask left out. `metrics` are a custom loss's own, [B] or [B, T].
     """
 
@@ -85,7 +85,7 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objective:
-    """What is to be maximised, [B, 1] or [B, T], with the weights in it and where the clip acted, both constants."""
+    """Values to maximise, [B, 1] or [B, T], with their weights and where the clip acted, both constants."""
 
     values: torch.Tensor
     weights: torch.Tensor
@@ -105,9 +105,8 @@ def token_coefficients(
     """Factor of every token's term in the loss, float64 [B, T]; 0 outside the mask.
 
     sequence_mean: 1 / (N T_i), token_mean: 1 / sum_i T_i, max_length: 1 / (N max_tokens) of arXiv 2503.20783,
-    sequence_sum: 1 / N, length_power: T_i^-a / (max_tokens sum_j T_j^-a) of arXiv 2509.07558. N and the number of
-    tokens are of the whole step, not of this micro-batch; a is `length_power`, and `max_tokens` the run's limit on
-    completion tokens.
+    sequence_sum: 1 / N, length_power: T_i^-a / (max_tokens sum_j T_j^-a) of arXiv 2509.07558 with a = `length_power`. N
+    and the number of tokens are of the whole step; `max_tokens` is the run's limit on completion tokens.
     """
     assert mask_BT.dim() == 2
     assert mask_BT.dtype == torch.bool
@@ -138,8 +137,8 @@ def ratio_objective(
     """PPO's one-sided clip: min(w A, clip(w, low, high) A), arXiv 1707.06347 equation 7; for A < 0 at least c A.
 
     The bound c A is the dual clip of arXiv 1912.09729. The gradient of an unclipped term is A w dlog w; of a clipped
-    one 0 or, preserving, A b dlog w with the bound b. `decision_log_weights` are of the weight that is compared with
-    the bounds in place of w. Weights beyond e^max_log_weight are capped, without gradient.
+    one 0 or, preserving, A b dlog w with the bound b. `decision_log_weights` replace log w in the comparison with the
+    bounds. Weights beyond e^max_log_weight are capped, without gradient.
     """
     # The decision is made once, so that what is reported as clipped is exactly what the clip acted on.
     advantages = advantages_B1.detach()
@@ -168,11 +167,11 @@ def score_objective(
     is_dropping: bool = False,
     max_log_weight: float = MAX_LOG_WEIGHT,
 ) -> Objective:
-    """sg(w') A log p per token, w' = clip(w, low, high), or w where it lies within the range and 0 elsewhere.
+    """sg(w') A log p per token, w' = clip(w, low, high), or w within the range and 0 elsewhere (`is_dropping`).
 
     CISPO (arXiv 2506.13585 equation 4), TIS, MIS and the negative half of TOPR (arXiv 2503.14286 equation 8). The
-    gradient is A w' per token, also where w was truncated. log w and A are constants. With `is_dropping` weights out of
-    range count 0. Weights beyond e^max_log_weight are lowered to it, also where the range has no end.
+    gradient is A w' per token, also where w was truncated. log w and A are constants. Weights beyond e^max_log_weight
+    are lowered to it, also where the range has no end.
     """
     raw = log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
     is_outside = (raw < low) | (raw > high)
@@ -186,7 +185,7 @@ def with_likelihood_of_good(
 ) -> Objective:
     """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8.
 
-    With `is_clip_kept` clipped terms stay as they are, so that the weight alone changes.
+    With `is_clip_kept` clipped terms stay, so that only the weight changes.
     """
     advantages = advantages_B1.detach()
     is_good = (advantages >= 0) & ~objective.is_clipped if is_clip_kept else advantages >= 0
@@ -224,9 +223,9 @@ def kl_estimates(
 ) -> torch.Tensor:
     """Per-token estimate of KL(q || p) from samples of q: k3 = (r - 1) - log r with r = p / q; [B, T].
 
-    Unbiased because E_q[r] = 1, never negative, and its gradient is r - 1. With q / p in place of r the same formula
-    is neither: one token with p / q = e^-15 would count 3.3e6 instead of 14. Source: Schulman 2020, "Approximating KL
-    divergence". The sum over a row estimates the KL of the whole sequence. log r is capped, without gradient.
+    Unbiased because E_q[r] = 1, never negative, with gradient r - 1. With r = q / p the formula would be biased: one
+    token with p / q = e^-15 would count 3.3e6 instead of 14. Source: Schulman 2020, "Approximating KL divergence". The
+    sum over a row estimates the KL of the whole sequence. log r is capped, without gradient.
     """
     assert learner_logprobs_BT.shape == sampler_logprobs_BT.shape == mask_BT.shape
     log_ratios_BT = torch.where(mask_BT, learner_logprobs_BT - sampler_logprobs_BT.detach(), 0.0)
@@ -242,8 +241,8 @@ def reference_kl_estimates(
 ) -> torch.Tensor:
     """Per-token penalty for leaving a reference: k3 with r = ref / p, arXiv 2402.03300 equation 4; [B, T].
 
-    Under samples of p its value estimates KL(p || ref); stale samples are not reweighed, as there. Its gradient is
-    1 - r by log p, so it pulls where p is below the reference, too. log r is capped, without gradient.
+    Under samples of p it estimates KL(p || ref); stale samples are not reweighed, as in the paper. Its gradient by log
+    p is 1 - r, so it also pulls where p is below the reference. log r is capped, without gradient.
     """
     assert learner_logprobs_BT.shape == reference_logprobs_BT.shape == mask_BT.shape
     log_ratios_BT = torch.where(mask_BT, reference_logprobs_BT.detach() - learner_logprobs_BT, 0.0)

@@ -1,8 +1,7 @@
-"""A rule applied to one micro-batch: importance weight, then clip, then masks, then average.
+"""A loss spec applied to one micro-batch: importance weight, clip, masks, average.
 
-Guarantees: gradient reaches learner log-probs only; contributions of micro-batches add up to those of the whole;
-what stands in padding, NaN included, changes nothing.
-Suffixes: B sequences, T completion tokens.
+Guarantees: gradient reaches learner log-probs only; contributions of micro-batches add up to those of the whole; values
+in padding, NaN included, change nothing. Suffixes: B sequences, T completion tokens.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def policy_loss(
 ) -> LossTerms:
     """-sum_it c_it k_it J_it with the objective J of `objectives`, masks k and coefficients c.
 
-    Gradient reaches `learner_BT` alone. `step` has all rollouts of the step, for a custom loss that takes them.
+    Gradient reaches only `learner_BT`. `step` has all rollouts of the step, for a custom loss that takes them.
 
     Raises:
-        ConfigError: a custom loss raised, or returned what is no loss.
+        ConfigError: a custom loss raised, or returned an invalid result.
     """
     mask_BT = inputs.mask_BT
     _check(inputs, learner_BT, coefficients_BT)

@@ -1,4 +1,4 @@
-"""The learner's side of the canary: its own log-probs of the agreed tokens, stated with every version."""
+"""The learner's log-probs of the canary texts, stated with every version."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Canary:
-    """Scores the canary with a model that is trained elsewhere, between its steps.
-
-    Always with published weights: what samplers score is not what masters compute.
-    """
+    """Scores the canary with the trained model between steps, always with published weights, as samplers do."""
 
     def __init__(self, model: nn.Module, texts: Sequence[ScoredText], *, temperature: float) -> None:
         self._model = model
@@ -33,10 +30,9 @@ class Canary:
 
     @torch.no_grad()
     def score(self, weights: Arena) -> tuple[float, ...]:
-        """Log-probs of all completions' tokens, one text after another.
+        """Log-probs of all completions' tokens, one text after another, under `weights`.
 
-        `weights` are what samplers have. Where the device has no room for them beside the model, nothing is scored and
-        no site is judged by this version.
+        Empty where the device has no room for them; no site is then judged by this version.
         """
         batch = self.batch.to(next(self._model.parameters()).device)
         try:

@@ -1,17 +1,17 @@
-"""Checkpoints on the learner's disk: all of one or none of it.
+"""Checkpoints on the learner's disk: complete or absent.
 
     state_dir/checkpoints/v00000012/    one checkpoint, named by the version that its publication makes
-        cursor.json                     where training stands and which publication belongs to it:
+        cursor.json                     position in training, and its publication:
                                         {"format": 1, "run_id", "step", "step_id", "version", "parent_version",
                                         "lineage_version", "state_root", "manifest": hex,
                                         "consumed": [[site, incarnation, sequence], ...], "reports": [{...}]}
         published.payload               snapshot of the published weights (heterorl.common.weights.payload)
-        <variant>.scales                snapshot of a variant's scales alone, for each variant
-        backend/                        what TrainBackend.freeze left
+        <variant>.scales                snapshot of the scales of each variant
+        backend/                        files of TrainBackend.freeze
         DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
 
-Guarantees: a directory of that name appears by one rename, after every byte in it is durable; a directory is a
-checkpoint only while DONE names exactly its files with their digests. Must never read a backend's files otherwise.
+Guarantees: the directory gets its name by one rename, after every byte in it is durable. It is a checkpoint only while
+DONE names exactly its files with their digests; otherwise the backend's files are never read.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ SCALES_SUFFIX = ".scales"
 DONE_FILE = "DONE"
 FORMAT = 1
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
-"""What a file system without hard links says."""
+"""Errors of a file system without hard links."""
 STATE_BYTES = 14
-"""Of a parameter: its fp32 master, two moments, and what is published of it."""
+"""Bytes of a parameter: fp32 master, two moments, published value."""
 LARGE_BYTES = 4 << 30
-"""From here on a checkpoint of every version may take longer to write than a step does to compute."""
+"""Checkpoints of this size may take longer to write than a step takes to compute."""
 FEW = 10
 NUM_KEPT = 2
-"""The newest may belong to a publication that is refused; the one before it is then the truth."""
+"""The newest may belong to a publication that is refused; then the one before it counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
     """A position in training, and the publication that makes it a version.
 
-    `step` optimizer steps are in the weights. The publication has `step_id` as its key, makes `version` out of
+    `step` optimizer steps are in the weights. The publication has the key `step_id`, makes `version` from
     `parent_version` (the head at that time; -1 for none) and follows `lineage_version` (the same unless versions are
-    abandoned). `manifest` is its bytes, `consumed` and `reports` are those of the steps since the parent.
+    abandoned). `consumed` and `reports` are those of the steps since the parent.
     """
 
     run_id: str
@@ -102,7 +102,7 @@ def cursor_of(
 
 
 def step_id(*, run_id: str, parent_version: int, step: int, state_root: str) -> str:
-    """Idempotency key of a publication: the same state at the same place in the lineage has the same key, whoever asks.
+    """Idempotency key of a publication: the same state at the same place in the lineage always has the same key.
 
     blake3("heterorl step" || run || parent || step || state root), the first 32 hex characters.
     """
@@ -129,7 +129,7 @@ def cursor_to_bytes(cursor: Cursor) -> bytes:
 
 
 def cursor_from_bytes(data: bytes) -> Cursor:
-    """Read what `cursor_to_bytes` wrote.
+    """Read the bytes of `cursor_to_bytes`.
 
     Raises:
         CorruptStore: the bytes are not a cursor of this format.
@@ -159,12 +159,12 @@ def cursor_from_bytes(data: bytes) -> Cursor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Begun:
-    """A checkpoint whose state was taken at the end of a step, and which is yet to be written."""
+    """A checkpoint whose state was taken at the end of a step, and which is still to be written."""
 
     version: int
     directory: Path
     save: Callable[[], None]
-    """Writes the backend's files; replaced by nothing afterwards, because it holds a copy of masters and optimizer."""
+    """Writes the backend's files; dropped afterwards, because it holds a copy of masters and optimizer."""
 
 
 class CheckpointStore:
@@ -197,9 +197,9 @@ class CheckpointStore:
         snapshot: Path | None,
         scales: Mapping[str, Arena] = MappingProxyType({}),
     ) -> Path:
-        """Write a checkpoint and drop all but the two newest.
+        """Write a checkpoint and drop all except the two newest.
 
-        Divided weights are written already, by `write_published` or as `snapshot`.
+        Sharded weights are written already, by `write_published` or as `snapshot`.
 
         Raises:
             DiskFull: nothing has changed.
@@ -231,7 +231,7 @@ class CheckpointStore:
         return final
 
     def write_published(self, begun: Begun, weights: Weights) -> None:
-        """Write published weights that all ranks hold, while these take part."""
+        """Write published weights that all ranks hold, while they take part."""
         with self._room():
             write_snapshot(begun.directory / PUBLISHED_FILE, weights)
 
@@ -245,20 +245,19 @@ class CheckpointStore:
             raise
 
     def keep_unreadable(self, path: Path) -> None:
-        """Note that the disk does not give a checkpoint now: it is not counted among the newest, nor removed."""
+        """Note a checkpoint that the disk does not give now: it is neither counted among the newest nor removed."""
         self._unreadable.add(path)
 
     def remove_unfinished(self) -> None:
-        """Remove what an earlier process did not finish; its version may come to be written under another number."""
+        """Remove what an earlier process did not finish; its version may be written under another number."""
         for path in self._root.glob("writing-*"):
             _remove(path)
 
     def paths(self) -> list[Path]:
-        """Directories that are named as checkpoints, newest first; `read` tells whether they are valid."""
+        """Directories named as checkpoints, newest first; `read_checkpoint` tells whether they are valid."""
         return sorted(self._root.glob("v[0-9]*"), reverse=True)
 
     def backend_directory(self, path: Path) -> Path:
-        """Where the backend's files of a checkpoint are."""
         return path / BACKEND_DIRECTORY
 
     def discard(self, path: Path) -> None:
@@ -281,7 +280,7 @@ def read_checkpoint(path: Path) -> Cursor:
 
     Raises:
         CorruptStore: it is incomplete or changed; names the first file.
-        OSError: the disk does not give it, which says nothing of what it has.
+        OSError: the disk does not give it now.
     """
     try:
         data = (path / DONE_FILE).read_bytes()
@@ -306,7 +305,7 @@ def read_checkpoint(path: Path) -> Cursor:
 def find_published(
     paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionEngine | None = None
 ) -> Weights | None:
-    """The published weights of a version from whichever checkpoint has them; None when none does, or its disk fails."""
+    """The published weights of a version from any checkpoint; None where none has them, or the disk fails."""
     for path in paths:
         try:
             cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
@@ -320,7 +319,7 @@ def find_published(
 
 
 def read_all_scales(path: Path, layouts: Mapping[Variant, Layout]) -> dict[str, Arena]:
-    """Read the scales of those variants that a checkpoint has; CorruptData where they are broken."""
+    """The scales of the variants that a checkpoint has; CorruptData where they are broken."""
     found: dict[str, Arena] = {}
     for name, layout in layouts.items():
         file = path / f"{name}{SCALES_SUFFIX}"

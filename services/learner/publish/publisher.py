@@ -1,17 +1,17 @@
 """Publishing a version, in an order that survives a crash between any two lines of it.
 
-    1 stage       weights rounded into an arena that is not the shadow; then whatever else a `draft` has of the backend
-    2 encode      delta against the shadow (or snapshot), manifest; each variant; in the draft where all ranks encode
-    3 checkpoint  masters, optimizer and this publication's key: from here on a restart can finish the work
+    1 stage       weights rounded into an arena that is not the shadow; the rest of a `draft`
+    2 encode      delta against the shadow (or snapshot), manifest, variants; sharded weights are encoded in the draft
+    3 checkpoint  masters, optimizer and this publication's key: from here a restart can finish the work
     4 upload      payloads by digest, resumable
-    5 commit      one compare-and-set at the coordinator, variants included; a lost answer is asked for by the key
-    6 advance     only now: shadow := arena, the head moves
+    5 commit      one compare-and-set at the coordinator, variants included; the key finds a lost answer
+    6 advance     shadow := arena, the head moves
 
-From 2 on nothing reads the backend, so the next step may compute meanwhile. The two arenas bound what is under way to
-one publication: the next stage writes into the shadow that this one's advance gives up.
+From 2 on nothing reads the backend, so the next step may compute. There are two arenas, so one publication at a time:
+the next stage writes into the shadow that this advance frees.
 
-Guarantees: what samplers can have and what the next delta starts from are the same bits. Must never advance the shadow
-before the durable answer, nor send new content under a key whose fate is unknown.
+Guarantees: samplers and the next delta have the same bits. The shadow never advances before the durable answer, and no
+new content is sent under a key whose result is unknown.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ _NOWHERE = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
-    """The next version as its step left it; nothing here changes when the next step does.
+    """The next version as its step left it; later steps do not change it.
 
-    `arena` has the rounded weights, `forms` the variants of them; `canary` are the log-probs of the agreed tokens,
-    computed now because the model that is trained computes them; `begun` is the checkpoint, where one is due.
-    `encoded` is what all ranks have encoded already; None where this process does it, beside the next step.
+    `arena` has the rounded weights, `forms` their variants, `canary` the log-probs of the canary texts, computed now by
+    the trained model, `begun` the checkpoint where one is due. `encoded` is set where all ranks have encoded it.
     """
 
     version: int
@@ -89,7 +88,7 @@ class Publisher:
     variants: Variants | None = None
     position: Position = _NOWHERE
     is_undecided: bool = False
-    """Whether a version was sent whose fate is not known here."""
+    """Whether a version was sent whose commit is not known."""
     _spare: Arena | None = None
     _is_under_way: bool = False
 
@@ -97,14 +96,14 @@ class Publisher:
         make_directory(self.directory)
 
     def remove_leftovers(self) -> None:
-        """Remove payloads of an earlier process: what it did not publish is encoded again."""
+        """Remove payloads of an earlier process; what it did not publish is encoded again."""
         for path in self.directory.glob("v[0-9]*"):
             path.unlink()
         if self.variants is not None:
             self.variants.remove_leftovers()
 
     async def begin_variants(self, *, step: int, saved_by: TrainBackend) -> None:
-        """Publish the head's weights once more where a variant has no version: who pulls it would have none to use."""
+        """Publish the head's weights once more where a variant has no version yet."""
         if self.variants is None:
             return
         await self.variants.align(self.position)
@@ -114,7 +113,7 @@ class Publisher:
             await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Weights:
-        """Round the masters into weights of their own, divided where all ranks make a version; the shadow stays."""
+        """Round the masters into weights of their own, sharded where all ranks make a version; the shadow stays."""
         assert not self._is_under_way, "the arena of a version under way is still read"
         shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
@@ -138,17 +137,17 @@ class Publisher:
         saved_by: TrainBackend | None,
         is_last: bool = False,
     ) -> None:
-        """Make `arena` the next version, from the draft to the advance; see `prepare` and `carry_out`."""
+        """Make `arena` the next version: `prepare` and `carry_out`."""
         draft = await self.prepare(arena, step=step, saved_by=saved_by, is_last=is_last)
         await self.carry_out(draft, consumed=consumed, reports=reports)
 
     async def prepare(
         self, arena: Weights, *, step: int, saved_by: TrainBackend | None, is_last: bool = False
     ) -> Draft:
-        """Take everything that the next version has of the backend, which may go on afterwards.
+        """Take from the backend all that the next version needs; the backend may go on afterwards.
 
-        `arena` is from `stage`. Without `saved_by` a checkpoint of this publication exists already; with `is_last` one
-        is due whatever the cadence.
+        `arena` is from `stage`. Without `saved_by` a checkpoint of this publication exists already; `is_last` writes
+        one whatever the cadence.
 
         Raises:
             DiskFull: there is no room for a checkpoint; nothing has changed.
@@ -177,9 +176,9 @@ class Publisher:
     async def carry_out(
         self, draft: Draft, *, consumed: Sequence[GroupId] = (), reports: Sequence[StepReport] = ()
     ) -> None:
-        """Publish a draft; one at a time, and the backend is not touched.
+        """Publish a draft; one at a time, without the backend.
 
-        `consumed` is every group of its steps, `reports` are the steps since the last version.
+        `consumed` are all groups of its steps, `reports` the steps since the last version.
 
         Raises:
             GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.

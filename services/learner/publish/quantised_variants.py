@@ -1,14 +1,14 @@
-"""Versions in other forms: each one quantised with frozen scales, and coded against what samplers of that form have.
+"""Quantised variants of versions, with frozen scales, each coded against the variant's version before.
 
-    align    the state of each variant at the version that the next one follows: kept in memory; or quantised again
-             with the scales of the checkpoint and compared with the variant's manifest; or pulled from the coordinator
-    quantise the version's published weights, and score the canary with the weights that a variant then stands for
+    align    bring each variant to the version that the next one follows: from memory; quantised again with the scales
+             of the checkpoint and compared with the variant's manifest; or pulled from the coordinator
+    quantise quantise the version's published weights, and score the canary with the dequantised weights
     encode   code the difference, write a manifest
     state    sign it
-    advance  only after the durable answer, as the shadow of the weights themselves
+    advance  after the durable answer
 
-Guarantees: what a variant's version holds depends on the version's published weights and the scales before alone; a
-restart goes on with the same scales. Must never quantise masters: what they round to is what the run publishes.
+Guarantees: a variant's version depends only on the version's published weights and the scales before; a restart goes on
+with the same scales. Masters are never quantised: the run publishes their rounding.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Form:
-    """A variant at the version that the next one follows; `version` is -1 where it is yet to begin.
+    """A variant at the version that the next one follows; `version` is -1 before its first.
 
-    `shadow` is its state as samplers have it, None where nobody may start from it; `scales` has the frozen scales, None
-    where there are none yet.
+    `shadow` is its state as samplers have it, None where no delta may start from it; `scales` has the frozen scales,
+    None where there are none yet.
     """
 
     version: int
@@ -73,7 +73,7 @@ class EncodedVariant:
 
 
 class Variants:
-    """The variants that a learner publishes; none of them until the first version."""
+    """The variants that a learner publishes; without versions until the first one."""
 
     def __init__(
         self,
@@ -105,16 +105,15 @@ class Variants:
 
     @property
     def layouts(self) -> Mapping[Variant, Layout]:
-        """Layouts by variant."""
         return self._layouts
 
     @property
     def are_to_begin(self) -> bool:
-        """Whether a variant has no version yet where the others are."""
+        """Whether a variant has no version yet where the others have one."""
         return any(self._forms.get(name, _NEW).version == NO_VERSION for name in self._layouts)
 
     def offer_scales(self, scales: Mapping[str, Arena]) -> None:
-        """Scales as a checkpoint has them, by variant."""
+        """Take the scales of a checkpoint, by variant."""
         self._offered = scales
 
     def remove_leftovers(self) -> None:
@@ -169,7 +168,7 @@ class Variants:
         return tuple(found)
 
     def state(self, encoded: Sequence[EncodedVariant], *, signer: Signer | None) -> tuple[VariantVersion, ...]:
-        """What is published of each."""
+        """The published statement of each variant."""
         return tuple(
             VariantVersion(
                 variant=entry.variant,
@@ -181,7 +180,7 @@ class Variants:
         )
 
     def advance(self, encoded: Sequence[EncodedVariant]) -> None:
-        """Make what was published the state that the next version follows."""
+        """Make the published state the one that the next version follows."""
         for entry in encoded:
             old = self._forms.get(entry.variant, _NEW).shadow
             if old is not None:

@@ -1,15 +1,12 @@
-"""Three append-only files for people and plots: versions.jsonl, steps.jsonl, evaluations.jsonl.
-
-One row for every committed version, every optimizer step of a committed version, and every evaluation. Nothing reads
-them back to decide anything; a torn last line is cut off at the next start.
+"""Append-only files for people and plots: versions.jsonl, steps.jsonl, evaluations.jsonl.
 
     versions.jsonl     {version, state_root, bytes, full_bytes, num_changed, num_elements, encode_s, publish_s}
-    steps.jsonl        the fields of StepReport, and steps that changed nothing (is_applied false)
+    steps.jsonl        the fields of StepReport; also rejected steps (is_applied false)
     evaluations.jsonl  {version, accuracy, num_prompts, num_completions, num_errors, seconds}
 
-`bytes` is the size of the delta, or of the snapshot where there is no delta. `encode_s` and `publish_s` are null in a
-row that a restart has written for its predecessor. After versions were abandoned, a later row of a step replaces an
-earlier one.
+No decision depends on them; a start cuts off a torn last line. `bytes` is the size of the delta, or of the snapshot
+where there is no delta. `encode_s` and `publish_s` are null in a row that a restart wrote. After versions were
+abandoned, a later row of a step replaces an earlier one.
 """
 
 from __future__ import annotations
@@ -72,11 +69,9 @@ class TrainingLog:
         self._last_version = manifest.version
 
     def note_rejected_step(self, report: StepReport) -> None:
-        """Append a step that changed nothing."""
         self._append(STEPS_FILE, [dataclasses.asdict(report)])
 
     def note_evaluation(self, row: Mapping[str, object]) -> None:
-        """Append an evaluation."""
         self._append(EVALUATIONS_FILE, [row])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
@@ -85,7 +80,7 @@ class TrainingLog:
 
 
 def read_rows(path: Path) -> list[dict[str, int]]:
-    """Rows of a journal file; none when there is no file."""
+    """Rows of a file; none when there is no file."""
     if not path.exists():
         return []
     rows = []

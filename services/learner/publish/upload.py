@@ -1,8 +1,8 @@
-"""Sending payloads and committing their version: what the coordinator has is asked first, so nothing happens twice.
+"""Uploading payloads and committing their version.
 
-Where the coordinator has a place for a payload, it is put there piece by piece, and the coordinator takes it from
-there. Otherwise, and for the rest when that fails, it is streamed to the coordinator, from any byte on. A commit is
-asked until there is an answer, and never anew before the fate of what was sent is known.
+With a bucket a payload is put there piece by piece, and the coordinator takes it from there. Otherwise, and for the
+rest after a failure, it is streamed to the coordinator from any byte on. A commit is asked until there is an answer,
+and never sent again before its result is known.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from heterorl.common.weights.payload_file import FRAME_BYTES
 
 _LOG = logging.getLogger(__name__)
 MAX_TAKES = 4
-"""Attempts of the coordinator in a row to take what was put that brought it no byte."""
+"""Attempts in a row of the coordinator to take a payload from the bucket that brought no byte."""
 MAX_MISMATCHES = 3
-"""Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
+"""Complete uploads with another digest at the coordinator; after these the learner's disk is to blame."""
 MAX_REPAIRS = 3
-"""Times a payload that uploads begin again because the coordinator says that one is missing or wrong: each answer names
-one, and a power cut at the coordinator may have spoiled them all."""
+"""Uploads per payload that begin again because the coordinator misses one or has wrong bytes: each answer names one,
+and a power cut at the coordinator may have spoiled them all."""
 
 
 async def upload_all(
@@ -45,7 +45,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
 
     Raises:
         StaleEpoch: the lease is lost.
-        DigestMismatch: the file does not have the digest that it was named with.
+        DigestMismatch: the file does not have the digest of its name.
     """
     num_mismatches, before, may_put = 0, -1, True
     while True:
@@ -81,7 +81,7 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
 
 
 async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, backoff: Backoff) -> int:
-    """Send a payload beside the coordinator, where it has a place for it; returns the bytes that are durable then."""
+    """Put a payload into the bucket, if there is one; returns the bytes that are durable then."""
     how: dict[str, Any] = {"epoch": epoch, "digest": payload.digest, "num_bytes": payload.num_bytes}
     try:
         if not await api.put_payload(**how, frames=functools.partial(_frames, path, payload)):
@@ -101,7 +101,7 @@ async def _put(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, 
 
 
 async def _take(api: LearnerApi, how: dict[str, Any], backoff: Backoff, *, tries: int) -> Exception | None:
-    """Have the coordinator take what was put; returns why it has not all of it."""
+    """Have the coordinator take the payload from the bucket; returns the error that kept it from the whole."""
     left, before = tries, 0
     while True:
         try:
@@ -140,11 +140,11 @@ async def _frames(path: Path, payload: PayloadRef, offset: int, stop: int) -> As
 async def commit(
     api: LearnerApi, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]], *, backoff: Backoff
 ) -> None:
-    """Have a version committed whose payloads are at the coordinator.
+    """Commit a version whose payloads are at the coordinator.
 
     Raises:
         GroupNotAvailable, ParentNotHead, StaleEpoch: it never will be.
-        PayloadMissing, DigestMismatch: the coordinator loses its payloads as fast as they are sent.
+        PayloadMissing, DigestMismatch: the coordinator loses payloads as fast as they are sent.
     """
     num_repairs = 0
     while True:

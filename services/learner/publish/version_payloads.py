@@ -1,4 +1,4 @@
-"""One version as files and a manifest: which payloads lead to it, and from where. Runs in a thread."""
+"""The payload files and the manifest of one version. Runs in a thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from heterorl.learner.backends.version_weights import Weights, write_delta, writ
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Position:
-    """Where the run stands as the coordinator has acknowledged it.
+    """The run's position as the coordinator has acknowledged it.
 
-    `shadow` holds the weights of `lineage_version` as samplers have them; None when there are none or nobody may start
-    from them. `lineage_version` is the version that the next one follows: the head, or an older one when the versions
-    in between are to be abandoned. `lineage_digest` is the digest of its manifest.
+    `lineage_version` is the version that the next one follows: the head, or an older one when the versions in between
+    are to be abandoned; `lineage_digest` is the digest of its manifest. `shadow` has its weights as samplers have them;
+    None when there are none or no delta may start from them.
     """
 
     head_version: int
@@ -30,7 +30,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A version ready to be published: exact manifest bytes, and the file of every payload that it names."""
+    """A version ready to be published: manifest, and the file of every payload that it names."""
 
     manifest: Manifest
     manifest_bytes: bytes
@@ -56,10 +56,10 @@ def encode_version(
 ) -> Encoded:
     """Encode `arena` as the successor of a position.
 
-    A delta starts from the shadow, never from the learner's masters: it must start from what samplers have. A snapshot
-    is written where no delta can be (no shadow, another layout, abandoned versions), and beside it when asked for. It
-    takes the delta's place when the delta is not smaller: it leads to the version from anywhere. A delta of less than
-    half the weights needs no comparison, because planes save about a third.
+    A delta starts from the shadow, as samplers have it, never from the masters. A snapshot is written where no delta
+    can be (no shadow, another layout, abandoned versions), and beside it `with_snapshot`. It replaces a delta that is
+    not smaller, since it leads to the version from anywhere. A delta of less than half the weights needs no comparison:
+    a snapshot's coding saves about a third.
     """
     # Not the run's clock: what is measured is the machine's work, for which a simulated clock stands still.
     started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Which of the groups that wait a step is made of: fresh ones, that teach something, inside the envelope of log-ratios.
+"""The choice of a step's groups: fresh, with rewards that differ, within the envelope of log-ratios.
 
-Guarantees: the step has as many groups as it asked for, or none where the inbox closed; every other group was told to
-the coordinator with the reason before the next one is waited for, so that samplers may begin others in its place. A
-group that was given up twice, because an answer was lost, is counted once.
+Guarantees: the step has as many groups as it asked for, or none where the inbox closed. The coordinator hears of every
+other group, with the reason, before the next one is waited for. A group that is given up twice, because an answer was
+lost, is counted once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class GroupSelection:
-    """Takes groups out of the inbox, and tells the coordinator of those that are not trained on."""
+    """Takes groups out of the inbox, and gives up those that are not trained on."""
 
     config: LearnerConfig
     api: LearnerApi
@@ -45,17 +45,17 @@ class GroupSelection:
     max_staleness_versions: int = -1
     """The coordinator's bound at the commit of a version; -1 where it is not known."""
     masks_stale: bool = False
-    """Whether tokens beyond that bound are context, and the others are trained."""
+    """Whether tokens beyond that bound become context, and the others are trained."""
     notes: SampleNotes = field(default_factory=SampleNotes)
     num_replaced: int = 0
     """Groups of equal rewards that others replaced in the newest step."""
     _outgrown: list[Group] = field(default_factory=list)
-    """Groups that are too old when the version under way is the head, and not before."""
+    """Groups that will be too old when the version under publication is the head."""
 
     async def take(self, count: int, *, head: int, weights: Weights) -> list[QueuedGroup]:
-        """So many groups for a step on a version, which may be under way, and its weights; none when the inbox closed.
+        """Groups for a step on the version `head`, which may be under publication; none when the inbox closed.
 
-        Groups of equal rewards go first: nobody needs to look at their log-ratios.
+        Groups of equal rewards go first: their log-ratios need no look.
         """
         kept: list[QueuedGroup] = []
         self.num_replaced = 0
@@ -69,7 +69,7 @@ class GroupSelection:
         return kept
 
     async def published(self) -> None:
-        """Give up what is too old for the version that is the head now."""
+        """Give up groups that are too old for the new head."""
         outgrown, self._outgrown = self._outgrown, []
         await self._give_up_old(outgrown)
 
@@ -83,7 +83,7 @@ class GroupSelection:
         self.inbox.settle(ids)
 
     async def _fresh(self, groups: list[QueuedGroup], *, head: int) -> list[QueuedGroup]:
-        """Those that the version to come may consume; the others, which grew too old in the inbox, are given up.
+        """Groups that the next version may consume; gives up those that grew too old in the inbox.
 
         One of them in a step would have the coordinator refuse the whole version.
         """
@@ -116,7 +116,7 @@ class GroupSelection:
         await self.abandon([group.id for group in groups], reason)
 
     async def _useful(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
-        """Those that are trained on; of the others, whose rewards are all equal, a step replaces only so many."""
+        """Groups that are trained on; replaces at most `max_replaced_per_step` of equal rewards."""
         room = self.config.dynamic_sampling.max_replaced_per_step - self.num_replaced
         kept, replaced = split_uniform(groups, room=room)
         if replaced:
@@ -127,7 +127,7 @@ class GroupSelection:
         return kept
 
     async def _enveloped(self, groups: list[QueuedGroup], weights: Weights) -> list[QueuedGroup]:
-        """Those whose log-ratios under the weights that a step builds on are inside the envelope."""
+        """Groups whose log-ratios under the weights that a step builds on are inside the envelope."""
         config = self.config.verification
         if config.max_log_ratio == 0 or not groups:
             return groups

@@ -1,19 +1,17 @@
-"""Groups between the stream and the training loop, and the loop that keeps them coming across broken links.
+"""The inbox of leased groups, and the loop that fills it across broken links.
 
     who       waits for                                             unblocked by
-    reader    a group of the stream, in the room that credits give  the coordinator; the end of the stream
-    scores    a worker of the reward; several groups at once        the worker; its time limit
+    reader    a group of the stream, within the credits             the coordinator; the end of the stream
+    scores    a reward worker; several groups at once               the worker; its time limit
     feed      the oldest group's scores, then its replay            the scores' task; a thread. One group at a time
     take      `count` whole groups                                  put, close
     credits   room for another group                                take, skip, close, the next `open_stream`
 
-Groups reach the inbox in the order of the stream: one whose reward hangs holds back those behind it for as long as its
-time limit lets it, and these are scored meanwhile. When a stream ends, what came by it is handed on before the next one
-names what is held.
+Groups reach the inbox in the order of the stream. A reward that hangs holds back later groups up to its time limit;
+these are scored meanwhile. When a stream ends, its groups are handed on before the next stream names what is held.
 
-The inbox has one condition, whose predicates are checked again after every wake-up; nothing is lost in it, nothing
-twice. `put` never waits: the peer sends no more than the credits it was given, and those were taken out of the room;
-what it sends beyond that is not kept. `close` wakes all.
+The inbox has one condition, whose predicates are checked again after every wake-up. `put` never waits: the peer sends
+at most the credits it was given, and groups beyond them are dropped.
 """
 
 from __future__ import annotations
@@ -39,13 +37,12 @@ _Arrivals = asyncio.Queue[tuple[QueuedGroup, Finding, asyncio.Task[Scored] | Non
 class Inbox:
     """A bounded queue of whole groups that also knows which groups this learner holds.
 
-    A group is held from its arrival until `settle`: while it waits, while it is trained on, and until the version that
-    contains it is acknowledged.
+    A group is held from its arrival until `settle`, when the version with it is acknowledged.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        """Groups that may wait, and be on their way here."""
+        """Groups that may wait or be on their way here."""
         self._condition = asyncio.Condition()
         self._waiting: deque[QueuedGroup] = deque()
         self._held: dict[GroupId, float] = {}
@@ -55,12 +52,10 @@ class Inbox:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._is_closed
 
     @property
     def num_waiting(self) -> int:
-        """Groups that can be taken."""
         return len(self._waiting)
 
     @property
@@ -69,7 +64,7 @@ class Inbox:
         return tuple(self._held)
 
     def held_s(self, group_id: GroupId) -> float:
-        """How long this learner has held a group, seconds of the event loop's clock."""
+        """Seconds since a group arrived, by the event loop's clock."""
         now = asyncio.get_running_loop().time()
         return now - self._held.get(group_id, now)
 
@@ -96,7 +91,7 @@ class Inbox:
         return self.capacity - len(self._waiting) - self._granted
 
     async def put(self, queued: QueuedGroup) -> None:
-        """Take a streamed group in; one that is held already is ignored, and so is one that no credit was given for."""
+        """Take in a streamed group, unless it is held already or was sent without a credit."""
         async with self._condition:
             self._granted = max(0, self._granted - 1)
             if queued.group.id not in self._held and len(self._waiting) < self.capacity:
@@ -105,7 +100,7 @@ class Inbox:
             self._condition.notify_all()
 
     async def skip(self) -> None:
-        """Note that a streamed group was not taken in, so that its credit is given again."""
+        """Give the credit of a streamed group again that was not taken in."""
         async with self._condition:
             self._granted = max(0, self._granted - 1)
             self._condition.notify_all()
@@ -122,7 +117,7 @@ class Inbox:
             return taken
 
     def settle(self, ids: Iterable[GroupId]) -> None:
-        """Forget groups whose fate the coordinator has recorded."""
+        """Forget groups whose outcome the coordinator has recorded."""
         for group_id in ids:
             self._held.pop(group_id, None)
 
@@ -145,10 +140,10 @@ async def feed(
 ) -> None:
     """Stream groups until the inbox closes; every new stream names the groups that are still held.
 
-    A group that `verifier` finds fault with is rejected, one that it cannot check abandoned; neither is trained on.
+    A group that fails a check of `verifier` is rejected, one that cannot be checked abandoned; neither is trained on.
 
     Raises:
-        RemoteError: a refusal that waiting does not change, StaleEpoch above all.
+        RemoteError: a final refusal, such as StaleEpoch.
     """
 
     async def hand_on(queued: QueuedGroup, finding: Finding) -> None:
@@ -198,7 +193,7 @@ async def _examine(
     *,
     most: int,
 ) -> None:
-    """Score several groups at once and hand them on in their order; raises what ended the arrivals, behind them all."""
+    """Score several groups at once and hand them on in their order; then raise the error that ended the arrivals."""
     # Credits bound what comes; this bounds what a coordinator sends that heeds none.
     arrived: _Arrivals = asyncio.Queue(most)
     scores: set[asyncio.Task[Scored]] = set()

@@ -1,11 +1,10 @@
-"""Who leads: the state directory, which one process at a time may use, and the learner's lease.
+"""The lock of the state directory, and the learner's lease.
 
     state_dir/incarnation    "<32 hex digits> <number of the file's inode>"
 
 Guarantees: a restart is told from a second learner. Every start from the same directory has the same random name, also
-after SIGKILL; a directory that was copied has another one, because its file has another inode. Such a learner, and one
-whose file was lost, waits once for the end of a lease; nothing else depends on the name. The lease is taken once and
-renewed by a task of its own, so that no long step can lose it.
+after SIGKILL; a copied directory gets another one, because its file has another inode. Such a learner, or one whose
+file was lost, waits for the end of a lease. A task of its own renews the lease, so no long step loses it.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ INCARNATION_FILE = "incarnation"
 _LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")
 MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0
 RENEWALS_PER_TERM = 3
-"""Two renewals may be lost before the lease is anybody's."""
+"""Two renewals may be lost before the lease expires."""
 
 
 @contextlib.contextmanager
 def hold_directory(path: Path) -> Iterator[Path]:
-    """Create the directory and hold its lock, which ends with the process however that ends.
+    """Create the directory and hold its lock until the process ends.
 
     Raises:
         ConfigError: another process holds it.
@@ -53,7 +52,7 @@ def hold_directory(path: Path) -> Iterator[Path]:
 
 
 def read_incarnation(directory: Path) -> str:
-    """The name of the learner whose state this directory has; made where there is none.
+    """The name of the learner with this state directory; made where there is none.
 
     Raises:
         DiskFull: it cannot be written.
@@ -125,13 +124,13 @@ async def acquire(
 
 
 def renewal_s(ttl_s: float) -> float:
-    """Seconds until the next renewal of a lease of so many; of a term that makes no sense, a sensible one."""
+    """Seconds until the next renewal, within bounds whatever term the coordinator states."""
     wait_s = ttl_s / RENEWALS_PER_TERM
     return min(max(wait_s, MIN_RENEWAL_S), MAX_RENEWAL_S) if math.isfinite(wait_s) else MIN_RENEWAL_S
 
 
 def check_messages(grant: LeaseGrant, *, own_bytes: int) -> None:
-    """Refuse to lead with a smaller limit than the coordinator's: a group of others' making would end every stream."""
+    """Refuse a smaller message limit than the coordinator's: a larger group would end every stream."""
     if own_bytes < grant.max_message_bytes:
         problem = f"{own_bytes} is below the coordinator's, {grant.max_message_bytes}: its groups may not fit"
         raise ConfigError("max_message_bytes", problem, action=f"set it to {grant.max_message_bytes}")
@@ -159,9 +158,9 @@ async def renew(
     on_grant: Callable[[LeaseGrant], Awaitable[None]] = _ignore,
     progress: StepTimer | None = None,
 ) -> None:
-    """Renew forever; an unreachable coordinator is waited for, since nobody else can reach it either.
+    """Renew forever; waits while the coordinator cannot be reached.
 
-    `on_grant` hears every answer; `progress` is told with every renewal, so that a long step shows how far it is.
+    `on_grant` gets every answer; `progress` goes with every renewal, so that a long step shows how far it is.
 
     Raises:
         StaleEpoch: the lease is another learner's; every effect of this one must stop.

@@ -1,8 +1,4 @@
-"""What a learner goes on from: a checkpoint of its disk, or what the run has published.
-
-A checkpoint is read a few times, restored, and compared with what it published. Published manifests are taken as far as
-this learner trusts them, and weights are rebuilt from the coordinator alone.
-"""
+"""Restoring a checkpoint of the disk, and versions that the run has published."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ from heterorl.learner.publish.quantised_variants import Variants
 
 _LOG = logging.getLogger(__name__)
 NUM_READS = 3
-"""Times that a checkpoint is read which the disk does not give, before the one before it is taken."""
+"""Reads of a checkpoint that the disk does not give, before the one before it is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +62,7 @@ class Restorer:
         return None
 
     async def restore(self, path: Path, cursor: Cursor) -> Weights:
-        """Take a checkpoint's masters and optimizer; returns what was published.
+        """Restore masters and optimizer of a checkpoint; returns the published weights.
 
         Raises:
             CorruptData: it restores to another state.
@@ -90,7 +86,7 @@ class Restorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersions:
-    """Asks the coordinator; `spool` is for payloads that are fetched, and is its own."""
+    """Versions from the coordinator; fetched payloads lie in `spool`, which is its own."""
 
     api: LearnerApi
     layout: Layout
@@ -100,7 +96,7 @@ class PublishedVersions:
     threads: int = 1
 
     async def manifest(self, version: int) -> bytes:
-        """What the next version will name as its parent, so it must be this run's.
+        """The manifest of a version, which the next one will name as its parent.
 
         Raises:
             UntrustedVersion: no trusted key signed it.
@@ -118,7 +114,7 @@ class PublishedVersions:
         return "" if version == NO_VERSION else manifest_digest(await self.manifest(version))
 
     async def rebuild(self, data: bytes) -> Arena:
-        """The weights of a version as samplers have them, from the coordinator alone; `data` is its manifest.
+        """The weights of a version as samplers have them, from the coordinator only; `data` is its manifest.
 
         Raises:
             StateMismatch: the coordinator leads to another signed version of this number.

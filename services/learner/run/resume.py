@@ -1,21 +1,21 @@
-"""Where to go on: from the checkpoints on disk, newest first, and the fate of their publications at the coordinator.
+"""Resumption: from the checkpoints on disk, newest first, by the state of their publications at the coordinator.
 
-    the checkpoint's publication      way         what it does
-    is the head                       CONTINUE    its state is the masters'; nothing is published
-    never committed, after the head   REPUBLISH   publishes it; where its groups are refused, drops it and goes down
-    in the lineage, before the head   ROLL_BACK   publishes it again over the head: the versions between are abandoned
-    never committed, after another    SKIP        goes down to the next checkpoint
+    the checkpoint's publication      plan        action
+    is the head                       CONTINUE    its state becomes the masters; nothing is published
+    never committed, after the head   REPUBLISH   publishes it; if its groups are refused, tries an older one
+    in the lineage, before the head   ROLL_BACK   publishes it again over the head: abandons the versions between
+    never committed, after another    SKIP        tries the next older checkpoint
     abandoned                         SKIP        the same
 
-    where no checkpoint was taken
+    no checkpoint was taken, and
     there is no version               START       publishes version 0; only where there is no checkpoint at all
-    there is a head                   ADOPT       takes its published weights; the optimizer starts anew
+    there is a head                   ADOPT       takes its published weights, with a new optimizer
 
-A checkpoint that the disk does not give, or that restores to another state than it published, is gone down from too.
+A checkpoint that the disk does not give, or that restores to another state than it published, is skipped too.
 
-The same path serves a fresh start and a restart after any crash. Afterwards the backend holds the weights of the head,
-the publisher's position is the coordinator's, and its shadow is what samplers have. The shadow is a restored checkpoint
-whose state root is the head's, or is rebuilt from the coordinator.
+A fresh start and a restart after any crash take the same path. Afterwards the backend holds the weights of the head,
+the publisher's position is the coordinator's, and its shadow is what samplers have: a restored checkpoint whose state
+root is the head's, or rebuilt from the coordinator.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class ResumePlan(enum.Enum):
 def decide(
     cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool
 ) -> tuple[ResumePlan, str]:
-    """Judge a checkpoint by the fate of its publication.
+    """The plan for a checkpoint.
 
-    `committed_version` is what the publication became; None is final under the newest epoch, since an older epoch's
+    `committed_version` is the version of its publication; None is final under the newest epoch, since an older epoch's
     publication can no longer arrive. A version in the lineage was not abandoned.
     """
     if committed_version is None:
@@ -81,7 +81,7 @@ def decide(
 
 
 def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, run_id: str) -> ResumePlan:
-    """How to go on where no checkpoint was taken.
+    """The plan where no checkpoint was taken.
 
     Raises:
         OperatorError: there are checkpoints of a run whose versions the coordinator has lost.
@@ -98,7 +98,7 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    """A checkpoint that was restored; `committed` is the version that came of it, None where none did."""
+    """A restored checkpoint; `committed` is its version, None where it has none."""
 
     path: Path
     cursor: Cursor
@@ -125,7 +125,7 @@ class Resumption:
     adopt_without_optimizer: bool = False
 
     async def run(self) -> int:
-        """Return the number of optimizer steps in the weights.
+        """Resume; returns the number of optimizer steps in the weights.
 
         Raises:
             OperatorError: the state directory belongs to another run or has no usable checkpoint of it, or the
@@ -148,7 +148,7 @@ class Resumption:
         return await (self._start(head) if way is ResumePlan.START else self._adopt(head))
 
     async def _try(self, path: Path, head: int) -> int | None:
-        """The steps in the weights; None: the checkpoint is gone down from."""
+        """The steps in the weights; None: the checkpoint is skipped."""
         way, found = await self._look(path, head)
         if found is None:
             return None
@@ -157,7 +157,7 @@ class Resumption:
         return await (self._republish(found) if way is ResumePlan.REPUBLISH else self._roll_back(found))
 
     async def _look(self, path: Path, head: int) -> tuple[ResumePlan, _Found | None]:
-        """The way that a checkpoint opens, and the checkpoint restored; None where it is gone down from."""
+        """The plan for a checkpoint, and the checkpoint restored; None where it is skipped."""
         cursor = await self.restorer.read(path)
         if cursor is None:
             return ResumePlan.SKIP, None
@@ -192,7 +192,7 @@ class Resumption:
         return True
 
     async def _own_manifest(self, version: int, cursor: Cursor) -> bytes:
-        """The manifest of a version that is said to have come of a checkpoint's publication."""
+        """The manifest of the version that a checkpoint's publication became."""
         data = await self.published.manifest(version)
         if manifest_from_bytes(data).state_root != cursor.state_root:
             raise StateMismatch(
@@ -262,7 +262,7 @@ class Resumption:
         return 0
 
     async def _shadow_of(self, version: int) -> Weights | None:
-        """What samplers have at a version, so that a delta may start from it; None when nobody has it any more."""
+        """The weights of a version as samplers have them, for a delta; None when they are nowhere."""
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
         maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)

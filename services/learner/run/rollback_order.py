@@ -1,12 +1,12 @@
-"""Carrying out an operator's order to go back: the head's weights minus the steps since an earlier version.
+"""An operator's order to go back: the head's weights minus the steps since an earlier version.
 
 The steps from version k to the head n are fetched, merged and negated; applied to the shadow they give the state of k,
 which is compared with k's manifest chunk by chunk. Where steps cannot be undone, k is rebuilt from a snapshot. Its
-weights become the masters and version n + 1; the optimizer starts anew, for its moments belong to other weights. The
-number of steps goes on, so a run never exceeds max_steps.
+weights become the masters and version n + 1, with a new optimizer. The number of steps goes on, so a run never exceeds
+max_steps.
 
-Guarantees: before the publication is committed nothing has changed but masters that a checkpoint restores; the order
-ends in the transaction that commits it, so a crash repeats the work and never the effect.
+Guarantees: before the commit only masters change, which a checkpoint restores. The order ends in the transaction of the
+commit, so a crash repeats the work and never the effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Rollback:
-    """Looks for an order and carries it out; `directory` is for the files of a way back."""
+    """Looks for an order and carries it out; files of the way back lie in `directory`."""
 
     resumption: Resumption
     directory: Path
@@ -47,10 +47,10 @@ class Rollback:
         return version >= 0 and version != self._refused
 
     async def resume(self, *, is_start: bool) -> int:
-        """Bring backend, publisher and coordinator to the same version, the one of an order if there is one.
+        """Resume at the head or at an ordered version; returns the number of optimizer steps in the weights.
 
-        Unless `is_start`, the masters may hold steps that are in no version; those are taken back, or replaced by what
-        is ordered: an older checkpoint would abandon versions. Returns the number of optimizer steps in the weights.
+        Unless `is_start`, the masters may hold steps of no version. These are undone, or replaced by the ordered
+        version: an older checkpoint would abandon versions.
         """
         step = await self.resumption.run() if is_start else None
         rolled = await self.run()
@@ -59,7 +59,7 @@ class Rollback:
         return await undo(self.resumption) if step is None else step
 
     async def run(self) -> int | None:
-        """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.
+        """Publish the ordered version; None without an order, or where it is not possible: then nothing changed.
 
         Returns the number of optimizer steps, which is the head's.
         """
@@ -159,9 +159,9 @@ def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path)
 async def undo(parts: Resumption) -> int:
     """Make the head the masters' state again; returns the number of steps in it.
 
-    Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments: an
-    older checkpoint would be exact too, but would abandon versions that are sound and used. A checkpoint that was begun
-    to be restored, and could not be, may have left moments of its own in parts: the optimizer then starts anew.
+    Exact where the head has a checkpoint. Else from the published weights, and the optimizer keeps its moments: an
+    older checkpoint would be exact, but would abandon sound versions. After a failed restore, which may have left
+    moments in parts, the optimizer is new.
     """
     position, restorer = parts.publisher.position, parts.restorer
     shadow = position.shadow

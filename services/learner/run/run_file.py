@@ -1,4 +1,4 @@
-"""What this learner runs with, for whoever looks at its directory later: run.json of the state directory."""
+"""run.json of the state directory: the release and configuration that the learner runs with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN_FILE = "run.json"
 def write_run_file(config: LearnerConfig) -> None:
     """Write the release and every key of the configuration, whole or not at all; keys name files, not secrets.
 
-    What the start before wrote otherwise is said in the log, key by key.
+    Logs each change since the last start.
     """
     path = config.state_dir / RUN_FILE
     for line in _changes(path, _run(config)):
@@ -33,7 +33,7 @@ def write_run_file(config: LearnerConfig) -> None:
 
 
 async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, backoff: Backoff) -> None:
-    """Tell the coordinator too, for people who look at the run; one of an earlier release does not know the question.
+    """Send the same to the coordinator, for people; an earlier release does not know the call.
 
     Raises:
         StaleEpoch: another learner took over.

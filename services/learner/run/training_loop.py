@@ -1,12 +1,11 @@
-"""Training from one position on: take whole groups, step, publish; until the end, or until a step is refused.
+"""The training loop from one position on: take whole groups, step, publish.
 
     the trainer      steps of n + 1    | stage, evaluate, draft of n + 1 | steps of n + 2
     the publication  encode to advance of n  (waited for)                | encode to advance of n + 1
 
-A step counts staleness from the version that it builds on, also while that one is under way: its report is the same as
-if it had waited. A refusal of a version undoes the steps that build on it too: the session ends when the step that
-computes has ended, and what its inbox holds returns to the queue with the next stream. An order closes the inbox; the
-version under way is finished first. What fails in a publication ends the session at once, whatever it waits for.
+A step counts staleness from the version that it builds on, also while that one is being published. A refused version
+undoes the steps that build on it: the loop ends after the current step, and the groups of its inbox return to the
+queue. An order closes the inbox; the publication ends first. A failed publication ends the loop at once.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Outcome(enum.Enum):
-    """How a session ended."""
+    """How a loop ended."""
 
     FINISHED = "finished"
     REFUSED = "refused"
     """The coordinator did not accept the groups of a version: masters hold steps that must be undone."""
     CLOSED = "closed"
-    """The inbox was closed between two steps, for an order: masters may hold steps that no version has."""
+    """An order closed the inbox between two steps: masters may hold steps of no version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,7 +130,7 @@ class TrainingLoop:
         return trained
 
     async def _prepare(self, trained: _Trained) -> _Ready:
-        """Round the masters, evaluate them where that is due, and take what the version has of the backend."""
+        """Round the masters, evaluate them where that is due, and take a draft from the backend."""
         with self.progress.phase(LearnerPhase.PUBLISHING):
             arena = await self.publisher.stage(self.backend)
         version = self.publisher.position.head_version + 1
@@ -153,7 +152,7 @@ class TrainingLoop:
         await self.selection.published()
 
     def _head(self) -> tuple[int, Weights]:
-        """The version that a step builds on, which may be under way, and its weights."""
+        """The version that a step builds on, which may be under publication, and its weights."""
         if self._parent is not None:
             return self._parent
         shadow = self.publisher.position.shadow
@@ -188,7 +187,7 @@ class TrainingLoop:
         return _Trained(reports=reports, consumed=consumed)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
-        """Give up the groups of a step that changed nothing; they would do so again."""
+        """Abandon the groups of a step that changed nothing; they would do so again."""
         ids = [queued.group.id for queued in groups]
         # The loss drops groups of equal rewards, and there were no others.
         is_empty = report.num_tokens == 0

@@ -1,4 +1,4 @@
-"""Leading a run: the lease, its renewal, the sessions between which versions go back or resume, and where it left."""
+"""One learner's run: the lease, its renewal, training loops with rollbacks and resumptions between, the result."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ RELEASE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Where a learner left.
+    """The learner's state at its end.
 
     `step` optimizer steps are in its weights, of which `num_unpublished` are in no version; `version` is the newest
-    that is known to be committed (-1: none), and the next one may be when `is_undecided`. `is_finished` when max_steps
-    is reached; `has_begun` once it held the weights of `version`.
+    known to be committed (-1: none), and the next one may be when `is_undecided`. `is_finished` when max_steps is
+    reached; `has_begun` once it held the weights of `version`.
     """
 
     step: int
@@ -68,9 +68,9 @@ class RunResult:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingRun:
-    """Holds the run's lease and trains under it, session after session.
+    """Holds the run's lease and trains under it, loop after loop.
 
-    `backoff` makes a fresh row of waits between attempts; `begin` makes what works under a lease that was granted.
+    `backoff` makes a fresh sequence of waits between attempts; `begin` makes the parts that work under a granted lease.
     """
 
     config: LearnerConfig
@@ -84,14 +84,14 @@ class TrainingRun:
     begin: Callable[[LeaseGrant], Rollback]
     progress: StepTimer
     reader: NoteReader | None = None
-    """Makes text of the groups that are kept as samples; None: they stay without."""
+    """Makes text of the groups that are kept as samples; None: they have none."""
     result: RunResult = field(
         default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
     )
     max_staleness_versions: int = -1
     masks_stale: bool = False
     statement: bytes = b""
-    """Of the configuration behind the contract."""
+    """Statement of the configuration behind the contract."""
     signal: RewardSignal = field(default_factory=RewardSignal)
     _session: TrainingLoop | None = None
     _rollback: Rollback | None = None
@@ -141,7 +141,7 @@ class TrainingRun:
         await self.release(grant)
 
     async def hear(self, grant: LeaseGrant) -> None:
-        """Note the coordinator's bound; end the session at its next step boundary when there is an order."""
+        """Note the coordinator's bound; end the loop at its next step boundary when there is a rollback order."""
         self.max_staleness_versions, self.masks_stale = grant.max_staleness_versions, grant.masks_stale
         if self._session is None:
             return
@@ -151,7 +151,7 @@ class TrainingRun:
             await self._session.inbox.close()
 
     async def train(self, grant: LeaseGrant) -> None:
-        """Sessions, one after another, until one ends the run."""
+        """Training loops, one after another, until one ends the run."""
         self._rollback = rollback = self.begin(grant)
         term = rollback.resumption
         await in_thread(term.store.remove_unfinished)
@@ -239,7 +239,7 @@ class TrainingRun:
         )
 
     async def release(self, grant: LeaseGrant) -> None:
-        """Let another learner in at once; if that fails, the lease runs out by itself."""
+        """Let another learner in at once; if that fails, the lease expires."""
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await self.api.release_lease(epoch=grant.epoch)

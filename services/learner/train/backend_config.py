@@ -1,8 +1,7 @@
-"""How the learner computes: optimizer, step size, precision, devices, micro-batches, and how many processes share it.
+"""Configuration of the backends: optimizer, step size, precision, devices, micro-batches, number of processes.
 
-What a step's size is depends on the configuration and two counts, both of which outlive every process: steps in the
-run's weights, which a version states, and steps that the optimizer has taken, which a checkpoint holds. A learner that
-begins with a new optimizer warms up again and goes on with the decay.
+A step's size depends on the configuration and two counts that outlive every process: steps of the run, which a version
+states, and steps of the optimizer, which a checkpoint holds. A new optimizer warms up again and goes on with the decay.
 """
 
 from __future__ import annotations
@@ -54,60 +53,60 @@ class Schedule:
 
 
 class _Training(Config):
-    """What every backend has."""
+    """Keys of every backend."""
 
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
     """Step size of the optimizer after warm-up, before any decay."""
     optimizer: OptimizerName = "adamw"
     """adamw, or adafactor, which keeps a mean square of each row and column instead of two moments: 8 bytes a parameter
-    less on the device and in a checkpoint. Its step is lr times the root mean square of each tensor, at least 0.001:
-    among weights of 0.02 the same lr moves 50 times less than AdamW's. Backend torch only."""
+    less on the device and in a checkpoint. Adafactor's step is lr times the root mean square of each tensor, at least
+    0.001: on weights of 0.02 the same lr moves 50 times less than AdamW's. Backend torch only."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
-    """AdamW decay rates of the first and second moments, each in [0, 1); adafactor has its own."""
+    """AdamW decay rates of the first and second moments, each in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
     """Decoupled weight decay, applied to every parameter."""
     grad_clip: float = Field(default=1.0, gt=0.0)
-    """Largest norm of the whole gradient; longer gradients are scaled down to it."""
+    """Largest norm of the whole gradient; larger gradients are scaled down to it."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Applied steps over which the step size grows linearly from lr / warmup_steps to lr; once more where a learner
-    begins with a new optimizer."""
+    """Steps over which the step size grows linearly from lr / warmup_steps to lr; repeated with a new optimizer."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the step size falls after warm-up, by the steps of the run, restarts included."""
+    """Decay of the step size after warm-up, by the steps of the run, restarts included."""
     lr_decay_steps: int = Field(default=0, ge=0)
-    """Step of the run at which linear and cosine reach lr * lr_final_ratio and stay there, mostly max_steps; both need
-    it, so that a longer run does not change the steps it has taken already."""
+    """Step of the run at which linear and cosine reach lr * lr_final_ratio and stay there, usually max_steps; both need
+    it."""
     lr_final_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """What of lr is left at lr_decay_steps. At 0 nothing is learned after it."""
+    """Share of lr left at lr_decay_steps; 0 ends learning there."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens of one forward and backward pass, padding included; a longer rollout gets a pass of its own."""
     batching: Literal["padded", "packed"] = "padded"
-    """Rollouts of similar length side by side, or one after another in one row with block-diagonal attention."""
+    """Rollouts of similar length side by side, or packed into one row with block-diagonal attention."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of the weights that samplers receive. What transformers keeps in fp32, such as a router's correction, stays
-    fp32."""
+    """Type of the weights that samplers receive. Tensors that transformers keeps in fp32, such as a router's
+    correction, stay fp32."""
     forward_weights: Literal["published", "masters"] = "published"
-    """What the loss is computed with: the weights as samplers have them, fp32 masters rounded to published_dtype and
-    gradients passed straight through, or the masters themselves, which never sample and are never exported."""
+    """Weights of the loss: as published, that is fp32 masters rounded to published_dtype with gradients passed straight
+    through; or the masters themselves, which are never sampled from or exported."""
     dead_band_ulp: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Weights within this many units in the last place of what was published last keep it: 0.75 makes deltas about a
-    quarter smaller. 0 rounds every weight; below 0.5 nothing is gained. What is kept back is published later."""
+    """Weights within this many units in the last place of their published value keep it: 0.75 makes deltas about a
+    quarter smaller. Values below 0.5 gain nothing; 0 rounds every weight. Changes that are held back are published
+    later."""
     threads: int = Field(default=0, ge=0)
-    """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
+    """CPU threads of torch and of the weight codec; 0 leaves torch's choice, and one for each core."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """How attention is computed: torch's fused kernels, plain products that hold every score, or the package
-    flash-attn, which runs in bf16 on a GPU only."""
+    """Attention by torch's fused kernels, by plain products that hold every score, or by the package flash-attn, which
+    runs in bf16 on a GPU only."""
     compile: bool = False
-    """Compile the forward and backward pass of the model's blocks at the first step; needs a C++ compiler on the CPU,
-    Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3."""
+    """Compile the model's blocks at the first step; needs a C++ compiler on the CPU, Triton on a GPU. Numbers stay up
+    to rounding. Not in ZeRO stage 3."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
-    """Ranks that share each forward and backward pass, every one with a slice of its positions (Ulysses), for rollouts
-    that are too long for one device; a divisor of the number of ranks and of the attention heads. micro_batch_tokens
-    are then those of all that share. Backend fsdp2 only; 1 is off."""
+    """Ranks that share each pass, every one with a slice of the positions (Ulysses), for rollouts too long for one
+    device; a divisor of the number of ranks and of the attention heads. micro_batch_tokens then count for all that
+    share. Backend fsdp2 only; 1 is off."""
     liger: bool = False
-    """Liger's fused kernels for norms, positions and gated layers: less memory and time on a GPU; refused on the CPU.
-    Needs `pip install 'heterorl[gpu]'`."""
+    """Liger's fused kernels for norms, positions and gated layers: less memory and time. GPU only; needs `pip install
+    'heterorl[gpu]'`."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -153,10 +152,10 @@ class TorchBackendConfig(_Training):
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of matrix products; log-probabilities are normalised in fp32 either way."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Where the weights live: cpu, cuda or cuda:N."""
+    """Device of the weights: cpu, cuda or cuda:N."""
     reference_model_dir: str = ""
-    """Frozen model that `loss.reference_kl` and custom losses with `loss.reads_reference` compare with, loaded beside
-    the learner's for them only; empty is model_dir, that is version 0."""
+    """Frozen model for `loss.reference_kl` and custom losses with `loss.reads_reference`, loaded for them only; empty
+    is model_dir, that is version 0."""
 
     @model_validator(mode="after")
     def _check_slices(self) -> TorchBackendConfig:
@@ -165,13 +164,12 @@ class TorchBackendConfig(_Training):
 
 
 class _Ranks(_Training):
-    """What backends of several processes have."""
+    """Keys of backends with several processes."""
 
     rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
-    """How long a process of the learner that a launcher started may give no sign of life, seconds; then all of them
-    end, on all machines, with exit code 1, and by SIGKILL one that stands still. A quarter more passes at most. Also
-    how long any process but the first, of a launcher or of --nproc, waits after an error for the first one to meet it
-    too; then all of them end in the same way."""
+    """Seconds without a heartbeat after which all processes of a learner that a launcher started end, with exit code 1,
+    or by SIGKILL where one is stopped; at most a quarter more passes. Also how long another process than the first
+    waits, after an error, for the first one to meet it too."""
     overlap_checkpoint: bool = True
     """Copy masters and moments to the host's memory, 12 bytes a parameter of each process's share, and write the copy
     while the next step computes; false writes them between two steps, without a copy. Only with overlap_publication."""
@@ -194,12 +192,12 @@ class DeepSpeedBackendConfig(_Ranks):
 
     kind: Literal["deepspeed"] = "deepspeed"
     stage: Literal[0, 1, 2, 3] = 2
-    """What is divided among the ranks: 0 nothing, 1 optimizer and masters, 2 gradients too, 3 the weights too."""
+    """What is sharded among the ranks: 0 nothing, 1 optimizer and masters, 2 gradients too, 3 the weights too."""
     offload_optimizer: bool = False
     """Keep masters and moments in host memory and step there; stages 1 to 3."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: forward, backward and the copy of the weights they use, whatever forward_weights says; masters, moments and
-    accumulated gradients stay fp32. In stage 0 the weights are the masters, and matrix products alone are bf16."""
+    """bf16: type of passes and of the weights that they use, whatever forward_weights says; masters, moments and
+    accumulated gradients stay fp32. In stage 0 only matrix products are bf16."""
 
     @model_validator(mode="after")
     def _check_stage(self) -> DeepSpeedBackendConfig:
@@ -215,15 +213,15 @@ class DeepSpeedBackendConfig(_Ranks):
 
 class Fsdp2BackendConfig(_Ranks):
     """One process for each device of one machine (`heterorl learner --nproc N`) or of many (torchrun); torch's
-    `fully_shard` divides weights, gradients, masters and optimizer among all of them."""
+    `fully_shard` shards weights, gradients, masters and optimizer among all of them."""
 
     kind: Literal["fsdp2"] = "fsdp2"
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: weights are gathered and passes computed in it, whatever forward_weights says; masters, moments and
     accumulated gradients stay fp32."""
     reference_model_dir: str = ""
-    """Frozen model that `loss.reference_kl` and custom losses with `loss.reads_reference` compare with, for them only;
-    divided like the learner's, 4 bytes a parameter among all ranks. Empty is model_dir, that is version 0."""
+    """Frozen model for `loss.reference_kl` and custom losses with `loss.reads_reference`, loaded for them only and
+    sharded, 4 bytes a parameter among all ranks. Empty is model_dir, that is version 0."""
     offload_optimizer: bool = False
     """Keep masters, gradients and moments in host memory and step there; every pass copies this rank's rows of each
     block to its device as fp32."""

@@ -1,7 +1,7 @@
-"""Whole groups -> sequences that carry everything the loss needs, and the step's denominators.
+"""Whole groups to training sequences with advantages, and the step's denominators.
 
-Guarantees: advantages and log denominators are computed here, once, in float64, over each whole group and before any
-split. A rollout without drawn tokens is no member.
+Guarantees: advantages and log denominators are computed once, in float64, over each whole group and before any split. A
+rollout without drawn tokens is not a member.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
-    """One rollout ready for the loss: what the model reads of it, and its group's numbers.
+    """One rollout for the loss: the model's inputs, and numbers of its group.
 
-    The loss sees the drawn tokens alone, of all strips one after another. All strips of a rollout share a pass, so that
-    means and sums over it are exact.
-    Example: TrainingSequence(strips=strips_of(prompt, rollout), advantage=0.5, log_denominator=-0.6,
+    The loss is over the drawn tokens of all strips in order. All strips of a rollout share a pass, so means and sums
+    over it are exact. Example: TrainingSequence(strips=strips_of(prompt, rollout), advantage=0.5, log_denominator=-0.6,
     sampler_logprobs=rollout.sampler_logprobs)
     """
 
@@ -36,9 +35,9 @@ class TrainingSequence:
     advantage: float
     log_denominator: float
     centred_reward: float = 0.0
-    """Reward minus the mean over the group's rollouts, whatever the loss makes its advantage of."""
+    """Reward minus the mean over the group's rollouts, for every kind of advantage."""
     log_expectation: float = 0.0
-    """GEPO's log denominator, whatever the rule divides by."""
+    """GEPO's log denominator, for every loss."""
     group: int = 0
     """Position of the group in the step."""
     number: int = 0
@@ -48,17 +47,17 @@ class TrainingSequence:
     staleness: Int32Array | None = None
     """Versions between each token's sampler and the learner; None is 0 for all."""
     coupling: float = 0.0
-    """See `policy_loss.LossInputs`; known after a first pass only."""
+    """See `LossInputs`; known after a first pass only."""
     is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
     """Tokens that the step's selection keeps; None is all."""
     reference_logprobs: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
-    """Of the reference model, where the loss has one."""
+    """Log-probs of the reference model, where the loss has one."""
     routed_experts: bytes = b""
     """See Rollout."""
 
     @classmethod
     def scored(cls, prompt: Int32Array, tokens: Int32Array) -> TrainingSequence:
-        """A sequence whose log-probs alone are wanted: it has no reward, no group, and nobody sampled it."""
+        """A sequence for scoring only: without reward, group or sampler."""
         marks = np.arange(prompt.size + tokens.size) >= prompt.size
         return cls(
             strips=(Strip(token_ids=np.concatenate([prompt, tokens]), is_drawn=marks),),
@@ -84,20 +83,19 @@ class Batch:
 
     sequences: tuple[TrainingSequence, ...]
     whole: LossBatch | None = None
-    """All of them after a first pass, in the order of their rows, for a custom loss that takes the step."""
+    """All rollouts after a first pass, in the order of their rows, for a custom loss that takes the step."""
 
     @property
     def num_sequences(self) -> int:
-        """Rollouts; groups of equal rewards included unless the loss drops them."""
+        """Rollouts; includes groups of equal rewards unless the loss drops them."""
         return len(self.sequences)
 
     def with_whole(self, known: Batch, device: torch.device) -> Batch:
-        """This step with what a first pass has made of all its rollouts, on a device."""
+        """This step with the `whole` of a first pass, on a device."""
         return self if known.whole is None else replace(self, whole=known.whole.to(device))
 
     @property
     def num_tokens(self) -> int:
-        """Drawn tokens."""
         return sum(sequence.num_drawn for sequence in self.sequences)
 
     def sum_of_powers(self, power: float) -> float:
@@ -106,13 +104,13 @@ class Batch:
 
 
 def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int = 0) -> Batch:
-    """Give every trainable rollout its advantage and its log denominator, over the trainable ones of its group.
+    """Give every trainable rollout its advantage and log denominator, over the trainable rollouts of its group.
 
-    Staleness counts from `head_version`, that of the learner's weights.
+    Staleness counts from `head_version`, the version of the learner's weights.
 
     Raises:
-        ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has not one
-            log-prob for each drawn token, or a reward is outside what the advantage is defined for.
+        ValueError: a prompt has no token, a rollout has not one log-prob for each drawn token, or a reward is outside
+            the range of the advantage.
     """
     spec = loss_spec_of(loss)
     scales = _prompt_scales(groups) if spec.advantage == "beta" else [1.0] * len(groups)

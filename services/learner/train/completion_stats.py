@@ -1,6 +1,6 @@
-"""The completions of a step's groups as numbers, without lost members; pure, in float64, of the groups alone.
+"""Statistics of a step's completions without lost members; pure, in float64.
 
-Guarantees: the same numbers whatever the order of groups and rollouts; finite for every group that may be trained on.
+Guarantees: the same numbers for any order of groups and rollouts; finite for every group that may be trained on.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from heterorl.common.types.trajectory import turns_of
 
 
 def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
-    """Describe the completions of a step; None where there is none.
+    """Statistics of a step's completions; None where there are none.
 
-    A percentile is interpolated linearly between the two nearest lengths. A part that a completion names several times
-    counts with its sum.
+    Percentiles are interpolated linearly. A part that a completion names several times counts with its sum.
     """
     rollouts = [rollout for group in groups for rollout in group.trainable]
     if not rollouts:
@@ -56,12 +55,12 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the group's rewards differ: where they do not, no rollout is better than another."""
+    """Whether the group's rewards differ."""
     return len({rollout.reward for rollout in group.trainable}) > 1
 
 
 def _above_mean(rewards: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which rewards are above the mean of all; exactly, because a rounded mean may lie on the other side of one."""
+    """Which rewards are above the mean; exact, since a rounded mean may lie on the other side of one."""
     total = sum((Fraction(reward) * times for reward, times in Counter(rewards).items()), Fraction())
     is_above = {reward: Fraction(reward) * len(rewards) > total for reward in set(rewards)}
     return np.array([is_above[reward] for reward in rewards])
@@ -72,7 +71,7 @@ def _mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
 
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
-    """Means by name, in the order of the names; those of most completions where there are too many."""
+    """Means by name, sorted by name; of too many, those of most completions."""
     # By fractions: the sum of huge values is no float although each of them is.
     values: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -86,7 +85,7 @@ def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
 
 
 def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
-    """Groups and tokens by site, in the order of the names; those of most tokens where there are too many."""
+    """Groups and tokens by site, sorted by name; of too many, those with most tokens."""
     num_groups = Counter(str(group.id.site) for group in groups)
     num_tokens: Counter[str] = Counter()
     for group in groups:
@@ -98,7 +97,7 @@ def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
 
 
 def by_source(groups: Sequence[QueuedGroup]) -> tuple[SourceReport, ...]:
-    """A report for each source of a mixture of which a group was trained; none of a task that has one source."""
+    """A report for each source of a mixture with a trained group; none for a task with one source."""
     rewards: dict[str, list[float]] = defaultdict(list)
     num_groups: Counter[str] = Counter()
     for queued in groups:

@@ -1,4 +1,4 @@
-"""A loss of the user's own on rollouts made up here, before a model is loaded: that it fits how steps are computed."""
+"""A check of a custom loss on made-up rollouts, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOLERANCE = 1e-9
 
 
 def check_custom_loss(config: LossConfig) -> None:
-    """Import a loss of the user's own and call it on 12 short rollouts; other kinds need no trial.
+    """Import a custom loss and call it on 12 short rollouts; nothing for other kinds.
 
     Raises:
         ConfigError: it cannot be loaded, raises, is not finite, gives no gradient, or depends on how a step is divided.

@@ -1,7 +1,7 @@
-"""What the losses need to know of the whole step's learner log-probs before the first gradient is computed.
+"""Numbers of the whole step that a loss needs before its first gradient, from a pass without gradient.
 
-Guarantees: given log-probs of every sequence, the coupled batch makes the loss separable again: its gradient, summed
-over micro-batches however they are cut, is that of the loss over the whole step. Nothing here carries gradient.
+Guarantees: with them the loss is separable: its gradient, summed over any micro-batches, is that of the loss over the
+whole step. Nothing here carries gradient.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def step_coefficients(spec: LossSpec, mask_BT: torch.Tensor, batch: Batch, *, ma
 
 
 def with_first_pass(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int) -> Batch:
-    """The same step with what its rollouts need to know of each other filled in.
+    """The same step with selections, expectations or the whole batch filled in, as the loss needs them.
 
-    `logprobs` are the learner's, of all tokens one after another in the batch's order, in pieces of any length.
+    `logprobs` are the learner's, of all tokens in the batch's order, in pieces of any length.
     """
     lengths = [sequence.num_drawn for sequence in batch.sequences]
     of_sequences = torch.cat(list(logprobs)).detach().to("cpu", torch.float64).split(lengths)
@@ -52,7 +52,7 @@ def with_first_pass(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Tenso
 
 
 def _whole(spec: LossSpec, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int) -> LossBatch:
-    """All rollouts in the order of their rows, which is the same however the step is divided."""
+    """All rollouts in the order of their rows, which does not depend on how the step is divided."""
     order = sorted(range(len(batch.sequences)), key=lambda position: batch.sequences[position].row)
     inputs = collate([batch.sequences[position] for position in order], batching="padded").loss_inputs
     learner_BT = inputs.padded(torch.cat([logprobs[position] for position in order]))

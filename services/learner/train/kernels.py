@@ -1,7 +1,6 @@
-"""Other code for the same forward pass: a compiled one, Liger's fused kernels, other attention.
+"""Faster code for the same forward pass: torch.compile, Liger's fused kernels, attention kernels.
 
-Guarantees: names of tensors and the numbers, up to rounding, stay; what cannot be had is refused, never left
-out silently.
+Guarantees: names of tensors stay, and numbers up to rounding. A missing kernel is refused, never left out silently.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from heterorl.learner.train.backend_config import BackendConfig
 
 
 def apply_liger(model: nn.Module, config: BackendConfig) -> None:
-    """Put Liger's norms, rotary positions and gated layers into a model that is loaded, if the configuration says so.
+    """Put Liger's norms, rotary positions and gated layers into a loaded model, if configured.
 
-    Their losses stay out: log-probs are computed in chunks of the vocabulary already (`model.logprobs`). Liger replaces
-    the model's classes in transformers too, so models of the same kind that this process loads later have them as well.
+    Its losses stay out, since log-probs are computed in chunks of the vocabulary. Liger replaces the classes in
+    transformers, so models of the same kind that this process loads later have its kernels too.
 
     Raises:
         ConfigError: the device is the CPU, or Liger does not know the architecture.
@@ -44,7 +43,7 @@ def apply_liger(model: nn.Module, config: BackendConfig) -> None:
 
 
 def choose_attention(model: nn.Module, config: BackendConfig) -> None:
-    """Let a model, opened with sdpa or else eager, compute attention as the configuration says."""
+    """Set the configured attention of a model that was opened with sdpa or eager."""
     wanted = config.attn_implementation
     network: Any = model
     if wanted == network.config._attn_implementation:
@@ -63,13 +62,12 @@ def choose_attention(model: nn.Module, config: BackendConfig) -> None:
 
 
 def compile_block(block: nn.Module, config: BackendConfig) -> None:
-    """Let torch compile one block at its first pass, if the configuration says so.
+    """Let torch compile one block at its first pass, if configured.
 
-    Blocks of one class share what is compiled, so the seconds do not grow with the number of layers. What surrounds the
-    blocks stays as it is: on an H100 a model of two layers compiled whole took 89 s, and its block 17. The whole holds
-    an operation on the CPU, for which torch builds one C++ program after another.
+    Blocks of one class share the compiled code. The whole model is not compiled: on an H100 a model of two layers took
+    89 s whole and 17 s by block, because an operation on the CPU makes torch build C++ programs.
 
-    The forward method alone, not the call: hooks around it gather the block's weights and stay as they are.
+    Only the forward method is compiled: hooks around the call gather the block's weights.
     """
     if config.compile:
         # For any length, because no two micro-batches have the same.

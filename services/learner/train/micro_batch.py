@@ -1,13 +1,13 @@
-"""Sequences -> ranks, and micro-batches within a token budget, padded or packed.
+"""Sequences to ranks, and to micro-batches within a token budget, padded or packed.
 
-Guarantees: every sequence is in exactly one micro-batch of one rank, a group's sequences all on one rank; a strip's
-log-probs do not depend on its neighbours. All ranks compute the same division and take the same number of passes, so
-that collective operations inside a pass meet. Advantages, denominators and averaging constants are those of the whole
-step before anything is split, so gradients of shares only add up.
+Guarantees: every sequence is in one micro-batch of one rank, and a group's sequences on one rank. A strip's log-probs
+do not depend on its neighbours. All ranks compute the same division and take the same number of passes, so collective
+operations inside a pass meet. Advantages, denominators and averaging constants are those of the whole step, so
+gradients of shares only add up.
 
-Padded: one strip a row, padding on the right, where causal attention cannot see it, so no mask is needed. Packed: all
-in one row; position ids start again at 0 with each strip, from which transformers derives block-diagonal causal
-attention (`model.check_forward` refuses models that do not).
+Padded: one strip a row, padding on the right, where causal attention cannot see it; no mask is needed. Packed: one row;
+position ids start at 0 with each strip, from which transformers derives block-diagonal causal attention
+(`model.check_forward` refuses models that do not).
 
 Suffixes: R rows of S tokens for the model; B sequences of T drawn tokens for the loss; N drawn tokens.
 """
@@ -32,10 +32,9 @@ Batching = Literal["padded", "packed"]
 class MicroBatch:
     """Sequences of one forward and backward pass.
 
-    `sources_N` are flat positions (row * S + column) of the hidden states that predict the drawn tokens
-    `targets_N`; both run through the mask of `loss_inputs` row by row, whose tensors are small: the loss is exact.
-    `places_B` [B, 2] are the group and the rollout of each sequence; they stay on the CPU. `routed` are the recorded
-    experts of the R * S tokens; None where no sequence has any.
+    `sources_N` are flat positions (row * S + column) of the hidden states that predict the drawn tokens `targets_N`;
+    both follow the mask of `loss_inputs` row by row. `places_B` [B, 2] are group and rollout of each sequence, on the
+    CPU. `routed` are the recorded experts of the R * S tokens; None where no sequence has any.
     """
 
     input_ids_RS: torch.Tensor
@@ -47,7 +46,6 @@ class MicroBatch:
     routed: RoutedTokens | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same tensors on `device`."""
         return MicroBatch(
             input_ids_RS=self.input_ids_RS.to(device),
             position_ids_RS=self.position_ids_RS.to(device),
@@ -64,7 +62,7 @@ def split(
 ) -> list[list[TrainingSequence]]:
     """Cut sequences into lists of at most `max_tokens` model inputs, padding included; longest first.
 
-    A sequence that alone exceeds the budget is alone in its list.
+    A longer sequence has a list of its own.
     """
     # sorted() is stable, so equal lengths keep the order of their groups and the split is deterministic.
     ordered = sorted(sequences, key=lambda sequence: sequence.num_inputs, reverse=True)
@@ -122,7 +120,7 @@ def _records(sequence: TrainingSequence) -> list[bytes]:
 def _routed(
     records: Sequence[bytes], starts: Sequence[int], lengths: Sequence[int], *, num_tokens: int
 ) -> RoutedTokens | None:
-    """The recorded experts of a micro-batch, put where the tokens lie."""
+    """The recorded experts of a micro-batch, at the places of its tokens."""
     sizes = {len(record) // length for record, length in zip(records, lengths, strict=True) if record}
     if not sizes:
         return None
@@ -179,13 +177,13 @@ def _vector(values: Sequence[float]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shares:
-    """The micro-batches of each rank: `parts[rank][number]`; the rank with most of them sets `num_passes`."""
+    """The micro-batches of each rank, `parts[rank][number]`."""
 
     parts: tuple[tuple[list[TrainingSequence], ...], ...]
 
     @property
     def num_passes(self) -> int:
-        """Forward and backward passes of every rank; one that has run out of micro-batches takes empty ones."""
+        """Passes of every rank; a rank without micro-batches left takes empty ones."""
         return max((len(parts) for parts in self.parts), default=0)
 
     def ordered(self) -> list[TrainingSequence]:
@@ -201,10 +199,10 @@ class Shares:
 
 
 def assign_groups(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank of each group: the dearest first, each to the rank that has least so far.
+    """The rank of each group: the largest first, each to the rank with the least so far.
 
     No rank gets more than 4/3 of the best possible maximum (Graham 1969, theorem 2). Ties go to the earlier group and
-    the lower rank, so that every rank computes the same.
+    the lower rank, so every rank computes the same.
     """
     assert num_ranks >= 1
     loads = [0] * num_ranks
@@ -217,7 +215,7 @@ def assign_groups(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def share_out(sequences: Sequence[TrainingSequence], *, num_ranks: int, max_tokens: int, batching: Batching) -> Shares:
-    """Whole groups to ranks by tokens, then each rank's sequences into micro-batches."""
+    """Assign whole groups to ranks by tokens, and split each rank's sequences into micro-batches."""
     costs: dict[int, int] = {}
     for sequence in sequences:
         costs[sequence.group] = costs.get(sequence.group, 0) + sequence.num_inputs
@@ -238,5 +236,5 @@ def share_out(sequences: Sequence[TrainingSequence], *, num_ranks: int, max_toke
 
 
 def empty_pass() -> TrainingSequence:
-    """What a rank without work reads, so that the others' collective operations meet; its loss is multiplied by 0."""
+    """The input of a rank without work, which joins the others' collective operations; its loss is multiplied by 0."""
     return TrainingSequence.scored(np.zeros(1, np.int32), np.zeros(1, np.int32))

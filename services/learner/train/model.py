@@ -1,8 +1,8 @@
-"""A Hugging Face causal language model as the learner sees it, and a frozen one that losses compare it with.
+"""A Hugging Face causal language model as the learner trains it, and a frozen reference model.
 
-Guarantees: masters in fp32, no dropout, log-probs equal to those of the model's own logits (`check_forward`). A
-reference is never trained and never published; given the learner's own directory it computes what the learner computed
-with before its first step, so the two agree exactly there.
+Guarantees: fp32 masters, no dropout, log-probs equal to those of the model's own logits (`check_forward`). A reference
+is never trained or published; from the learner's own directory it computes exactly what the learner computed before its
+first step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -
 
 
 def prepare(model: nn.Module, *, gradient_checkpointing: bool) -> None:
-    """Turn dropout off for good, since it would make the learner's log-probs another policy's."""
+    """Turn dropout off for good, since it would change the learner's log-probs."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -81,30 +81,30 @@ def hidden_states(
 
 
 def inner_model(model: nn.Module) -> Any:
-    """What gives hidden states: a model without its output embedding."""
+    """The model without its output embedding, which gives hidden states."""
     network: Any = model
     # Some have it under another name than transformers thinks, which then answers the whole model.
     return network.model if network.base_model is network and hasattr(network, "model") else network.base_model
 
 
 def output_embedding(model: nn.Module) -> torch.Tensor:
-    """The weight [V, H] that makes logits of hidden states."""
+    """The weight [V, H] that turns hidden states into logits."""
     network: Any = model
     head: nn.Linear = network.get_output_embeddings()
     return head.weight
 
 
 def check_micro_batch(model: nn.Module, *, batching: Batching) -> MicroBatch:
-    """Three short sequences of a model's tokens, laid out together, by which its layout is checked."""
+    """Three short sequences laid out together, for checks of a model's layout."""
     return collate(_check_sequences(model), batching=batching)
 
 
 @torch.no_grad()
 def check_forward(model: nn.Module, *, batching: Batching) -> None:
-    """Compare our log-probs of three short sequences, laid out together, with the model's own logits of each alone.
+    """Compare log-probs of three short sequences, laid out together, with the model's own logits of each.
 
     Raises:
-        ConfigError: they differ, are not finite, or cannot be computed; names what is in the way.
+        ConfigError: they differ, are not finite, or cannot be computed; names the cause.
     """
     try:
         together = _ours(model, _check_sequences(model), batching=batching)
@@ -125,7 +125,7 @@ def _ours(model: nn.Module, sequences: Sequence[TrainingSequence], *, batching: 
 
 
 def _its_own(model: nn.Module) -> torch.Tensor:
-    """Log-probs by the model's own logits, one sequence after another."""
+    """Log-probs from the model's own logits, one sequence after another."""
     network: Any = model
     device = next(model.parameters()).device
     found = []
@@ -138,7 +138,7 @@ def _its_own(model: nn.Module) -> torch.Tensor:
 
 
 def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, difference: float) -> ConfigError:
-    """Why log-probs of sequences laid out together are not those of each alone."""
+    """Why log-probs of sequences laid out together differ from those of each by itself."""
     name = type(model).__name__
     if not alone.isfinite().all():
         # Those that are here: blocks that are read from a disk as they compute have none.
@@ -172,12 +172,12 @@ def _check_ids(model: nn.Module) -> list[np.ndarray[tuple[int], np.dtype[np.int3
 
 
 def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Module, layout: Layout) -> nn.Module:
-    """Load a second model beside the learner's, rounded as the learner's passes round theirs.
+    """Load the reference model, rounded as the learner's passes round theirs.
 
     Under the learner's adapters lie the weights that it would have without them.
 
     Raises:
-        ConfigError: it cannot be loaded, or is not of the learner's shape.
+        ConfigError: it cannot be loaded, or has other shapes than the learner's model.
     """
     try:
         check_model_dir(model_dir)

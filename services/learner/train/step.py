@@ -1,7 +1,7 @@
-"""One optimizer step over micro-batches: forward, loss, backward, then update or leave everything as it was.
+"""One optimizer step over micro-batches: forward, loss, backward, update.
 
-Guarantees: the gradient does not depend on how the batch is split, padded or packed; a non-finite loss or gradient
-leaves weights and optimizer state bit-identical.
+Guarantees: the gradient does not depend on how the batch is split, padded or packed; a loss or gradient that is not
+finite leaves weights and optimizer state bit-identical.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from heterorl.learner.train.step_report import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Forward:
-    """How sequences become log-probs [N] and entropies [N]."""
+    """Turns sequences into log-probs [N] and entropies [N]."""
 
     model: nn.Module
     temperature: float
@@ -80,8 +80,8 @@ def accumulate_gradients(
     """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
 
     Losses that couple the rollouts of a step take a pass without gradient first, unless one micro-batch holds them all.
-    `reference` is a frozen model for losses that compare with one; it routes by itself. `replay` gives the model's
-    routers the experts that the sequences have. `note_pass` is told how many micro-batches are done, of how many.
+    `reference` is a frozen model that routes by itself. `replay` routes tokens to the experts that the sequences
+    recorded. `note_pass` is called with the micro-batches done, and their total.
     """
     spec = loss_spec_of(loss)
     forward = _Forward(
@@ -145,7 +145,7 @@ def apply_gradients(
     lr: float,
     grad_clip: float,
 ) -> tuple[bool, float]:
-    """Clip the gradient and take the step, unless loss or gradient is not finite; clears the gradient.
+    """Clip the gradient and step, unless loss or gradient is not finite; clears the gradient.
 
     Returns whether the step was taken, and the norm of the gradient before clipping.
     """
@@ -171,10 +171,10 @@ def end_step(
     applied_steps: int,
     update: Callable[[float, float], tuple[bool, float]],
 ) -> StepEnd:
-    """Choose the step size, update the weights, and take the numbers; the same whatever holds the weights.
+    """Choose the step size, update the weights, and measure the step; for every backend.
 
-    `update` takes the loss and the step size; it returns whether the step was taken, and the norm of the gradient.
-    Without samples there is no gradient and no update. `step` is of the run, from 1.
+    `update` takes loss and step size; it returns whether the step was taken, and the norm of the gradient. Without
+    samples there is no update. `step` is of the run, from 1.
     """
     sequences = join([sample.sequences for sample in samples])
     step_size = schedule.rate(step=step, applied_steps=applied_steps) * step_size_factor(spec, sequences)
@@ -197,7 +197,7 @@ def micro_batch_loss(
     *,
     max_new_tokens: int,
 ) -> tuple[torch.Tensor, MicroBatchSample]:
-    """The part of the step's loss that one micro-batch contributes, and what was measured of it.
+    """One micro-batch's part of the step's loss, and its measurements.
 
     All averaging constants come from `batch`, the whole step.
     """

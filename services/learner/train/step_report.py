@@ -1,8 +1,8 @@
-"""What is measured of one step: per rollout in each micro-batch, then for the whole step, then its report.
+"""Measurements of one step: per rollout in each micro-batch, for the whole step, and its report.
 
-Guarantees: the same quantities whatever loss is trained; finite whenever the log-probs are; computed from per-rollout
-and per-token numbers, so splits do not matter.
-Suffixes: B sequences, T completion tokens, N all completion tokens, M importance weights.
+Guarantees: the same quantities for every loss; finite whenever the log-probs are; computed from numbers of rollouts and
+tokens, so splits do not matter. Suffixes: B sequences, T completion tokens, N all completion tokens, M importance
+weights.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossInputs, LossTer
 from heterorl.learner.train.completion_stats import by_source, completion_numbers
 
 SEQUENCE_RATIO_CAP = 8.0
-"""Largest sequence ratio in the effective sample size of losses without weights of rollouts, but for `ess_uncapped`."""
+"""Largest sequence ratio in the effective sample size of losses without weights of rollouts, except `ess_uncapped`."""
 LogRatios = Mapping[tuple[int, int], Float32Array]
-"""By the position of a group in the step and of a rollout in the group: log p - log q of each drawn token, nats."""
+"""log p - log q of each drawn token, nats, by positions of group and rollout in the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SequenceSample:
-    """What one micro-batch measured of each rollout; float64 [B] without gradient.
+    """Measurements of each rollout of one micro-batch; float64 [B] without gradient.
 
     `weights_B` are those in the loss, averaged over tokens where a token has its own; the clip counts are of rollouts
-    or tokens, as the loss counts, good and bad being A > 0 and A < 0. `trained_B` is the share of a rollout's gradient
+    or tokens, as the loss counts, good and bad are A > 0 and A < 0. `trained_B` is the share of a rollout's gradient
     that masks, clip and weight leave, at most 1.
     """
 
@@ -52,11 +52,11 @@ class SequenceSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatchSample:
-    """What one micro-batch measured; all on the CPU, float64, without gradient.
+    """Measurements of one micro-batch; on the CPU, float64, without gradient.
 
-    `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens;
-    `sequences` is what algorithms are compared by. `log_ratios_N` float32 are log p - log q of the tokens, row by row,
-    of the rollouts at `places_B` [B, 2]: group and rollout. `metrics` of a custom loss are [2]: sum and count.
+    `weights_M` and `is_clipped_M` are per sequence or token, as the loss counts; `kl_B` is summed over tokens.
+    `log_ratios_N` float32 are log p - log q of the tokens, row by row, of the rollouts at `places_B` [B, 2]: group and
+    rollout. `metrics` of a custom loss are [2]: sum and count.
     """
 
     loss: float
@@ -72,7 +72,7 @@ class MicroBatchSample:
 
 @torch.no_grad()
 def measure(spec: LossSpec, inputs: LossInputs, learner_BT: torch.Tensor, terms: LossTerms) -> SequenceSample:
-    """Take the numbers of one micro-batch; moved to the CPU in one piece."""
+    """Measure one micro-batch; moved to the CPU in one piece."""
     mask_BT = inputs.mask_BT
     ratios_BT = torch.where(mask_BT, learner_BT - inputs.sampler_BT, 0.0)
     means_B = masked_mean(learner_BT, mask_BT)
@@ -122,7 +122,7 @@ def join(samples: Sequence[SequenceSample]) -> SequenceSample:
 
 
 def ess_fraction(weights_M: torch.Tensor) -> float:
-    """Effective share of the samples, (sum w)^2 / (M sum w^2), in (0, 1]; 0 when there is no weight at all."""
+    """Effective share of the samples, (sum w)^2 / (M sum w^2), in (0, 1]; 0 without any weight."""
     # Scaled first: the squares of weights near e^-400 would all be 0.
     largest = weights_M.max() if weights_M.numel() else torch.zeros(())
     if not largest > 0:
@@ -132,11 +132,11 @@ def ess_fraction(weights_M: torch.Tensor) -> float:
 
 
 def step_size_factor(spec: LossSpec, sample: SequenceSample) -> float:
-    """What multiplies the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
+    """Factor of the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
 
-    ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
-    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8; for `ess_uncapped` always
-    those ratios, capped at e^max_log_weight alone; VCPO has no cap, and so trusts what samplers state.
+    ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. Weights are GEPO's own where the loss divides by a
+    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8. `ess_uncapped` always takes
+    those ratios, capped at e^max_log_weight; VCPO has no cap, and so trusts what samplers state.
     """
     if spec.step_size == "constant":
         return 1.0
@@ -148,14 +148,14 @@ def step_size_factor(spec: LossSpec, sample: SequenceSample) -> float:
 
 
 def step_extras(sample: SequenceSample) -> dict[str, float]:
-    """Numbers of a closed step.
+    """Numbers of a closed step beyond its report.
 
-    bias_x is (mean w A)^2 and iw_variance_x (ddof 0) and ess_fraction_x are of the length-normalised weights of
-    x = gepo (contraharmonic) and gspo, whichever loss is trained; advantage_estimate is the mean of w A over rollouts
-    with the loss's own weights, its estimate of E_p[A]. A is here the reward minus the group's mean for every loss:
-    one divided by a deviation is in another unit. clip_fraction_positive and _negative are shares of the rollouts or
-    tokens with that sign of the loss's own A; dropped_token_fraction is what masks left out; second_moment is the mean
-    of (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout ratios capped at 8.
+    bias_x is (mean w A)^2; iw_variance_x (ddof 0) and ess_fraction_x are of the length-normalised weights of x = gepo
+    (contraharmonic) and gspo, for every loss. advantage_estimate is the mean of w A over rollouts with the loss's own
+    weights. A is here the reward minus the group's mean, for every loss. clip_fraction_positive and _negative are
+    shares of the rollouts or tokens with that sign of the loss's own A; dropped_token_fraction is the share that masks
+    left out; second_moment is the mean of (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout
+    ratios capped at 8.
     """
     numbers: dict[str, float] = {}
     for name, logs_B in (("gepo", sample.log_gepo_B), ("gspo", sample.log_gspo_B)):
@@ -177,13 +177,13 @@ def step_extras(sample: SequenceSample) -> dict[str, float]:
 
 
 def summed(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Sum and count [2] of one number for each rollout, or for each token, of which padding has none."""
+    """Sum and count [2] of one number for each rollout, or for each token without padding."""
     counted = values[mask_BT] if values.dim() == 2 else values
     return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel()))]).cpu()
 
 
 def metric_means(samples: Sequence[MicroBatchSample]) -> dict[str, float]:
-    """Means over the step of what a custom loss measured; a name that some passes lack is a mean of the others."""
+    """Means over the step of a custom loss's metrics; over the passes that have a name."""
     totals: dict[str, torch.Tensor] = {}
     for sample in samples:
         for name, both in sample.metrics.items():
@@ -198,10 +198,9 @@ def mean(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepEnd:
-    """A step after its update: whether weights moved, the norm of the gradient, and what was measured.
+    """A step after its update.
 
-    `extras` are numbers beyond the report, see `step_extras`; with the step size taken, lr. `metrics` are those of a
-    custom loss.
+    `extras` are `step_extras` and the step size `lr`; `metrics` are those of a custom loss.
     """
 
     samples: Sequence[MicroBatchSample]
@@ -211,12 +210,11 @@ class StepEnd:
     metrics: dict[str, float]
 
     def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
-        """Close the step.
+        """The report of the step.
 
         `version` is the one it leads to, head_version + 1. `kl` estimates KL(q || p) of whole sequences in nats: mean
-        over rollouts of sum_t k3_t (see `objectives.kl_estimates`); the plain sum of log q - log p has the same
-        expectation, can be negative and varies far more. `ess_fraction` and `iw_variance` (ddof 0) are of the weights
-        that the loss used. `entropy` is a mean over tokens; staleness and policy age are over groups.
+        over rollouts of sum_t k3_t (see `objectives.kl_estimates`). `ess_fraction` and `iw_variance` (ddof 0) are of
+        the loss's own weights. `entropy` is a mean over tokens; staleness and policy age are over groups.
         """
         weights_M = _concatenate([sample.weights_M for sample in self.samples])
         kl_B = _concatenate([sample.kl_B for sample in self.samples])
@@ -283,7 +281,7 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def wanted_log_ratios(samples: Iterable[MicroBatchSample], groups: Sequence[QueuedGroup]) -> LogRatios:
-    """Those of groups whose note is wanted; a loss that leaves a group out of the step leaves it out here too."""
+    """Log-ratios of groups whose note is wanted and that the loss kept in the step."""
     wanted = {number for number, queued in enumerate(groups) if queued.wants_note}
     found: dict[tuple[int, int], Float32Array] = {}
     if not wanted:

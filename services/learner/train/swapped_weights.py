@@ -1,11 +1,10 @@
-"""Other weights in a model for a while: what was published, or what its masters would be published as.
+"""Contexts in which a model computes with other weights: a published version, or its masters rounded as published.
 
-A model whose masters are fp32 is another policy than its published rounding, which is what samplers draw from and what
-is exported. The two differ by up to half a unit in the last place in every weight, and that adds up: after a few steps
-the masters' log-probs are a tenth of a nat per token away from anything that was ever published.
+Samplers draw from the published rounding, which is another policy than the fp32 masters: after a few steps log-probs of
+the two differ by a tenth of a nat per token.
 
-Guarantees: gradients of a pass with stand-ins arrive at the parameters as if these had been used (straight through);
-when the context ends the model has its own tensors, bit for bit, whatever was raised.
+Guarantees: gradients of such a pass arrive at the parameters (straight through); afterwards the model has its own
+tensors, bit for bit, whatever was raised.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from heterorl.common.weights.arena import Arena, Layout
 
 @contextmanager
 def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
-    """Give the model an arena's weights, in memory of their own meanwhile.
-
-    What the arena does not have stays.
-    """
+    """Give the model an arena's weights, in memory of their own; tensors that the arena lacks stay."""
     tensors = published_tensors(model)
     values = {
         spec.name: torch.from_numpy(weights.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
@@ -37,12 +33,12 @@ def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
 
 
 class Rounding:
-    """A model's masters as they would be published now, for the forward and backward pass of a step."""
+    """A model's masters rounded as published, for the passes of a step."""
 
     def __init__(self, model: nn.Module, layout: Layout, *, dead_band_ulp: float) -> None:
         """For a model whose tensors stay the same objects.
 
-        What a dead band keeps back of a publication, a pass keeps back too; then a copy in the published type is held.
+        Passes apply the dead band of publications; a copy in the published type is then held.
         """
         self._tensors = published_tensors(model)
         self._specs = [
@@ -54,7 +50,7 @@ class Rounding:
         self._published: dict[str, torch.Tensor] = {}
 
     def note_published(self, arena: Arena) -> None:
-        """Remember what was stored last, from which a dead band counts."""
+        """Remember the newest version, from which a dead band counts."""
         if self._band:
             for spec in self._specs:
                 bits = torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
@@ -62,7 +58,7 @@ class Rounding:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model compute with the rounded weights; costs one more copy of them."""
+        """Let the model compute with the rounded weights; costs one copy of them."""
         with torch.no_grad():
             values = {
                 spec.name: round_to(

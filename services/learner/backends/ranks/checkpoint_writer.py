@@ -182,24 +182,6 @@ def _close(file: BinaryIO | None) -> None:
             os.fsync(file.fileno())
 
 
-def write_checkpoint_files(
-    directory: Path, state: ShardedState, ranks: Collectives, *, applied_steps: int, lora: LoraSettings = NO_LORA
-) -> None:
-    """Write the three files; all ranks call.
-
-    Each rank writes its pieces into files that rank 0 has made. Over several machines rank 0 compares what it reads
-    with digests of what was written. Where a rank does not see the directory, or a digest differs, all tensors are sent
-    to rank 0.
-
-    Raises:
-        OSError: on rank 0: a rank could not write; all are through.
-        HeterorlError: the same on the others.
-    """
-    layout = CheckpointLayout.of(directory, state, applied_steps=applied_steps, lora=lora)
-    if not (make_files(layout, ranks) and _write_own(layout, state, ranks)):
-        write_gathered(layout, state, ranks)
-
-
 def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
     """Let rank 0 make the files; returns whether all ranks see the directory. All ranks call."""
     token = ranks.broadcast_bytes(os.urandom(16) if ranks.rank == 0 else b"")
@@ -211,24 +193,6 @@ def make_files(layout: CheckpointLayout, ranks: Collectives) -> bool:
     if ranks.rank == 0:
         (layout.directory / _TOKEN_FILE).unlink(missing_ok=True)
     return is_seen
-
-
-def _write_own(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> bool:
-    """Write this rank's pieces; returns whether rank 0 reads them as they were written."""
-    is_compared = not ranks.are_on_one_machine
-    own = b""
-    with _together(ranks):
-        own = write_runs(layout.directory, _blocks(layout, state, ranks.rank), with_digest=is_compared)
-        if ranks.rank == 0:
-            write_singles(layout.directory, layout.singles())
-    if not is_compared:
-        return True
-    stated = ranks.all_gather_bytes(own)
-    is_equal = True
-    with _together(ranks):
-        if ranks.rank == 0:
-            is_equal = all(layout.digest(state, rank) == digest for rank, digest in enumerate(stated))
-    return ranks.all_agree(is_equal)
 
 
 def _blocks(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
@@ -285,7 +249,7 @@ def raise_first(words: list[bytes], *, own: BaseException | None, rank: int) -> 
 
 
 def write_gathered(layout: CheckpointLayout, state: ShardedState, ranks: Collectives) -> None:
-    """Write the tensors' files on rank 0, which receives them; all ranks call. Raises as `write_checkpoint_files`."""
+    """Write the tensors' files on rank 0, which receives them; all ranks call. Raises as `Writing`."""
     if ranks.rank == 0:
         _LOG.warning("not all ranks can write into %s: rank 0 receives everything and writes it", layout.directory)
     masters, rest = _masters(state), _moments(state, layout.steps, sorted(state.shapes))
@@ -338,10 +302,12 @@ class Writing:
         *,
         applied_steps: int,
         lora: LoraSettings = NO_LORA,
+        overlaps: bool = True,
     ) -> None:
         """Copy this rank's share and start to write it; all ranks call, none with another checkpoint under way.
 
-        Where a rank does not see the directory, rank 0 receives all tensors and has written them when this returns.
+        Without `overlaps` the share is written when this returns, and never copied. Where a rank does not see the
+        directory, rank 0 receives all tensors and has written them when this returns.
 
         Raises:
             OSError: on rank 0: the files cannot be made; all are through.
@@ -358,6 +324,10 @@ class Writing:
             write_gathered(self._layout, state, ranks)
             return
         self._singles = self._layout.singles()
+        self._overlaps = overlaps
+        if not overlaps:
+            self._run()
+            return
         self._copy.extend(_copied(self._layout, state, ranks.rank))
         self._thread = threading.Thread(target=self._run, daemon=True, name="checkpoint")
         self._thread.start()
@@ -411,11 +381,12 @@ class Writing:
         return None, digest
 
     def _values(self) -> Iterator[tuple[Run, torch.Tensor]]:
-        if not self._ranks.are_on_one_machine:
+        if not self._overlaps:
+            yield from _blocks(self._layout, self._state, self._ranks.rank)
+        elif not self._ranks.are_on_one_machine:
             # It may have to be sent.
             yield from self._copy
-            return
-        while self._copy:
+        while self._ranks.are_on_one_machine and self._copy:
             yield self._copy.popleft()
 
     def _report(self, own: BaseException | None, digest: bytes) -> None:
@@ -423,7 +394,7 @@ class Writing:
         aside = self._ranks.aside
         aside.send_bytes(json.dumps([words_of(own).decode(), digest.hex()]).encode(), rank=0)
         if not self._ranks.are_on_one_machine and aside.receive_bytes(rank=0) == _AGAIN:
-            for _, values in self._copy:
+            for _, values in self._values():
                 aside.send(values, rank=0)
         if own is not None:
             raise own
@@ -449,11 +420,11 @@ class Writing:
             self._write_alone()
 
     def _write_alone(self) -> None:
-        """Write this rank's copy and what the others send into files that no other rank has written to."""
+        """Write this rank's values and those that the others send into files that no other rank has written to."""
         _LOG.warning("%s is not read as the ranks have written it: rank 0 writes all", self._layout.directory)
         problem: Exception | None = None
         for rank in range(self._ranks.world_size):
-            runs = self._received(rank) if rank else iter(self._copy)
+            runs = self._received(rank) if rank else self._values()
             try:
                 if rank == 0:
                     self._layout.make()

@@ -23,7 +23,6 @@ class Do(Enum):
     TRAIN = "train"
     STORE = "store"
     LOAD_PUBLISHED = "load_published"
-    SAVE = "save"
     FREEZE = "freeze"
     RESTORE = "restore"
     STAGE = "stage"
@@ -33,7 +32,7 @@ class Do(Enum):
     STOP = "stop"
 
 
-AGREED = frozenset({Do.SAVE, Do.FREEZE, Do.RESTORE, Do.STAGE, Do.DIVIDE})
+AGREED = frozenset({Do.FREEZE, Do.RESTORE, Do.STAGE, Do.DIVIDE})
 """Commands that raise a HeterorlError on all ranks or on none."""
 
 

@@ -26,7 +26,7 @@ from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner import step_timing
 from heterorl.learner.backends.ranks.checkpoint_reader import open_together
-from heterorl.learner.backends.ranks.checkpoint_writer import Writing, write_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoint_writer import Writing
 from heterorl.learner.backends.ranks.collectives import Collectives, MetByAll, make_together
 from heterorl.learner.backends.ranks.commands import AGREED, Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.passes import Passes
@@ -146,14 +146,14 @@ class ShardedBackend:
 
     def freeze(self, directory: Path) -> Callable[[], None]:
         """Copy each rank's share, which a thread writes; without `overlap_checkpoint` write it at once."""
+        writing = self._freeze(self._tell(Command(do=Do.FREEZE, directory=directory.absolute())).directory)
         if not self._config.overlap_checkpoint:
-            self.save(directory)
-            return lambda: None
-        return self._freeze(self._tell(Command(do=Do.FREEZE, directory=directory.absolute())).directory).wait
+            writing.wait()
+        return writing.wait
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; the caller makes them durable."""
-        self._save(self._tell(Command(do=Do.SAVE, directory=directory.absolute())).directory)
+        self.freeze(directory)()
 
     def restore(self, directory: Path) -> None:
         """Read what `save` of this or the torch backend wrote, with any number of ranks.
@@ -200,10 +200,10 @@ class ShardedBackend:
                 pass
         elif command.do is Do.LOAD_PUBLISHED:
             self._load_published(None, keep_optimizer=command.keep_optimizer)
-        elif command.do is Do.SAVE:
-            self._save(command.directory)
         elif command.do is Do.FREEZE:
             self._freeze(command.directory)
+            if not self._config.overlap_checkpoint:
+                self._end_writing()
         elif command.do is Do.RESTORE:
             self._restore(command.directory)
         else:
@@ -246,7 +246,14 @@ class ShardedBackend:
 
     def _freeze(self, directory: Path) -> Writing:
         self._end_writing()
-        self._writing = Writing(directory, self._state, self._ranks, applied_steps=self._applied_steps, lora=self.lora)
+        self._writing = Writing(
+            directory,
+            self._state,
+            self._ranks,
+            applied_steps=self._applied_steps,
+            lora=self.lora,
+            overlaps=self._config.overlap_checkpoint,
+        )
         return self._writing
 
     def _end_writing(self) -> None:
@@ -254,10 +261,6 @@ class ShardedBackend:
         if self._writing is not None:
             self._writing.end()
         self._writing = None
-
-    def _save(self, directory: Path) -> None:
-        self._end_writing()
-        write_checkpoint_files(directory, self._state, self._ranks, applied_steps=self._applied_steps, lora=self.lora)
 
     def _restore(self, directory: Path) -> None:
         files = open_together(directory, self._state.shapes, self._ranks)

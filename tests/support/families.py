@@ -179,7 +179,7 @@ FAMILIES = {
     ),
     "mamba": Family(
         shown="Mamba, state space alone", kind="Mamba", batching=("padded",), attention="eager",
-        settings={"state_size": 8}, engine=("engine.kind", "something else of a text than a cache of keys and values"),
+        settings={"state_size": 8}, engine=("engine.kind", "has no cache of keys and values"),
     ),
     "gemma2": Family(shown="Gemma 2, softcapped logits", kind="Gemma2", settings=HEAD, refused=LOGITS),
     "granite": Family(shown="Granite, scaled logits", kind="Granite", settings={"logits_scaling": 2.0}, refused=LOGITS),

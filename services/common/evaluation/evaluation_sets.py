@@ -1,4 +1,4 @@
-"""Configuration of an evaluation set: what is drawn, and at a site the task that it is drawn from."""
+"""Configuration of evaluation sets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from heterorl.common.types.evaluation import MAX_SAMPLES, EvaluationDraws
 
 
 class DrawsConfig(Config):
-    """What is drawn of a set."""
+    """Prompts and sampling of a set."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the set, the same at the coordinator and at every site."""
+    """Name of the set, equal at the coordinator and at every site."""
     num_prompts: int = Field(default=64, ge=1, le=1 << 20)
-    """Held-out prompts of the set's task, always the first ones; fewer where it has fewer."""
+    """Held-out prompts, from the first on; fewer where the task has fewer."""
     samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    """Completions of each prompt, n: avg@n is their mean, pass@k is stated for k of 1, 2, 4, ... and n."""
+    """Completions of each prompt, n: avg@n is their mean; pass@k has k = 1, 2, 4, ... and n."""
     temperature: float = Field(default=0.0, ge=0)
-    """Softmax temperature, apart from the run's; 0 takes the most likely token."""
+    """Softmax temperature; 0 is greedy. Independent of the run's."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass; 1 is off."""
     max_new_tokens: int = Field(default=512, ge=1, le=1 << 20)
@@ -29,19 +29,17 @@ class DrawsConfig(Config):
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the draws, the same for every version."""
     pass_reward: float = Field(default=1.0, allow_inf_nan=False)
-    """Reward from which a completion counts as right for pass@k."""
+    """Smallest reward of a right completion, for pass@k."""
 
     @model_validator(mode="after")
     def _check_samples(self) -> DrawsConfig:
         if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ValueError(
-                "temperature 0 draws the same completion every time: raise it or set samples_per_prompt to 1"
-            )
+            raise ValueError("temperature 0 repeats one completion; raise it or set samples_per_prompt to 1")
         return self
 
     @property
     def draws(self) -> EvaluationDraws:
-        """The settings as a domain value."""
+        """Settings of the draws."""
         return EvaluationDraws(
             num_prompts=self.num_prompts,
             num_samples=self.samples_per_prompt,
@@ -54,30 +52,24 @@ class DrawsConfig(Config):
 
 
 class PlannedSetConfig(DrawsConfig):
-    """A set that a run's versions are evaluated on, by sites that have its data."""
+    """A set that sites with its data evaluate a run's versions on."""
 
     every_versions: int = Field(default=1, ge=1)
     """Versions between evaluations; the last version of a run is evaluated too."""
     task_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
-    """Digest of the set's task, as `heterorl evaluate --json` states it. Empty: what the first site to begin states is
-    the set's from then on."""
+    """Digest of the set's task, from `heterorl evaluate --json`. Empty: that of the first site that evaluates."""
 
 
 class EvaluationSetConfig(DrawsConfig):
-    """A set that this site can evaluate. In a run the coordinator says what is drawn; `heterorl evaluate` draws what
-    stands here."""
+    """A set that this site can evaluate. In a run the coordinator's draws count; `heterorl evaluate` uses these."""
 
     task: TaskConfig = TaskConfig()
-    """Held-out prompts and their reward; the same at every site that evaluates the set."""
+    """Held-out prompts and their reward, equal at every site that evaluates the set."""
 
 
 def check_unique_names(sets: Sequence[DrawsConfig]) -> None:
-    """See that every name stands for one set.
-
-    Raises:
-        ValueError: one stands for two.
-    """
+    """Raise ValueError where two sets have one name."""
     names = [one.name for one in sets]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"evaluation has the set {twice[0]} twice")
+        raise ValueError(f"evaluation has two sets named {twice[0]}; rename one of them")

@@ -1,6 +1,6 @@
-"""Student's t and the intervals made with it, and Wilson's interval of a share; no statistics package.
+"""Student's t-intervals and Wilson's interval of a share, without a statistics package.
 
-Pure arithmetic on lists of finite numbers. A single value has no interval, and none is invented for it.
+Pure functions of finite numbers. A single value has no interval.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import lru_cache
 from statistics import NormalDist
 
 LARGE_DF = 1000
-"""Degrees of freedom from which Student's t is computed as a correction of the normal distribution."""
+"""Degrees of freedom from which Student's t is expanded about the normal distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Mean of `num` values, the half width of its t-interval, and their standard deviation.
+    """Mean of `num` values, half width of its t-interval, and standard deviation.
 
-    Example: Interval(mean=0.5, half=0.1, lowest=0.4, highest=0.6, num=5, sd=0.08). Of a single value `half` is None
-    and `sd` 0.
+    Example: Interval(mean=0.5, half=0.1, lowest=0.4, highest=0.6, num=5, sd=0.08). A single value has no `half`, and
+    `sd` 0.
     """
 
     mean: float
@@ -32,21 +32,15 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """Lower end; the mean itself where there is no interval."""
         return self.mean - (self.half or 0.0)
 
     @property
     def high(self) -> float:
-        """Upper end; the mean itself where there is no interval."""
         return self.mean + (self.half or 0.0)
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
-    """Mean and t-interval: mean +- t_{(1+confidence)/2, n-1} s / sqrt(n), s with n - 1.
-
-    Returns:
-        None for no values; `half` None for one.
-    """
+    """Mean and t-interval: mean +- t_{(1+confidence)/2, n-1} s / sqrt(n), s with n - 1; None for no values."""
     if not values:
         return None
     num = len(values)
@@ -71,12 +65,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def t_central(t: float, *, df: int) -> float:
-    """P(|T| <= t) of Student's t with `df` degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4).
-
-    Args:
-        t: at least 0; infinity is allowed.
-        df: at least 1; the sum has df/2 terms.
-    """
+    """P(|T| <= t) of Student's t with `df` >= 1 (Abramowitz and Stegun, 26.7.3 and 26.7.4); df/2 terms."""
     theta = math.atan(t / math.sqrt(df))
     sine, square = math.sin(theta), math.cos(theta) ** 2
     term = total = math.cos(theta) if df % 2 else 1.0
@@ -93,7 +82,7 @@ def t_quantile(confidence: float, *, df: int) -> float:
     """The t with P(|T| <= t) = confidence, by bisection to the last bit.
 
     Beyond `LARGE_DF` by the expansion about the normal quantile (Abramowitz and Stegun, 26.7.5), whose next term is
-    below 1e-14 there: each step of the bisection would take df/2 more terms.
+    below 1e-14 there.
     """
     if df > LARGE_DF:
         z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
@@ -113,13 +102,7 @@ def t_quantile(confidence: float, *, df: int) -> float:
 
 
 def wilson(num: int, of: int, *, confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of a share num / of that holds near 0 and 1 (Wilson, 1927): all p with |num/of - p| <= z sd(p).
-
-    Args:
-        num: how many have the property.
-        of: how many there are, at least 1.
-        confidence: of both ends together.
-    """
+    """Interval of the share num / of (Wilson, 1927), which holds near 0 and 1: all p with |num/of - p| <= z sd(p)."""
     z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
     share, weight = num / of, z * z / of
     center = (share + weight / 2.0) / (1.0 + weight)

@@ -1,7 +1,7 @@
-"""What scores say: avg@n and pass@k with intervals over prompts; of a run best, last and gap, and rows to show. Pure.
+"""Statistics of scores: avg@n and pass@k with intervals over prompts; best, last and gap of a run; table rows. Pure.
 
-Prompts are what is drawn from a population, not completions: completions of one prompt are alike, so an interval over
-all of them would be too narrow (Miller, 2024, arXiv 2411.00640, "clustered standard errors").
+Intervals are over prompts, since completions of one prompt are alike (Miller, 2024, arXiv 2411.00640, "clustered
+standard errors").
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ _EQUAL = 1e-9
 
 
 def pass_at(k: int, *, num: int, num_right: int) -> float:
-    """Chance that k completions drawn without replacement of `num` hold one of the `num_right` right ones.
+    """Chance that k of `num` completions, drawn without replacement, include one of `num_right` right ones.
 
-    1 - C(n - c, k) / C(n, k): the unbiased estimator of pass@k from n >= k completions (Chen et al., 2021, arXiv
-    2107.03374, equation 1), as the product of 1 - k / i for i from n - c + 1 to n.
-
-    Args:
-        k: at least 1, at most `num`.
-        num: completions of the prompt, n.
-        num_right: of these, c.
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (Chen et al., 2021, arXiv 2107.03374, equation 1), as
+    the product of 1 - k / i for i from n - c + 1 to n.
     """
     if not 1 <= k <= num or not 0 <= num_right <= num:
         raise ValueError(f"pass@{k} of {num} completions, {num_right} of them right")
@@ -42,7 +37,7 @@ def pass_at(k: int, *, num: int, num_right: int) -> float:
 
 
 def ks_of(num_samples: int) -> tuple[int, ...]:
-    """The k of pass@k that n completions can tell: 1, 2, 4, ... and n."""
+    """k of pass@k for n completions: 1, 2, 4, ... and n."""
     powers = [1 << bit for bit in range(num_samples.bit_length()) if 1 << bit <= num_samples]
     return tuple(dict.fromkeys([*powers, num_samples])) if num_samples else ()
 
@@ -50,15 +45,15 @@ def ks_of(num_samples: int) -> tuple[int, ...]:
 def estimate(values: Sequence[float]) -> Estimate | None:
     """Mean of one value a prompt with its 95 % interval; None for no values.
 
-    Where every value is 0 or 1 it is Wilson's, which holds near both ends and for few prompts; else Student's t over
-    the prompts, cut to 0 .. 1 where the values lie there. A single value that is neither 0 nor 1 has no interval.
+    Values that are all 0 or 1 have Wilson's interval, which holds near both ends and for few prompts. Others have
+    Student's t over prompts, cut to 0 .. 1 where all values lie there. A single other value has no interval.
     """
     if not values:
         return None
     mean = math.fsum(values) / len(values)
     if all(value in (0.0, 1.0) for value in values):
         low, high = wilson(round(math.fsum(values)), len(values))
-        # Of all or none one end is the share itself, but for rounding.
+        # At 0 or 1 one end is the share itself, up to rounding.
         return Estimate(mean=mean, low=min(low, mean), high=max(high, mean), num_prompts=len(values))
     found = interval(values)
     assert found is not None, "there are values"
@@ -72,20 +67,14 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward: float = 1.0) -> EvaluationSummary:
-    """Say what the scores of a set's prompts say.
-
-    Args:
-        results: of the prompts that are done, each once.
-        num_samples: completions of each prompt.
-        pass_reward: reward from which a completion is right.
-    """
+    """Statistics of a set's finished prompts; a completion is right from `pass_reward` on."""
     results = list(results)
     samples = [sample for result in results for sample in result.samples]
     rewards = [[sample.reward for sample in result.samples if sample.reward is not None] for result in results]
     right = [sum(reward >= pass_reward - _EQUAL for reward in of_prompt) for of_prompt in rewards]
     passes = []
     for k in ks_of(num_samples):
-        # A prompt some of whose completions could not be scored tells nothing of a k beyond the rest.
+        # A prompt with fewer scored completions than k does not count.
         values = [
             pass_at(k, num=len(of_prompt), num_right=count)
             for of_prompt, count in zip(rewards, right, strict=True)
@@ -108,10 +97,9 @@ def summarize(results: Iterable[PromptResult], *, num_samples: int, pass_reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The best version and the last one; `gap` is how far the last one fell below the best, never negative.
+    """Best and last version; `gap` is best minus last.
 
-    The three numbers in which arXiv 2508.17850 compares algorithms under delay: one that collapses has a good best and
-    a large gap.
+    arXiv 2508.17850 compares algorithms under delay by these: a collapse has a good best and a large gap.
     """
 
     best_version: int
@@ -121,12 +109,11 @@ class Standing:
 
     @property
     def gap(self) -> float:
-        """Best minus last."""
         return self.best - self.last
 
 
 def standing(averages: Iterable[tuple[int, Estimate | None]]) -> Standing | None:
-    """Best and last of (version, avg@n); None where nothing is known. Of equal ones the first version is the best."""
+    """Best and last of (version, avg@n), the earlier of equal bests; None for no values."""
     known = sorted((version, found.mean) for version, found in averages if found is not None)
     if not known:
         return None
@@ -140,7 +127,7 @@ HEADS = ("set", "version", "avg@n", "pass", "best", "last", "gap", "under way", 
 
 
 def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:
-    """For each set: its name, newest version, avg@n, pass@n, best, last, gap, what is under way, who computed it."""
+    """Table rows: set, newest version, avg@n, pass@n, best, last, gap, running evaluations, sites."""
     rows: list[tuple[str, ...]] = []
     by_set: dict[str, list[Evaluation]] = {}
     for found in sorted(evaluations, key=lambda found: (found.task_set, found.version)):

@@ -1,10 +1,10 @@
-"""Rows of completions that a transformers model computes together, token by token; others join between two tokens.
+"""Batch of completions in the hf engine, token by token; others join between two tokens.
 
     ids, attention     padding on the left, so that all rows end in the same column
     cache              keys and values of the columns so far
 
-Guarantees: a row's keys, values and positions are those it has alone; rows that began together are computed as one
-batch, bit for bit the same whenever they are; the members of a group begin together and draw from one stream of noise.
+A row has the keys, values and positions of a row alone. Rows that began together are one batch, bit for bit the same at
+any time; the members of a group begin together and draw from one stream of noise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from heterorl.common.types.rollout import FinishReason, Span
 class FairLock:
     """A lock for two threads that alternate.
 
-    Example: `with lock.held(): output = model(ids)` in the loop, `with lock.held(): load(weights)` beside it.
+    Example: `with lock.held(): output = model(ids)` in a loop, `with lock.held(): load(weights)` in another thread.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,6 @@ class FairLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the turn and hold it."""
         with self._next:
             self._turn.acquire()
         try:
@@ -48,7 +47,7 @@ class FairLock:
 
 
 def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
-    """Runs of equal versions, one version for each token."""
+    """Runs of equal versions, from one version for each token."""
     starts = [place for place, version in enumerate(versions) if place == 0 or version != versions[place - 1]]
     return tuple(
         Span(version=int(versions[start]), start=start, end=end)
@@ -57,14 +56,13 @@ def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
 
 
 Pass = Callable[..., tuple[Any, int]]
-"""One pass of the model with the weights of one version: its output and the version."""
+"""One pass of the model: its output and the version of its weights."""
 
 
 class Group:
-    """The completions of one request; those in `members` are rows still."""
+    """Completions of one request; `members` are those that still have rows."""
 
     def __init__(self, request: Request, *, sampling: SamplingSemantics, is_seeded: bool, device: torch.device) -> None:
-        """Rows of a request, which are drawn as `sampling` says where the request itself says nothing."""
         num = request.num_completions
         self.request = request
         self.sampling = request.sampling or sampling
@@ -75,13 +73,13 @@ class Group:
         self._tokens = np.zeros((num, limit), np.int32)
         self._logprobs = np.zeros((num, limit), np.float32)
         self._versions = np.full(limit, -1, np.int32)
-        # Of each pass: its rows, and what their routers chose.
+        # Members and their chosen experts, for each pass.
         self._routed: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-        # On the device: a token takes rows x vocabulary numbers.
+        # On the device: noise has rows x vocabulary numbers.
         self._generator = None if is_seeded else torch.Generator(device).manual_seed(request.seed)
 
     def noise(self, vocab_size: int) -> Tensor:
-        """Gumbel noise [rows, V] of the next token: a group draws for all of its members, whoever has ended."""
+        """Gumbel noise [rows, V] of the next token; the generator draws for ended members too."""
         if self._generator is None:
             noise = np.empty((len(self.members), vocab_size), np.float32)
             for place, member in enumerate(self.members.tolist()):
@@ -93,9 +91,9 @@ class Group:
         return whole if len(self.members) == len(whole) else whole[torch.from_numpy(self.members)]
 
     def note_routed(self, record: np.ndarray[Any, Any]) -> None:
-        """Keep the experts [rows, columns, bytes of a token] of what the pass of the next `take` has read."""
+        """Keep the experts [rows, columns, bytes of a token] of the pass before the next `take`."""
         if self.request.sampling is None and not self.is_done.all():
-            # Columns on the left of a prompt are padding.
+            # Left of the prompt is padding.
             own = record if self._routed else record[:, -self.request.prompt.size :]
             self._routed.append((self.members, own))
 
@@ -107,9 +105,9 @@ class Group:
         *,
         are_ends: np.ndarray[Any, Any],
     ) -> list[Finished]:
-        """Put a token at the end of every row; returns the completions that end with it."""
+        """Append a token to every row; returns completions that end with it."""
         if self.is_done.all():
-            # Its rows are computed still, beside those of others.
+            # Its rows are still computed with those of others.
             return []
         self._tokens[self.members, self.column] = tokens
         self._logprobs[self.members, self.column] = logprobs
@@ -148,7 +146,6 @@ class Rows:
         device: torch.device,
         recorder: RouterRecorder | None = None,
     ) -> None:
-        """Rows that have read nothing yet: `step` lets them read their prompts."""
         self._groups = list(groups)
         self._run = run
         self._ends = list(end_token_ids)
@@ -161,16 +158,15 @@ class Rows:
 
     @property
     def num_running(self) -> int:
-        """Completions that have not ended."""
         return sum(int((~group.is_done).sum()) for group in self._groups)
 
     @property
     def is_joinable(self) -> bool:
-        """Whether others may join: every layer keeps keys and values of all columns, and nothing else."""
+        """Whether others may join: every layer caches keys and values of all columns, nothing else."""
         return _is_made_of(self._cache, sliding=False)
 
     def step(self) -> list[Finished]:
-        """Draw a token for every row; returns the completions that end with it."""
+        """Draw a token for every row; returns completions that end with it."""
         recording: AbstractContextManager[list[Tensor]] = (
             self._recorder.recording() if self._recorder else contextlib.nullcontext([])
         )
@@ -194,13 +190,13 @@ class Rows:
         self._ids = drawn[:, None]
         self._attention = torch.cat([self._attention, self._attention.new_ones(len(drawn), 1)], 1)
         self._position = self._position[:, -1:] + 1
-        # Whoever ended leaves when half of the rows have: each time is a copy of the cache.
+        # Drop ended rows when half have ended, since each time copies the cache.
         if 0 < self.num_running <= len(drawn) // 2 and _is_made_of(self._cache, sliding=True):
             self._drop_ended()
         return ended
 
     def join(self, others: Rows) -> None:
-        """Take rows that have read their prompts; both must be joinable."""
+        """Add rows that have read their prompts; both must be joinable."""
         self._drop_ended()
         others._drop_ended()
         self._trim()
@@ -211,14 +207,14 @@ class Rows:
         self._ids = torch.cat([part._ids for part in parts])
         self._position = torch.cat([part._position for part in parts])
         for mine, theirs in zip(self._cache.layers, others._cache.layers, strict=True):
-            # The column of the token that is read next is not in the cache.
+            # The cache lacks the column of the next token.
             for name in ("keys", "values"):
                 both = [_widened(getattr(layer, name), width - 1, dim=-2) for layer in (mine, theirs)]
                 setattr(mine, name, torch.cat(both))
         self._groups += others._groups
 
     def _drawn(self, logits_BV: Tensor, noise_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """A token and its log-prob for every row, each as its group is drawn."""
+        """A token and its log-prob for every row, by the sampling of its group."""
         ways = {group.sampling: None for group in self._groups}
         if len(ways) == 1:
             return draw(logits_BV, noise_BV, next(iter(ways)))
@@ -254,7 +250,7 @@ class Rows:
         self._groups = [group for group in self._groups if len(group.members)]
 
     def _trim(self) -> None:
-        """Drop the columns on the left that no row reads."""
+        """Drop columns on the left that no row reads."""
         first = int(self._attention.any(0).int().argmax())
         if first:
             self._attention = self._attention[:, first:]
@@ -263,7 +259,7 @@ class Rows:
 
 
 def _left_padded(groups: Sequence[Group], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention, every prompt once for each of its members."""
+    """Token ids and attention, each prompt once for each member."""
     prompts = [group.request.prompt for group in groups]
     width = max(prompt.size for prompt in prompts)
     input_ids = np.zeros((len(prompts), width), np.int64)
@@ -279,7 +275,7 @@ def _left_padded(groups: Sequence[Group], device: torch.device) -> tuple[Tensor,
 
 
 def _widened(values: Tensor, width: int, *, dim: int) -> Tensor:
-    """Zeros on the left of a dimension until it is `width` long."""
+    """Pad a dimension with zeros on the left to `width`."""
     missing = width - values.shape[dim]
     if not missing:
         return values
@@ -289,7 +285,7 @@ def _widened(values: Tensor, width: int, *, dim: int) -> Tensor:
 
 
 def _is_made_of(cache: Any, *, sliding: bool) -> bool:
-    """Whether every layer of the cache is known to be nothing but keys and values: a recurrent state would stay."""
+    """Whether all layers of the cache are known to hold only keys and values."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     known = (DynamicLayer, DynamicSlidingWindowLayer) if sliding else (DynamicLayer,)

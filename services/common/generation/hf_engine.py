@@ -1,9 +1,9 @@
-"""The reference engine: transformers with a key-value cache, any causal language model, CPU or one GPU.
+"""Reference engine: transformers with a key-value cache, any causal language model, CPU or one GPU.
 
     submit -> waiting -> a pass over their prompts -> rows -> a pass for a token of every row -> collect
 
-Where the cache is nothing but keys and values of all columns, requests join between two tokens; elsewhere, where a
-recurrent state would have to be moved, they wait until all rows have ended.
+Requests join between two tokens where the cache holds only keys and values of all columns. With a recurrent state they
+wait until all rows have ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HfEngine:
-    """Implements heterorl.common.generation.inference_engine.Engine."""
+    """Engine of transformers; implements inference_engine.Engine."""
 
     def __init__(
         self,
@@ -52,18 +52,17 @@ class HfEngine:
     ) -> None:
         """Load the model.
 
-        `published_dtype` is that of the weights that it takes, `compute_dtype` fp32 or bf16. Each of `end_token_ids`
-        ends a completion, and stays its last token; nothing else does. With `is_seeded` seeds are keys of
-        `token_sampling.gumbel_noise`.
+        `published_dtype` is the data type of the weights, `compute_dtype` fp32 or bf16. Each of `end_token_ids` ends a
+        completion and stays its last token. With `is_seeded`, seeds are keys of `token_sampling.gumbel_noise`.
 
         Raises:
-            ConfigError: it cannot be loaded, or has no routers that can be recorded.
+            ConfigError: it cannot be loaded, or has no routers to record.
         """
         from transformers import __version__
 
         model = load_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
         if "past_key_values" not in inspect.signature(model.forward).parameters:
-            problem = f"{type(model).__name__} keeps something else of a text than a cache of keys and values"
+            problem = f"{type(model).__name__} has no cache of keys and values"
             raise ConfigError("engine.kind", problem, action='set it to "vllm", or train another model')
         try:
             self.model: Any = model.to(device).eval()
@@ -75,16 +74,16 @@ class HfEngine:
             attach(self.model, self.lora)
         self._recorder = RouterRecorder(self.model) if records_routing else None
         self.routed_token_bytes = self._recorder.shape.token_bytes if self._recorder else 0
-        self._layout = tensors.layout_of(self.model, published_dtype)
+        self.layout: Layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
         self.max_running = batch_rows
         self.is_whole = True
         self._ends = tuple(end_token_ids)
         self._device = torch.device(device)
-        self._version = -1
+        self.version = -1
         self._weights_lock = FairLock()
         self._is_seeded = is_seeded
-        # Of the three below; never held while tokens are computed.
+        # Guards the three below; never held during a pass.
         self._guard = threading.Lock()
         self._waiting: deque[Request] = deque()
         self._rows: Rows | None = None
@@ -94,33 +93,21 @@ class HfEngine:
         self.vocab_size = self._room.vocab_size
         self.dtype = compute_dtype
 
-    @property
-    def layout(self) -> Layout:
-        """Layout of the weights it takes."""
-        return self._layout
-
-    @property
-    def version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load`."""
-        return self._version
-
     def base(self) -> Arena | None:
-        """Weights of model_dir in the published type; None once others were loaded."""
+        """Weights of model_dir in the published type; None after a `load`."""
         if self.version >= 0:
             return None
-        arena = Arena(self._layout)
+        arena = Arena(self.layout)
         tensors.store(self.model, arena)
         return arena
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights; what is under way goes on with them from its next token."""
         with self._weights_lock.held():
             tensors.load(arena, self.model)
-            self._version = version
+            self.version = version
 
     @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score one text after another: few and short."""
         try:
             return self._scores(texts)
         except Exception as error:
@@ -137,10 +124,9 @@ class HfEngine:
         return scores
 
     def close(self) -> None:
-        """Nothing: it computes in this process."""
+        """Do nothing: it computes in this process."""
 
     def submit(self, request: Request) -> None:
-        """Take a request: its completions join what is computed, all together, as soon as there is room for them."""
         sampling = request.sampling or self._sampling
         self._room.check(request.prompt, sampling.max_new_tokens)
         with self._guard:
@@ -148,7 +134,6 @@ class HfEngine:
 
     @torch.inference_mode()
     def collect(self) -> list[Finished | Lost]:
-        """Compute, in this thread, until a completion ends."""
         num_cancels = self._num_cancels
         try:
             while True:
@@ -172,7 +157,6 @@ class HfEngine:
             raise
 
     def cancel(self) -> None:
-        """Give up everything under way; a `collect` in another thread returns nothing after its token."""
         with self._guard:
             self._waiting.clear()
             self._rows = None
@@ -181,18 +165,17 @@ class HfEngine:
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
-        """Draw `num_per_prompt` completions of each prompt."""
         return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
     def _admitted(self) -> list[Group]:
-        """What begins now, in the order of submission: whole requests that find room beside what is under way."""
+        """Whole requests that fit next to running rows, in the order of submission."""
         if self._rows and not self._rows.is_joinable:
             return []
         room = self.max_running - (self._rows.num_running if self._rows else 0)
         admitted: list[Group] = []
         while self._waiting:
             num = self._waiting[0].num_completions
-            # A group larger than the batch is computed alone.
+            # A group larger than the batch runs alone.
             if num > room and (self._rows or admitted):
                 break
             room -= num
@@ -201,7 +184,7 @@ class HfEngine:
         return admitted
 
     def _advance(self, rows: Rows | None, joining: Sequence[Group]) -> tuple[Rows | None, list[Finished]]:
-        """A token for those that join, or for all rows; the rows that are left, and what ended."""
+        """A token for joining groups, or for all rows; the rows left, and ended completions."""
         if joining:
             new = Rows(
                 joining,
@@ -222,13 +205,13 @@ class HfEngine:
         return (rows if rows.num_running else None), ended
 
     def _run(self, **inputs: Any) -> tuple[Any, int]:
-        """One pass with one version: its output and the version."""
+        """One pass: its output and the version of its weights."""
         with self._weights_lock.held():
-            return self.model(**inputs), self._version
+            return self.model(**inputs), self.version
 
 
 def _failure(error: Exception) -> EngineError:
-    # The CPU's allocator raises no error of its own class.
+    # The CPU allocator raises RuntimeError.
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         return EngineError(f"the device is out of memory: {first_line(error)}", action="lower engine.batch_rows")
-    return EngineError(f"the model cannot compute what is under way: {type(error).__name__}: {first_line(error)}")
+    return EngineError(f"the model failed: {type(error).__name__}: {first_line(error)}")

@@ -1,18 +1,16 @@
-"""What a run asks of an engine that generates: one Protocol, its requests and completions, and the canary's texts.
+"""Protocol of generation engines, their requests and completions, and the texts of the canary.
 
-    submit  waits for nothing
-    collect waits for a completion that ends, or a request that is lost; unblocked by the engine, cancel, a failed load
-    load    waits for the token under way; what is under way goes on with the new weights
+    submit   never waits
+    collect  waits for a finished completion or a lost request; `cancel` and a failed load unblock it
+    load     waits for the current token; running completions continue with the new weights
 
-Guarantees of every engine: log-probs are those of the policy that drew the token, in the semantics of the contract,
-float32, the end-of-sequence token included; the result of a request depends on its seed and the weights alone, not on
-what else is under way; no completion begins with keys and values of another version. A completion that was under way
-when the weights were swapped goes on with the keys and values that it has: its spans say which version's logits each
-token was drawn from, and its log-probs are of those logits.
+Every engine states float32 log-probs of the policy that drew a token, in the contract's semantics, also of the end
+token. A result depends on seed and weights only, not on other requests. No completion begins with keys and values of
+another version. A completion that runs during a swap keeps its keys and values; its spans name the version whose logits
+each token and log-prob come from.
 
-The canary: a sampler whose weights, temperature or kernels differ from what it states still draws plausible text; only
-its log-probs give it away. So learner and samplers score the answers of the first held-out prompts, which the contract
-makes the same.
+The canary finds a sampler with other weights, temperature or kernels than it states, whose text would still look
+plausible: learner and samplers compare log-probs of the answers of the first held-out prompts.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ from heterorl.common.weights.arena import Arena, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One completion: token_ids int32 [T] (end-of-sequence included), logprobs float32 [T], spans over [0, T).
+    """One completion: token_ids int32 [T] with the end token, logprobs float32 [T], spans over [0, T).
 
-    `routed_experts` as in a Rollout.
+    `routed_experts` as in Rollout.
     """
 
     token_ids: Int32Array
@@ -48,9 +46,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt (int32 [T]) and how many completions to draw of it; `key` is one that no request under way has.
+    """A prompt (int32 [T]) and its number of completions; `key` is unique among open requests.
 
-    `sampling` is another way to draw than the run's, for evaluation; the log-probs of such completions mean nothing.
+    `sampling` replaces that of the run, for evaluation; log-probs of such completions mean nothing.
     """
 
     key: int
@@ -62,7 +60,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Finished:
-    """A completion that ended: number `member` of the request `key`."""
+    """Completion number `member` of the request `key`."""
 
     key: int
     member: int
@@ -71,13 +69,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A request that was given up while others go on: nothing more of it comes."""
+    """A request that was given up; nothing more of it comes."""
 
     key: int
 
 
 def in_order(finished: Sequence[Finished], requests: Sequence[Request]) -> list[list[Completion]]:
-    """The completions of each request, in the order of the requests and of their members."""
+    """Completions of each request, in the order of requests and members."""
     by_name = {(one.key, one.member): one.completion for one in finished}
     return [[by_name[request.key, member] for member in range(request.num_completions)] for request in requests]
 
@@ -86,83 +84,72 @@ _LOG = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """Weights and a sampler of tokens. Never called from the event loop; `collect` and `load` by one thread each."""
+    """Weights and a token sampler. Never called from the event loop; `collect` and `load` by one thread each."""
 
     @property
     def layout(self) -> Layout:
-        """Layout of the weights it takes."""
-        ...
+        """Layout of its weights."""
 
     @property
     def name(self) -> str:
         """Name and version, for the contract and for people."""
-        ...
 
     @property
     def dtype(self) -> str:
         """Data type of the computation."""
-        ...
 
     @property
     def version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load` and after one that failed."""
-        ...
+        """Version of the loaded weights; -1 before the first `load` and after a failed one."""
 
     @property
     def max_running(self) -> int:
-        """Completions computed at once; what is submitted beyond waits inside."""
-        ...
+        """Completions computed at once; others wait inside."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that computes behind it has the version; if not, `load` of the same version starts it again."""
-        ...
+        """Whether all engines behind it have the version; else `load` of that version restarts them."""
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights; what is under way goes on with them from its next token.
+        """Swap the weights; running completions continue with them from their next token.
 
         Raises:
-            EngineError: nothing is taken before a `load` succeeds; a `collect` raises too if something was under way.
+            EngineError: the engine refuses requests until a `load` succeeds; an open `collect` raises too.
         """
-        ...
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         """Log-probs [T] of each text's completion under the loaded weights, as `collect` would state them.
 
-        Empty when the engine cannot tell those of tokens that it did not draw.
+        Empty where the engine cannot compute them.
         """
-        ...
 
     def submit(self, request: Request) -> None:
-        """Take a request; from any thread, also while another one waits in `collect`.
+        """Take a request; from any thread, also while another waits in `collect`.
 
         Raises:
             PromptTooLong: the prompt leaves no room for a completion.
-            PromptRefused: it has a token that is none of the model's.
+            PromptRefused: it has a token that the model lacks.
             EngineError: no trusted version is loaded.
         """
-        ...
 
     def collect(self) -> list[Finished | Lost]:
-        """Wait until a completion ended; all that ended since the last call, in the order in which they did.
+        """Wait for finished completions; all since the last call, in order.
 
-        A `Lost` takes the place of what was still under way of a request: the engines behind this one that are left go
-        on. Nothing is returned at once where nothing is under way, and after `cancel`.
+        A `Lost` replaces the rest of a request while other engines continue. Returns nothing where nothing is open, and
+        after `cancel`.
 
         Raises:
-            EngineError: everything under way is given up.
+            EngineError: all open requests are given up.
         """
-        ...
 
     def cancel(self) -> None:
-        """Give up everything under way: a `collect` that waits returns nothing. From any thread."""
-        ...
+        """Give up all requests: a `collect` that waits returns nothing. From any thread."""
 
 
 def generate_all(
     engine: Engine, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
 ) -> list[list[Completion]]:
-    """Draw `num_per_prompt` completions of each prompt with an engine that has nothing else under way.
+    """Draw `num_per_prompt` completions of each prompt with an idle engine.
 
     Returns:
         The completions of each prompt; none of a prompt that the engine refuses, with a line in the log.
@@ -187,7 +174,7 @@ def generate_all(
         while len(finished) < len(taken) * num_per_prompt:
             news = [one for one in engine.collect() if isinstance(one, Finished)]
             if not news:
-                raise EngineError("what was being generated was given up")
+                raise EngineError("the engine's requests were given up")
             finished += news
     except BaseException:
         engine.cancel()
@@ -198,25 +185,21 @@ def generate_all(
 
 NUM_SEQUENCES = 4
 MAX_TRIED = 64
-"""Held-out prompts that may be refused before there is no canary."""
+"""Held-out prompts that may be refused before the canary fails."""
 MAX_TOKENS = 64
-"""Of one answer; longer ones are cut."""
+"""Longest answer; longer ones are cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredText:
-    """A prompt and what follows it, int32 token ids; only the completion is scored."""
+    """A prompt and its completion, int32 token ids; only the completion is scored."""
 
     prompt: Int32Array
     completion: Int32Array
 
 
 def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
-    """The run's canary: held-out prompts with their answers and the end of the sequence.
-
-    Raises:
-        PromptRefused: of the first prompts, all.
-    """
+    """Held-out prompts with answers and end token; raises PromptRefused where the first MAX_TRIED are refused."""
     texts: list[ScoredText] = []
     refused: PromptRefused | None = None
     for index in range(min(MAX_TRIED, task.num_evaluation_prompts)):
@@ -224,7 +207,7 @@ def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
         try:
             ids = prompter.encode_prompt(prompt)
         except PromptRefused as error:
-            # By every node of the run, which has the same template.
+            # Every node refuses it, since all have one template.
             refused = error
             continue
         answer = prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)[: MAX_TOKENS - 1]

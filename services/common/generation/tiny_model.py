@@ -1,7 +1,7 @@
-"""A small Qwen3 model with its own tokenizer, made on the spot, and a short supervised run on a task.
+"""A small Qwen3 model with its tokenizer, made on the spot, and a short supervised run on a task.
 
-So reinforcement learning has something to reinforce: the run stops at a sampled accuracy of about a quarter. It is
-cached by what it depends on.
+Reinforcement learning needs some reward to start: the run stops at a sampled accuracy of about a quarter. The result is
+cached by its settings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAD = "<pad>"
 
 
 def build_tokenizer() -> Any:
-    """One token a character; anything outside the alphabet is the padding token."""
+    """One token a character; other characters become the padding token."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {text: number for number, text in enumerate([PAD, EOS, *ALPHABET])}
@@ -49,7 +49,7 @@ def build_tokenizer() -> Any:
 
 
 def write_tiny_model(directory: Path, *, seed: int, hidden_size: int = 64, num_layers: int = 2) -> Path:
-    """Write a randomly initialised model and its tokenizer; equal arguments give equal bytes of weights."""
+    """Write a random model and its tokenizer; equal arguments give equal weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()
@@ -80,13 +80,13 @@ DONE = "warm_start.json"
 VERSION = 3
 _EVALUATE_EVERY = 20
 _EVALUATE_OFTEN = 5
-"""Once it gets anything right, accuracy rises within a few steps."""
+"""Once accuracy is above 0, it rises within a few steps."""
 _NUM_EVALUATION = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """What the warm start depends on."""
+    """Settings of the supervised run."""
 
     digits: int
     seed: int
@@ -100,19 +100,18 @@ class WarmStart:
     num_layers: int = 2
 
     def build_task(self) -> Task:
-        """The task that it is warmed up on."""
         return build_task(TaskConfig(name=self.task, digits=self.digits, terms=self.terms))
 
 
 def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
-    """Return (model directory, accuracy on held-out prompts); trains only when the cache has no verified copy."""
+    """Model directory and accuracy on held-out prompts; trains only without a verified cached copy."""
     key = bytes_digest(json.dumps([VERSION, torch.__version__, asdict(options)]).encode())[:16]
     directory = cache / f"warm-start-{key}"
     record = _verified(directory)
     if record is not None:
         return directory, float(record["accuracy"])
     cache.mkdir(parents=True, exist_ok=True)
-    # A directory of its own, gone however this ends: two processes may warm up at once, and either may be interrupted.
+    # A temporary directory: two processes may train at once, and either may be interrupted.
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=cache) as name:
         temporary = Path(name) / "model"
         write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
@@ -163,7 +162,7 @@ def _train(directory: Path, options: WarmStart) -> float:
             is_last = step == options.max_steps
             if is_last or step % (_EVALUATE_OFTEN if accuracy > 0.02 else _EVALUATE_EVERY) == 0:
                 if hope < options.target / 2 and not is_last:
-                    # Sampling long answers takes longer than the steps between.
+                    # Sampling long answers costs more than the steps between.
                     accuracy = hope
                     continue
                 model.save_pretrained(directory)
@@ -175,7 +174,7 @@ def _train(directory: Path, options: WarmStart) -> float:
 
 
 def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> tuple[torch.Tensor, float]:
-    """Cross entropy of right answers, and a bound of what sampling them would be worth."""
+    """Cross entropy of right answers, and an upper bound of the sampled reward."""
     prompts = [task.prompt(index) for index in indices]
     rows = [[*prompter.encode(prompt.text + prompt.answer).tolist(), prompter.eos_token_id] for prompt in prompts]
     if len({(len(row), len(prompt.answer)) for row, prompt in zip(rows, prompts, strict=True)}) > 1:
@@ -191,16 +190,16 @@ def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> tup
 
 
 def mean_share(losses: torch.Tensor) -> float:
-    """Mean share of an answer's tokens that are sampled before a wrong one, from losses (rows, tokens) in nats.
+    """Mean share of an answer's tokens before the first wrong one, from losses (rows, tokens) in nats.
 
-    An answer begins with t right tokens with probability p_1 ... p_t; this is the mean of these over t and rows. The
-    share of right terms is not expected above it, nor that of right answers.
+    This is the mean over t and rows of p_1 ... p_t, the probability of t right tokens. It bounds the expected share of
+    right terms and of right answers.
     """
     return float(torch.exp(-losses.cumsum(dim=1)).mean())
 
 
 def evaluate(directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_EVALUATION) -> float:
-    """Sampled mean reward at temperature 1 on the held-out prompts that the learner's evaluation uses."""
+    """Sampled mean reward at temperature 1 on the first held-out prompts, as in the learner's evaluation."""
     prompter = Prompter(str(directory), use_chat_template=False)
     prompts = [task.evaluation_prompt(index) for index in range(min(num_prompts, task.num_evaluation_prompts))]
     longest = max(prompter.encode(prompt.answer).size for prompt in prompts) + 1

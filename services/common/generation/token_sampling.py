@@ -1,9 +1,8 @@
-"""Drawing tokens from logits, and the noise that decides them: of a group's generator, or named by a key.
+"""Sampling of tokens from logits with Gumbel noise, of a generator or of a key.
 
-Guarantees of named noise: the same bits on every machine and for every batch; the noise of a token depends on its
-group's key, its place in the group and its position alone. The key comes from the seed that the coordinator assigned,
-the state root of the weights and the prompt, so a site that follows it has nothing to choose among, and a learner can
-repeat a draw.
+Keyed noise has equal bits on every machine and for every batch: it depends on the key of the group, the sample and the
+position only. The key comes from the coordinator's seed, the state root of the weights and the prompt. So a site has no
+choice among draws, and a learner can repeat them.
 
 key = blake2b-128("heterorl-gumbel-1/SEED/STATE_ROOT/PROMPT_INDEX"), little-endian. A token's 128 bits are blake2b-128
 of key (16 bytes), sample and position (4 bytes each, little-endian): the key of a Philox4x64-10 stream, whose 32-bit
@@ -24,14 +23,14 @@ from heterorl.common.types.common import Float32Array, SamplingSemantics
 
 
 def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by the Gumbel-max trick, so that a row depends on its own noise alone.
+    """Draw one token a row by the Gumbel-max trick, from the noise of the row only.
 
-    Truncation (top_p, top_k) limits what can be drawn; log-probs are never renormalised over it.
+    Truncation (top_p, top_k) limits the drawn tokens; log-probs are never renormalised over it.
 
     Args:
         logits_BV: raw logits, [B, V].
         noise_BV: standard Gumbel noise, [B, V].
-        sampling: temperature, truncation, and what a log-prob means.
+        sampling: temperature, truncation, and the meaning of a log-prob.
 
     Returns:
         (token ids int64 [B], log-probs float32 [B]).
@@ -41,12 +40,12 @@ def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tu
     tokens = (truncated(scaled, sampling) + noise_BV).argmax(1)
     shown = scaled if sampling.logprob_temperature == sampling.temperature else logits
     logprobs = logprobs_of(shown, tokens)
-    # Rounding may leave a certain token at +1e-8; a log-prob is never positive.
+    # Rounding may give a certain token +1e-8.
     return tokens, logprobs.clamp(max=0.0)
 
 
 def truncated(scaled_BV: Tensor, sampling: SamplingSemantics) -> Tensor:
-    """Put -inf where top_k or top_p forbids a token; the most likely token always stays."""
+    """Set tokens that top_k or top_p forbids to -inf; the most likely token stays."""
     result = scaled_BV
     if sampling.top_k:
         kth = result.topk(min(sampling.top_k, result.shape[1]), dim=1).values[:, -1:]
@@ -61,7 +60,7 @@ def truncated(scaled_BV: Tensor, sampling: SamplingSemantics) -> Tensor:
 
 
 def gumbel(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Standard Gumbel noise from a group's own generator, on the generator's device."""
+    """Standard Gumbel noise on the generator's device."""
     # The smallest positive float keeps log(-log(u)) finite at u = 0.
     uniform = torch.rand(shape, generator=generator, device=generator.device).clamp(min=1e-30)
     return -torch.log((-torch.log(uniform)).clamp(min=1e-30))
@@ -71,13 +70,13 @@ KEY_BYTES = 16
 
 
 def group_key(*, seed: int, state_root: str, prompt_index: int) -> int:
-    """Key of a group's noise, 128 bits, from the seed of its assignment and the weights that it is generated with."""
+    """128-bit key of a group's noise, from its assigned seed, weights and prompt."""
     text = f"heterorl-gumbel-1/{seed}/{state_root}/{prompt_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest(), "little")
 
 
 def gumbel_noise(key: int, *, sample: int, position: int, vocab_size: int) -> Float32Array:
-    """Standard Gumbel noise [V] of one token; `sample` and `position` count from 0, in the group and the completion."""
+    """Standard Gumbel noise [V] of a token; `sample` and `position` count from 0 in group and completion."""
     name = key.to_bytes(KEY_BYTES, "little") + sample.to_bytes(4, "little") + position.to_bytes(4, "little")
     words = np.frombuffer(hashlib.blake2b(name, digest_size=KEY_BYTES).digest(), "<u8")
     raw = np.random.Philox(key=words).random_raw((vocab_size + 1) // 2)

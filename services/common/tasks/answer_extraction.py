@@ -1,14 +1,12 @@
-"""What of a completion counts: its answer without thoughts, and the last block of Python in it.
+"""Answer of a completion without thoughts, and its last block of Python.
 
-Blocks are those of Markdown as CommonMark defines them and as models write them. A fence is three or more back-ticks,
-or tildes. It opens at the end of its line, at most followed by a word, whatever stands before it; of tildes at the
-start of its line. One closes at the start of a line with at least as many of the same sign, or behind the code of the
-last line. A fence with a word inside a block opens the next one. Of other back-ticks inside a block nobody knows
-whether they are part of the code, as in a string: the block ends at the first of them only where nothing else closes
-it. A block that nothing closes goes to the end. Code that stands further in as a whole, as in a list, loses those
-blanks; in a quote it loses the signs of the quote.
+Blocks are fenced as in CommonMark, and as models write them. A fence is three or more back-ticks or tildes at the end
+of a line, perhaps followed by a word; tildes start their line. A block ends at the start of a line with at least as
+many of the same sign, or behind the code of its last line. A fence with a word inside a block opens the next block.
+Other back-ticks may be code, as in a string: they end a block only where nothing else does. A block without an end goes
+to the end of the text. Code that is indented as a whole loses the indent; in a quote it loses the quote signs.
 
-Guarantees: time and memory are linear in the text. Imports nothing of heterorl, so that workers load it quickly.
+Time and memory are linear in the text. Imports nothing of heterorl, so that workers load it quickly.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ _TAG = re.compile(r"<(/?)think>")
 
 
 def answer_of(completion: str) -> str:
-    """The completion without its thoughts: inside `<think>...</think>`, before a lone end, and behind a lone beginning.
+    """The completion without its thoughts: `<think>...</think>`, text before a lone end, text behind a lone start.
 
-    A template may open the thoughts in the prompt, so the end alone tells that what stands before it is thought.
+    A template may open the thoughts in the prompt, so a lone end marks all text before it as thoughts.
     """
     kept: list[str] = []
     start, is_thinking = 0, False
@@ -49,13 +47,13 @@ _BEFORE_TILDES = re.compile(r"[\s>]*(?:[-*+]\s+|\d+[.)]\s+)*[\s>]*")
 _QUOTE = re.compile(r"(?:\s{0,3}>\s?)+")
 _BLANKS = " \t\r"
 _BY_WORTH = ((True, True), (False, True), (True, False), (False, False))
-"""Closed and named first; a name says more than an end."""
+"""Closed and named first; a name counts more than an end."""
 _MAX_INDENT = 3
-"""Blanks before a closing fence, beyond those of the line that opened the block; with more it is part of the code."""
+"""Most blanks before a closing fence beyond the indent of the opening line; with more it is code."""
 
 
 def load(_job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """What a worker answers: whether a completion's text is that of the answer."""
+    """Worker side of exact matching: whether a completion's answer equals the right one."""
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         given = answer_of(request["completion"])
@@ -66,7 +64,7 @@ def load(_job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One block: the word behind its opening fence in small letters, empty where there is none, and its text."""
+    """One block: its text and the lower-case word of its opening fence, empty without one."""
 
     word: str
     text: str
@@ -75,7 +73,7 @@ class Block:
 
 @dataclass(slots=True, kw_only=True)
 class _Opened:
-    """A block under way: how its fence was, where its text starts, and the first doubtful end (-1: none)."""
+    """An open block: its fence, the start of its text, and the first doubtful end (-1: none)."""
 
     word: str
     fence: str
@@ -85,7 +83,6 @@ class _Opened:
     doubtful_end: int = -1
 
     def block(self, text: str, end: int, *, is_closed: bool = True) -> Block:
-        """What it is when it ends."""
         lines = text[self.start : end].split("\n")
         if self.is_quoted:
             lines = [_QUOTE.sub("", line, count=1) for line in lines]
@@ -97,9 +94,9 @@ class _Opened:
 
 
 def python_of(text: str) -> str | None:
-    """The last block that is named as Python, or else the last without a name; None where there is neither.
+    """The last block named Python, or the last block without a name; None without either.
 
-    One that nothing closes, as where a completion was cut, counts where no other one does.
+    An unclosed block, such as in a cut completion, counts only where no other does.
     """
     found: dict[tuple[bool, bool], str] = {}
     for block in blocks_of(text):
@@ -135,7 +132,7 @@ def blocks_of(text: str) -> Iterator[Block]:
 
 
 def _closing(line: str, runs: Sequence[re.Match[str]], opened: _Opened, *, start: int) -> tuple[int, int]:
-    """Where in the text a block ends by a line of it, -1 where it does not, and how many runs of ticks that took."""
+    """End of the block within the text (-1: none on this line), and the number of fences used."""
     first = runs[0]
     is_bare = not line[: first.start()].strip(_BLANKS + ">" * opened.is_quoted)
     is_long = len(first.group()) >= len(opened.fence)
@@ -152,7 +149,7 @@ def _closing(line: str, runs: Sequence[re.Match[str]], opened: _Opened, *, start
 
 
 def _opening(line: str, runs: Sequence[re.Match[str]], *, next_start: int) -> _Opened | None:
-    """The block that a line opens by the last of its runs; two and two of them are code within the line."""
+    """The block that the last fence of a line opens; pairs of fences are code within the line."""
     word = _word_behind(line, runs[-1]) if runs else None
     if word is None or (len(runs) % 2 == 0 and word not in _PYTHON):
         return None
@@ -168,7 +165,7 @@ def _depth(line: str) -> int:
 
 
 def _word_behind(line: str, run: re.Match[str]) -> str | None:
-    """The word of a fence, empty where there is none; None where what stands behind the ticks makes them no fence."""
+    """The word of a fence, empty without one; None where text behind it makes it no fence."""
     behind = line[run.end() :].strip(_BLANKS)
     if not behind or _WORD.fullmatch(behind):
         return _name_of(behind)
@@ -180,6 +177,6 @@ def _word_behind(line: str, run: re.Match[str]) -> str | None:
 
 
 def _name_of(word: str) -> str:
-    """The language that a word names: of {.python} and python:x.py it is python."""
+    """The language of a word: python for {.python} and python:x.py."""
     name = _NAME.fullmatch(word.lower())
     return name[1] if name is not None else word.lower()

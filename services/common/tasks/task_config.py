@@ -1,4 +1,4 @@
-"""Tasks by name: built-in ones, reasoning_gym's, data sets, mixtures of them; rewards, environments by dotted path."""
+"""Configuration of a task, and the task that it names."""
 
 from __future__ import annotations
 
@@ -30,89 +30,79 @@ class SourceConfig(Config):
     """Prompts of one source, and their reward."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `progression` (an answer that is too long is worth nothing), `progression:prefix` (its first terms
-    count), `reasoning_gym:NAME` (a data set of `heterorl[gym]`), `jsonl:PATH` and `parquet:PATH` (prompt, answer),
-    `hf:NAME@REVISION[split]` (a data set of the hub at a commit; a branch is the commit that it stands at when a node
-    first starts; `hf:/a/directory[split]` is one of this machine), `seeds` (a number a prompt, for an environment that
-    needs no data), or `mixture` (of `sources`)."""
+    """Dataset: `arithmetic`, `progression` (no reward for an answer that is too long), `progression:prefix` (its first
+    terms count), `reasoning_gym:NAME` (needs `heterorl[gym]`), `jsonl:PATH`, `parquet:PATH`, `hf:NAME@REVISION[split]`,
+    `hf:/a/directory[split]`, `seeds` (one number a prompt, for an environment without data), or `mixture` (of
+    `sources`). A branch of the hub is pinned to its commit when a node first starts."""
     data: DataConfig = DataConfig()
-    """Columns and rows of a data set."""
+    """Columns and rows of a dataset."""
     system_prompt: str = ""
-    """Put before every prompt that begins with none of its own; needs use_chat_template."""
+    """System message of every prompt that has none; needs use_chat_template."""
     digits: int = Field(default=3, ge=1, le=9)
-    """arithmetic and progression: digits of each number."""
+    """arithmetic, progression: digits of each number."""
     terms: int = Field(default=34, ge=1, le=10_000)
-    """progression: numbers of each answer; 34 of 3 digits make completions of 103 tokens."""
+    """progression: numbers of an answer; 34 of 3 digits make completions of 103 tokens."""
     size: int = Field(default=10_000, ge=1)
-    """reasoning_gym and seeds: number of training prompts."""
+    """reasoning_gym, seeds: training prompts."""
     evaluation_size: int = Field(default=512, ge=1)
-    """reasoning_gym, seeds, jsonl, parquet and hf: number of held-out prompts."""
+    """Held-out prompts; not of arithmetic and progression, which hold out a share."""
     evaluation_path: str = ""
-    """jsonl and parquet: a file of held-out prompts; empty holds out some prompts of the file itself."""
+    """jsonl, parquet: file of held-out prompts; empty holds out some of the same file."""
     seed: int = Field(default=0, ge=0)
-    """reasoning_gym: seed of the data set; arithmetic and progression: which pairs come first and which are held out.
-    With an environment: seed of its episodes."""
+    """arithmetic, progression: order and held-out pairs; reasoning_gym: seed of the dataset. With an environment: seed
+    of its episodes."""
     match: Literal["exact", "math_verify"] = "exact"
-    """jsonl, parquet and hf: how an answer is compared. Rows whose answer math_verify cannot read to its end give no
-    group."""
+    """jsonl, parquet, hf: verifier of an answer. Rows whose answer math_verify cannot read give no group."""
     tool_parser: Literal["auto", "hermes", "json"] = "auto"
-    """How calls of an environment's tools are read: `hermes` (JSON between `<tool_call>` and `</tool_call>`, as Qwen3
-    has it), `json` (an answer that is one object, as Llama 3 has it), or `auto`: what reads the calls that the model's
-    template writes."""
+    """Form of tool calls: `hermes` (JSON in `<tool_call>` tags, as Qwen3), `json` (the whole answer, as Llama 3), or
+    `auto` (the form of the model's template)."""
     reward: str = ""
-    """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts, with columns
-    of the row as further parameters; or f(prompts, completions, **columns) -> list of floats, as TRL calls one. It runs
-    in processes of its own; all files of its package, and those it imports of the same directory, must be equal on
-    every node, byte for byte. Or the url of a reward service (http, https): short for one of task.rewards."""
+    """Reward function `package.module:function`: f(prompt, completion, answer, columns by name) -> float or named
+    parts, or TRL's f(prompts, completions, **columns) -> list. Its files must be equal on every node, byte for byte. Or
+    the url of a reward service."""
     rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
-    """Named rewards, each with its weight; their weighted sum is the reward. Empty: task.reward, or else the task's own
-    score. Equal on every node."""
+    """Named rewards, whose weighted sum is the reward. Empty: task.reward, or else the task's own score. Equal on every
+    node."""
     reward_path: str = ""
-    """Directory of the reward's package or module, taken from the configuration file's directory on; empty is that
-    directory itself. What is installed keeps its names."""
+    """Directory of the reward's module, relative to the configuration file; empty: the file's directory. Installed
+    packages come first."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Processor time for the reward of one completion, seconds; of all threads of the process that computes it, from
-    when it is loaded. A process that needs more, or four times as long by the clock, is killed and replaced, and the
-    completion is a lost member of its group. math_verify: a completion that needs more is a wrong answer.
-    reasoning_gym: a completion has half of it, at most 2 s, and is then worth 0. Rewards of kind http and judge: time
-    by the clock."""
+    """Limit of one reward, seconds of processor time (kinds http and judge: by the clock). The worker is killed at this
+    limit or after four times as long by the clock; the completion is then a lost member of its group. math_verify: the
+    answer is wrong. reasoning_gym: the limit is half of this, at most 2 s, and the reward 0."""
     sandbox: bool = True
-    """reasoning_gym: whether completions are scored inside bubblewrap. Its verifiers run answers as Python: with false
-    a completion may run any code as the user of this service, read its keys and files, and change every later score.
-    For machines that allow no namespaces and hold nothing else. Of one machine: no node adopts it."""
+    """reasoning_gym: score completions inside bubblewrap. Its verifiers run answers as Python: false lets a completion
+    run any code as the user of this service. Only for machines without namespaces and secrets. A key of one machine; no
+    node adopts it."""
     reward_workers: int = Field(default=1, ge=1, le=64)
-    """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
-    4 unless this is set."""
+    """Most worker processes for rewards; a sampler uses 4 unless this is set."""
     environment: str = ""
-    """The environment, which answers the policy's turns and gives the reward (docs/environments.md):
-    `package.module:Class`, a file of tools `file.py`, `textarena:ID` (a game of `heterorl[games]`), `openenv:URL` (a
-    server of OpenEnv, with `heterorl[openenv]`), or an agent program, `program:file.py:function` or `program:COMMAND`.
-    It runs in processes of its own; its files must be equal on every node, byte for byte, as those of task.reward.
-    Empty: a prompt has one turn."""
+    """Environment (docs/environments.md): `package.module:Class`, a file of tools `file.py`, `textarena:ID` (needs
+    `heterorl[games]`), `openenv:URL` (needs `heterorl[openenv]`), `program:file.py:function` or `program:COMMAND`. It
+    also gives the reward. Its files must be equal on every node, byte for byte. Empty: prompts have one turn."""
     environment_path: str = ""
-    """Directory of the environment's package, module, file or program, taken from the configuration file's directory
-    on; empty is that directory itself. What is installed keeps its names."""
+    """Directory of the environment's module, file or program, relative to the configuration file; empty: the file's
+    directory. Installed packages come first."""
     max_turns: int = Field(default=8, ge=1, le=1024)
     """Most turns of an episode."""
     trajectory_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Longest time of an episode by the clock, generation included, seconds."""
+    """Time limit of an episode, seconds by the clock, generation included."""
     step_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Processor time of the environment for one turn, its start or its score, seconds. A process that needs more, or
-    four times as long by the clock, is killed and replaced, and the episode is lost. Of an agent program the clock
-    alone counts, between two of its requests, its start included."""
+    """Limit of a start, a step or a score of the environment, seconds of processor time. The process is killed at this
+    limit or after four times as long by the clock, and the episode is lost. For an agent program: four times as long by
+    the clock between two requests, start included."""
     max_observation_chars: int = Field(default=16_384, ge=1, le=65_536)
-    """Longest text of the environment after one turn, characters. A longer one ends the episode; of a tool it is an
-    error that the policy reads."""
+    """Longest observation of a turn, characters; a longer one ends the episode. A longer result of a tool is an error
+    that the policy reads."""
     environment_memory_bytes: int = Field(default=1 << 30, ge=1 << 24)
-    """Address space that a process of the environment may take beyond what it has once it is loaded, bytes."""
+    """Address space that an environment process may take after it is loaded, bytes."""
     environment_workers: int = Field(default=64, ge=1, le=4096)
-    """Most processes of the environment at once, each with one episode, unless its class says that they may share one.
-    Each is started when those that run are not enough."""
+    """Most environment processes; each holds one episode, or 16 where the class shares processes."""
 
     @field_validator("reward_path", "environment_path")
     @classmethod
     def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
-        # Here, where the file is known: other processes are given the result.
+        # Other processes do not know the configuration file.
         if not info.data.get(str(info.field_name).removesuffix("_path")):
             return value
         return from_file(value, info)
@@ -124,50 +114,50 @@ class WeightedSource(SourceConfig):
     label: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name in metrics and reports."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the prompts, over the sum of all weights."""
+    """Share of the prompts, relative to the sum of all weights."""
 
 
 class TaskConfig(SourceConfig):
     """Prompts and reward; the same on every node of a run."""
 
     sources: tuple[WeightedSource, ...] = ()
-    """mixture: tables `[[task.sources]]`, each with a `label`, a `weight` (1) and keys of [task]. What one does not set
-    it takes from [task] itself."""
+    """mixture: tables `[[task.sources]]`, each with `label`, `weight` and keys of [task]. A key that a source does not
+    set comes from [task]."""
 
     @model_validator(mode="after")
     def _check_sources(self) -> TaskConfig:
         labels = [source.label for source in self.sources]
         if (self.name == "mixture") != bool(labels):
-            raise ValueError('sources go with name = "mixture", and it needs at least one')
+            raise ValueError('name = "mixture" needs sources, and sources need name = "mixture"')
         if len(set(labels)) != len(labels):
-            raise ValueError("sources: a label twice")
+            raise ValueError("sources: two have one label; rename one")
         if any(source.name == "mixture" for source in self.sources):
-            raise ValueError("sources: a mixture in a mixture; name its sources here")
+            raise ValueError("sources: a source cannot be a mixture; list its sources here")
         return self
 
     @property
     def has_environment(self) -> bool:
-        """Whether a prompt has one."""
+        """Whether a source has one."""
         return any(source.environment for source in self.inherited() or (self,))
 
     @property
     def max_turns_of_all(self) -> int:
-        """Most turns of a rollout; 1 where no prompt has an environment."""
+        """Most turns of a rollout; 1 without environments."""
         return max((source.max_turns for source in self.inherited() or (self,) if source.environment), default=1)
 
     @property
     def trajectory_s_of_all(self) -> float:
-        """Longest time of a rollout, seconds; 0 where no prompt has an environment."""
+        """Longest time of a rollout, seconds; 0 without environments."""
         return max((source.trajectory_s for source in self.inherited() or (self,) if source.environment), default=0.0)
 
     def inherited(self) -> tuple[WeightedSource, ...]:
-        """The sources with what they take from here."""
+        """Sources with the keys that they inherit."""
         return tuple(each.model_copy(update=self._left_to(each)) for each in self.sources)
 
     def _left_to(self, source: WeightedSource) -> dict[str, object]:
         own = source.model_fields_set | {"name"}
         if own & {"reward", "rewards", "environment"}:
-            # What gives the reward and its place belong together.
+            # A reward belongs with its directory.
             own |= {"reward", "rewards", "reward_path", "environment", "environment_path"}
         return {key: getattr(self, key) for key in SourceConfig.model_fields if key not in own}
 
@@ -175,12 +165,11 @@ class TaskConfig(SourceConfig):
 def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: Path | None = None) -> Task:
     """The task that a configuration names.
 
-    `measure` counts a prompt's tokens, for data sets whose prompts are bounded. The file `notes` keeps which commits
-    branches of the hub stood at.
+    `measure` counts tokens for datasets with a bound of the prompt. The file `notes` keeps the commits of branches.
 
     Raises:
         ConfigError: the name is unknown, or its data cannot be read.
-        DependencyMissing: what reads it is not installed.
+        DependencyMissing: a package that reads it is not installed.
     """
     if isinstance(config, TaskConfig) and config.sources:
         return _mixture(config, measure=measure, notes=notes)
@@ -188,7 +177,6 @@ def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: P
 
 
 def _finished(task: Task, config: SourceConfig) -> Task:
-    """With its system prompt and its rewards."""
     if config.system_prompt:
         task = SystemPromptTask(task, config.system_prompt)
     if config.environment:
@@ -259,8 +247,8 @@ def _played(task: Task, config: SourceConfig) -> Task:
     from heterorl.common.tasks.environments.episodes import Episodes
 
     if config.reward or config.rewards:
-        problem = "the environment gives the reward, and task.reward or task.rewards name others"
-        raise ConfigError("task.environment", problem, action="take one of them out")
+        problem = "the environment gives the reward, but task.reward or task.rewards is set"
+        raise ConfigError("task.environment", problem, action="remove one of them")
     episodes = Episodes(
         config.environment, directory=Path(config.environment_path), step_timeout_s=config.step_timeout_s,
         memory_bytes=config.environment_memory_bytes, max_observation_chars=config.max_observation_chars,
@@ -280,7 +268,7 @@ def _rewarded(task: Task, config: SourceConfig) -> Task:
 
     timeout_s, num_workers = config.reward_timeout_s, config.reward_workers
     if config.rewards and config.reward:
-        problem = "both task.reward and task.rewards name rewards"
+        problem = "task.reward and task.rewards are both set"
         raise ConfigError("task.reward", problem, action='make it one of task.rewards, kind "function"')
     rewards = config.rewards
     if config.reward.startswith(("http://", "https://")):
@@ -319,7 +307,7 @@ def _of_source(label: str) -> Iterator[None]:
 
 
 def _needs_answers(config: SourceConfig) -> bool:
-    """Whether a row without an answer can have no reward; of functions and services nobody knows, so they need none."""
+    """Whether a row needs an answer; functions and services may do without."""
     if config.reward or config.environment:
         return False
     return not config.rewards or any(each.needs_answers for each in config.rewards)
@@ -330,7 +318,7 @@ def _matcher(config: SourceConfig) -> Matcher:
 
 
 def score_in_workers(task: Task, config: SourceConfig) -> Task:
-    """The task with its score in processes that can be killed; where it computes its score so already, itself."""
+    """The task with its score computed in worker processes; the task itself where it does so already."""
     from heterorl.common.tasks.rewards.function_reward import WorkerScoredTask
     from heterorl.common.tasks.rewards.weighted import WeightedTask
     from heterorl.common.tasks.sources.mixture import MixtureTask
@@ -357,14 +345,10 @@ def score_in_workers(task: Task, config: SourceConfig) -> Task:
 
 
 def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """What a worker answers: the score of the task that a job of `score_in_workers` names.
-
-    Raises:
-        ValueError: it is another task in this process.
-    """
+    """Worker side of a built-in task's score; raises ValueError where the worker builds another task."""
     task = build_task(TaskConfig.model_validate(job["config"]))
     if task.digest != job["digest"]:
-        raise ValueError("it is another one there: another release of what it is made with?")
+        raise ValueError("the worker builds another task; install one release of its packages")
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         prompt = Prompt(index=request["index"], text=request["prompt"], answer=request["answer"])

@@ -1,17 +1,15 @@
-"""Chat templates: the text of messages, the same on every node, and the tokens that are given between two turns.
+"""Chat templates: text of messages, equal on every node, and the tokens between two turns.
 
-transformers' renderer gives a template the machine's date and time, and its releases differ. Here jinja2 renders it,
-and `strftime_now` tells the run's date.
+transformers' renderer tells a template the machine's time, and its releases differ. Here jinja2 renders it, and
+`strftime_now` tells the run's date.
 
-Drawn ids are never decoded and encoded again: the next context is the old ids, the drawn ids, and the given ids. Those
-are the difference of two texts: the template's text of (user, assistant, new messages), from behind the assistant's end
-token on. They depend on the new messages alone, so a learner computes the same ones from a trajectory's messages.
+Drawn ids are never decoded and encoded again: the next context is old ids, drawn ids and given ids. Given ids are the
+template's text of (user, assistant, new messages) from the assistant's end token on. They depend only on the new
+messages, so a learner computes equal ones from a trajectory.
 
-Guarantees: a role is given only after it was proven for the template. The proof tries histories with a system prompt,
-with tools, with thoughts and with two turns; behind each of them the template must write the same text and tokens.
-
-A template may rewrite earlier turns, as Qwen3's leaves out their thoughts. That is no reason to refuse it, because
-nothing that was drawn is written again: the policy reads its own earlier thoughts.
+Messages of a role are given only after a proof for the template: behind histories with a system prompt, tools, thoughts
+and two turns it must write the same text and tokens. A template may rewrite earlier turns, as Qwen3's drops their
+thoughts; drawn tokens stay, so the policy reads its own thoughts.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ from heterorl.common.model.model_directory import first_line
 from heterorl.common.tasks.task import Message
 
 CLOCK = "strftime_now"
-"""The function by which a template asks for the time, and the template's argument that sets it."""
+"""Function that tells a template the time, and the argument that sets it."""
 DATE = "2025-01-01"
-"""What CLOCK tells where no argument sets it: constant, since every start at every site writes the same prompts."""
+"""Time of CLOCK without an argument; constant, so that every site writes equal prompts."""
 
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a template raises, which computes, such as with a part that these messages lack."""
+"""Errors of a template, including those of its computations."""
 
 _ANSWER = "Yes"
 
 
 def source_of(tokenizer: Any) -> str:
-    """The tokenizer's template, of several the one named default; empty where there is none."""
+    """The tokenizer's template, of several the default one; empty where there is none."""
     found = getattr(tokenizer, "chat_template", None)
     if isinstance(found, Mapping):
         found = found.get("default")
@@ -55,7 +53,7 @@ def as_variables(message: Message) -> dict[str, Any]:
 
 
 def tool_name(schema: Mapping[str, Any]) -> str:
-    """The name that a tool's JSON schema gives it, in OpenAI's form or bare."""
+    """Name in a tool's JSON schema, in OpenAI's form or bare."""
     return str(schema.get("function", schema)["name"])
 
 
@@ -65,16 +63,15 @@ def has_clock(source: str) -> bool:
 
 
 class ChatTemplate:
-    """A template with what the run gives it."""
+    """A template with a run's variables."""
 
     def __init__(self, tokenizer: Any, *, arguments: Mapping[str, Any]) -> None:
-        """Compile it.
+        """Compile the template.
 
-        The tokenizer's special tokens and `arguments` are the template's variables; CLOCK among them is a date, or a
-        date and a time, by ISO 8601.
+        Its variables are the special tokens and `arguments`, where CLOCK is a date or time in ISO 8601.
 
         Raises:
-            ConfigError: it is no template, or draws at random; or CLOCK is no date.
+            ConfigError: it is not a template, draws at random, or CLOCK is not a date.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
@@ -93,26 +90,26 @@ class ChatTemplate:
     def write(
         self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The text of messages.
+        """Text of messages.
 
         Args:
             messages: each with role and content.
-            begins_answer: the text ends where an assistant's turn begins.
-            tools: JSON schemas of what may be called; a template is told of none by None, not by an empty list.
+            begins_answer: end where an assistant's turn begins.
+            tools: JSON schemas; an empty list becomes None, which templates expect.
 
         Raises:
-            TemplateError: the template refuses them; what it computes with them may raise what Python raises.
+            TemplateError: the template refuses them; its computations may raise Python's errors.
         """
         variables = {"messages": messages, "add_generation_prompt": begins_answer, "tools": list(tools) or None}
         return self._template.render({**self._variables, **variables})
 
     def answer_end(self) -> str:
-        """What is written behind an assistant's answer."""
+        """Text behind an assistant's answer."""
         turns = [{"role": "user", "content": _ANSWER}, {"role": "assistant", "content": _ANSWER}]
         return self.write(turns, begins_answer=False).rpartition(_ANSWER)[2]
 
     def call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What is written for an assistant's turn that calls a tool; a template that knows no calls leaves it out."""
+        """Text of an assistant's turn with a tool call; a template without calls drops it."""
         asked = {"role": "user", "content": _ANSWER}
         made = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         calling = {"role": "assistant", "content": "", "tool_calls": [made]}
@@ -122,7 +119,7 @@ class ChatTemplate:
 
 
 class _Generation(ext.Extension):
-    """`generation` marks an assistant's tokens for other trainers; what it encloses is plain text here."""
+    """Tag `generation`, which marks the assistant's tokens for other trainers; its content is plain text here."""
 
     tags = {"generation"}  # noqa: RUF012 - the type is jinja2's
 
@@ -151,25 +148,24 @@ def _time_of(arguments: Mapping[str, Any]) -> datetime:
     try:
         return datetime.fromisoformat(told)
     except (TypeError, ValueError) as error:
-        problem = f"{told!r} is no date of ISO 8601, such as {DATE!r}"
+        problem = f"{told!r} is not a date of ISO 8601, such as {DATE!r}"
         raise ConfigError(f"chat_template_arguments.{CLOCK}", problem) from error
 
 
 GIVEN_ROLES = ("user", "tool", "system")
-"""Roles of messages between two turns; the assistant's are the policy's own."""
+"""Roles of messages between turns; assistant turns are the policy's."""
 
 _DRAWN = "answer0of0heterorl"
-"""Stands for drawn text; no template has it, and none trims it."""
+"""Stands for drawn text; no template contains or trims it."""
 _ASKED = Message(role="user", content="asked")
 _PROBES = ("probe0one", "probe0two")
 _THOUGHT = "<think>\nthought\n</think>\n\n"
 
 
 class GivenTokens:
-    """The tokens between turns, of one template and its tokenizer."""
+    """Tokens between turns, of a template and its tokenizer."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any, *, end_token_id: int) -> None:
-        """Of a template that ends an assistant's answer by this token."""
         self._template = template
         self._tokenizer = tokenizer
         self._end_id = end_token_id
@@ -177,11 +173,10 @@ class GivenTokens:
         self._problems: dict[str, str] = {}
 
     def ids(self, messages: Sequence[Message], *, is_cut: bool) -> list[int]:
-        """Token ids behind a turn, up to where the policy's next turn begins.
+        """Token ids between a turn and the start of the next.
 
-        A text that spells a special token becomes that token, as in prompts.
-
-        `is_cut`: the turn ended at its token limit, so that its end token is given too.
+        A text that spells a special token becomes that token, as in prompts. With `is_cut` the end token of the turn
+        comes first.
 
         Raises:
             PromptRefused: the template cannot write such messages behind an answer.
@@ -200,8 +195,7 @@ class GivenTokens:
         return ids if is_cut else ids[1:]
 
     def problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Why messages of a role cannot be given; empty where they can. Histories are tried with tools too, if there
-        are any."""
+        """Why messages of a role cannot be given, with and without tools; empty where they can."""
         if role not in GIVEN_ROLES:
             return f"no message of the role {role} is given between turns, only of {', '.join(GIVEN_ROLES)}"
         for messages in _tried(role):
@@ -226,7 +220,7 @@ class GivenTokens:
                 try:
                     text = self._write([*history, *messages], tools=given)
                 except TEMPLATE_ERRORS:
-                    # Such a history cannot come to be; without this one nothing can.
+                    # The first history must work; others may not exist for this template.
                     if number:
                         continue
                     raise
@@ -236,15 +230,15 @@ class GivenTokens:
                     return (
                         f"the model's template writes messages of {roles} otherwise behind {whole} than behind one turn"
                     )
-                # The tokenizer splits a text at its special tokens first and joins nothing across them. So what stands
-                # from an end token on has the same ids alone as in the whole; a tokenizer that does else is found here.
+                # A tokenizer splits a text at special tokens first, so the text from an end token on has equal ids
+                # alone and in the whole. Refuse a tokenizer that joins across them.
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
                 if ids[-len(expected) :] != expected:
                     return f"the tokenizer joins tokens across {self._end!r}, behind {whole}"
         return ""
 
     def _behind(self, messages: Sequence[Message]) -> str:
-        """What is written behind an answer that messages follow, its end included."""
+        """Text from the end of an answer on, with the messages behind it."""
         text = self._write([_ASKED, _answer(), *messages])
         return text.partition(_DRAWN)[2]
 
@@ -252,12 +246,10 @@ class GivenTokens:
         return self._template.write([as_variables(each) for each in messages], begins_answer=True, tools=tools)
 
     def _encoded(self, behind: str) -> list[int]:
-        """Ids from the end token on.
-
-        The end token's text is encoded with the rest: some tokenizers let it take the white space behind it.
+        """Ids from the end token on; some tokenizers let that token take the white space behind it.
 
         Raises:
-            ValueError: the template ends an earlier answer by something else than the last one.
+            ValueError: the template ends an earlier answer otherwise than the last.
         """
         before, end, rest = behind.partition(self._end)
         if not end or before.strip():
@@ -269,7 +261,7 @@ class GivenTokens:
 
 
 def _tried(role: str) -> list[list[Message]]:
-    """New messages of a role; results of several tools come at once, and a word of the user may follow them."""
+    """New messages of a role; several tool results come at once, and a user message may follow."""
     first, second = (Message(role=role, content=text, name="tool" if role == "tool" else "") for text in _PROBES)
     if role != "tool":
         return [[first]]
@@ -277,7 +269,7 @@ def _tried(role: str) -> list[list[Message]]:
 
 
 def _histories(messages: Sequence[Message]) -> list[tuple[str, list[Message]]]:
-    """Conversations that end with the answer, by name; the first one is one turn."""
+    """Named conversations that end with the answer; the first has one turn."""
     system = Message(role="system", content="told")
     turn, thinking = [_ASKED, _answer()], [_ASKED, _answer(_THOUGHT)]
     return [

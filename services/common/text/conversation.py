@@ -1,7 +1,7 @@
-"""Conversations of an environment and a policy, and what is tried of a task before its first group.
+"""Conversations of a policy with an environment, and checks of a task before its first group.
 
-Guarantees: what is given depends on the drawn ids, the environment and the run's template alone. So a learner that
-steps a deterministic environment again gets the ids that its sampler was given.
+The tokens between turns depend only on drawn ids, the environment and the template. So a learner that replays a
+deterministic environment gets the ids of its sampler.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from heterorl.common.types.rollout import total_reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The environment of a prompt, with the run's template. Blocking.
+    """The environment of a prompt with the run's template. Blocking.
 
-    `parser` reads calls of tools; None where the environment has none. A turn without one of `end_token_ids` was cut.
+    `parser` reads tool calls; None without tools. A turn without one of `end_token_ids` was cut.
     """
 
     prompter: Prompter
@@ -44,28 +44,27 @@ class Conversation:
     end_token_ids: Collection[int]
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Token ids of the prompt, which shows the tools."""
         return self.prompter.encode_prompt(prompt, tools=self.spec.tools)
 
     def step(self, episode: Episode, turn: Int32Array) -> Int32Array | None:
-        """The ids that are given behind drawn ones, up to the next turn; None where the episode is done.
+        """Step the environment: ids between this turn and the next; None where the episode is done.
 
-        Calls that cannot be read are not shown to the environment: the policy reads what is wrong with them.
+        The policy, not the environment, reads what is wrong with unreadable calls.
 
         Raises:
-            EpisodeError: the episode has ended without a reward.
-            PromptRefused: the template does not write what the environment says.
+            EpisodeError: the episode ended without a reward.
+            PromptRefused: the template does not write the observation.
         """
         said = self.answer(episode, turn)
         return None if said.done else self.given(said, turn)
 
     def answer(self, episode: Episode, turn: Int32Array) -> Observation:
-        """What is said to drawn ids; see `step`."""
+        """Observation of a turn; see `step`."""
         is_cut = self._is_cut(turn)
         return answer_to(self.prompter.decode(turn), episode=episode, parser=self.parser, is_cut=is_cut)
 
     def given(self, said: Observation, turn: Int32Array) -> Int32Array:
-        """The ids of what is said to drawn ids."""
+        """Ids of an observation."""
         return self.prompter.given(said.messages, is_cut=self._is_cut(turn))
 
     def _is_cut(self, turn: Int32Array) -> bool:
@@ -73,7 +72,7 @@ class Conversation:
 
 
 def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: bool) -> Observation:
-    """What is said to the text of a turn; without a parser the environment has no tools."""
+    """Observation of the text of a turn; without a parser the environment has no tools."""
     if parser is None:
         return episode.step(Action(text, (), is_cut))
     read = parse_action(text, parser=parser)
@@ -83,7 +82,7 @@ def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: boo
 
 
 class Conversations:
-    """The environments of a task, with the run's template."""
+    """The environments of a task with the run's template."""
 
     def __init__(
         self,
@@ -93,17 +92,17 @@ class Conversations:
         end_token_ids: Collection[int],
         tool_parser: Parser | Literal["auto"] = "auto",
     ) -> None:
-        """Prove that the template writes turns and tools."""
+        """Check that the template writes turns and tools."""
         self._task, self._prompter, self._end_token_ids = task, prompter, frozenset(end_token_ids)
         environments = environments_of(task)
         self._parsers = {
             each.name: try_turns(prompter, tools=each.tools, tool_parser=tool_parser) for each in environments
         }
         self.max_live = sum(each.max_live for each in environments)
-        """Episodes that live at once; 0 where no prompt has an environment."""
+        """Most episodes at once; 0 without environments."""
 
     def of(self, prompt: Prompt) -> Conversation | None:
-        """The environment of a prompt of the task; None where it is answered by one completion."""
+        """The environment of a prompt; None without one."""
         spec = environment_of(self._task, prompt)
         if spec is None:
             return None
@@ -115,11 +114,7 @@ class Conversations:
         )
 
     def try_episodes(self) -> None:
-        """Step an episode of each environment by one short turn, and score it.
-
-        Raises:
-            ConfigError: the environment or its score fails, or the template does not write what it says.
-        """
+        """Step and score a short episode of each environment; raise ConfigError where one fails."""
         turn = np.append(self._prompter.tokens(TRIED_TURN), np.int32(min(self._end_token_ids)))
         untried = dict(self._parsers)
         for prompt in tried_prompts(self._task):
@@ -136,7 +131,7 @@ class Conversations:
                 raise environment_problem(where, error) from error
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Token ids of a prompt of the task, as policies read it."""
+        """Token ids of a prompt."""
         found = self.of(prompt)
         return self._prompter.encode_prompt(prompt) if found is None else found.encode(prompt)
 
@@ -154,27 +149,23 @@ def open_conversations(
 
 _LOG = logging.getLogger(__name__)
 NUM_ANSWERS = 1000
-"""Answers that are tried, evenly spread over the task, as far as ANSWERS_S reaches: 0.2 to 6 ms each."""
+"""Checked answers, spread over the task, within ANSWERS_S: 0.2 to 6 ms each."""
 ANSWERS_S = 10.0
 MAX_UNREADABLE = 0.5
-"""Share of answers that cannot be read beyond which the reward is not the one for this data."""
+"""Share of unreadable answers beyond which the verifier does not fit the dataset."""
 NUM_TRIED = 32
-"""Prompts that are tried, evenly spread over the task."""
+"""Checked prompts, spread over the task."""
 TRIED_TURN = "Yes"
-"""What the policy says in an episode that is tried."""
+"""The policy's turn in a tried episode."""
 
 
 def tried_prompts(task: Task) -> Iterator[Prompt]:
-    """The prompts that are tried."""
+    """Prompts to check."""
     return map(task.prompt, sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)}))
 
 
 def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_tokens: int) -> None:
-    """Write some prompts; a task of which the model can be asked none is not begun, single ones are left out later.
-
-    Raises:
-        ConfigError: all of them were refused.
-    """
+    """Encode some prompts; raise ConfigError where all are refused. Single refused ones are dropped later."""
     room.check_length(max_new_tokens)
     num_tried = 0
     for prompt in tried_prompts(task):
@@ -193,15 +184,13 @@ def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_to
 def try_turns(
     prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: Parser | Literal["auto"] = "auto"
 ) -> Parser | None:
-    """Prove for an environment that the template writes turns one behind another, whatever stands before them.
-
-    With tools, the template must write them and their results too.
+    """Check that the template writes turns one behind another, also with tools and their results.
 
     Returns:
-        How calls are read; None without tools.
+        The parser of tool calls; None without tools.
 
     Raises:
-        ConfigError: it does not, or no parser reads the calls that it writes.
+        ConfigError: it does not, or no parser reads its calls.
     """
     problem = prompter.given_problem("user", tools=tools)
     if problem:
@@ -216,11 +205,11 @@ def try_turns(
 
 
 def try_answers(task: Task) -> None:
-    """Read the answers, all of a small task: a row whose answer cannot be read gives no group, and rows keep numbers.
+    """Read answers, all of a small task; a row with an unreadable answer gives no group.
 
     Raises:
         ConfigError: more than half of them cannot be read.
-        DependencyMissing: the package that reads them is not installed.
+        DependencyMissing: the verifier is not installed.
     """
     if not knows_answers(task):
         return
@@ -230,8 +219,8 @@ def try_answers(task: Task) -> None:
         try:
             problem = answer_problem_of(task, prompt)
         except RewardError as error:
-            # Whoever tries a reward says so.
-            _LOG.warning("the answers are not tried: %s", error)
+            # `try_reward` reports the error.
+            _LOG.warning("skipped the check of answers: %s", error)
             return
         num_tried += 1
         if problem:
@@ -248,15 +237,14 @@ def try_answers(task: Task) -> None:
 
 
 def try_reward(task: Task, prompter: Prompter | None) -> float:
-    """Score a prompt's own answer, the first one that can be read; a task without rewards here is not begun.
+    """Score the first readable answer of a row.
 
-    An environment is told the answer as the only turn of an episode, or TRIED_TURN where the row has none.
-
-    The answer goes through the tokens of a prompter; without one its text is taken as it is.
+    An environment gets the answer, or TRIED_TURN without one, as the only turn of an episode. With a prompter the text
+    goes through its tokens.
 
     Raises:
         ConfigError: the reward failed.
-        DependencyMissing: the package that computes it is not installed.
+        DependencyMissing: its package is not installed.
     """
     prompt = _readable(task)
     is_played = environment_of(task, prompt) is not None
@@ -277,7 +265,7 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
 
 
 def _readable(task: Task) -> Prompt:
-    """The first prompt whose answer can be read; the first one where none of some can."""
+    """The first prompt with a readable answer; else the first prompt."""
     for index in range(min(NUM_TRIED, task.num_prompts) if knows_answers(task) else 0):
         prompt = task.prompt(index)
         try:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, the same way on every node, and the tokens that end a completion."""
+"""Text to token ids and back, equally on every node, and the tokens that end a completion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ENDS = "eos_token_id"
 
 
 class Prompter:
-    """A tokenizer and the way prompts go through it."""
+    """A tokenizer with the chat template of a run."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Prompter:
     ) -> None:
         """Load the tokenizer.
 
-        `template_arguments` is what the template is given beside messages, such as enable_thinking.
+        `template_arguments` are further variables of the template, such as enable_thinking.
 
         Raises:
-            ConfigError: there is no tokenizer, no template that can be used, or it takes no such arguments.
+            ConfigError: no tokenizer, no usable template, or it takes no such arguments.
         """
         check_model_dir(model_dir)
         from transformers import AutoTokenizer
@@ -60,7 +60,7 @@ class Prompter:
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
         except Exception as error:
-            # A broken file is of no type of its own to the library.
+            # The library raises many types for a broken file.
             raise ConfigError("model_dir", f"cannot load a tokenizer from {model_dir}: {first_line(error)}") from error
         if template_arguments and not use_chat_template:
             raise ConfigError("chat_template_arguments", "prompts go through no template", action=_SWITCH)
@@ -76,9 +76,9 @@ class Prompter:
                 self.tokenizer, use_chat_template=use_chat_template, template_arguments=template_arguments
             ),
         )
-        """Of tokenizer and template: nodes with equal ones write the same ids of the same messages."""
+        """Of tokenizer and template; equal digests mean equal ids of equal messages."""
         self.end_token_ids = self._ends(model_dir)
-        """Ids that end a completion, ascending, as the model's files and its template say."""
+        """Ids that end a completion, ascending, from the model's files and its template."""
 
     def _compiled(self, model_dir: str, arguments: Mapping[str, Any]) -> ChatTemplate:
         source = source_of(self.tokenizer)
@@ -105,37 +105,26 @@ class Prompter:
             self._given = GivenTokens(self._template, self.tokenizer, end_token_id=ids[0])
             return tuple(sorted({*named, *ids}))
         _LOG.warning(
-            "the template ends an answer by %r, which is no special token: a completion ends by the tokens %s, or by"
+            "the template ends an answer by %r, which is not a special token: a completion ends by the tokens %s, or by"
             " sampling.max_new_tokens (set sampling.end_token_ids)", behind, ", ".join(map(str, named)),
         )  # fmt: skip
         return named
 
     @property
     def eos_token_id(self) -> int:
-        """Id that ends a text which is written, not drawn."""
+        """Id that ends written texts, not drawn ones."""
         return int(self.tokenizer.eos_token_id)
 
     def encode(self, text: str) -> Int32Array:
-        """Token ids of a prompt, int32."""
         return self.encode_prompt(Prompt(index=0, text=text, answer=""))
 
     def encode_prompt(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> Int32Array:
-        """Token ids of a task's prompt, int32, with all its messages.
-
-        The template writes the JSON schemas `tools` of what the policy may call; `check_tools` says if it can.
-
-        Raises:
-            PromptRefused: its task refuses it, or it is messages, and no template is used or this one refuses them.
-        """
+        """Token ids of a prompt with its messages and tools, int32; raises PromptRefused."""
         ids = self.tokenizer.encode(self._written(prompt, tools=tools), add_special_tokens=False)
         return np.array(self._opened(ids), np.int32)
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse tools that a prompt would not show.
-
-        Raises:
-            ConfigError: no template is used, or it writes no tools.
-        """
+        """Raise ConfigError where a prompt would not show the tools."""
         if self._template is None:
             raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
         asked = [as_variables(Message(role="user", content=_PROBE))]
@@ -152,7 +141,7 @@ class Prompter:
             raise ConfigError("task.environment", problem, action=_NO_TOOLS)
 
     def written_call(self, name: str, arguments: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a turn that calls a tool in the template's own form; empty where the template has none."""
+        """Text of a turn with a tool call in the template's form; empty where it has none."""
         if self._template is None:
             raise ConfigError("use_chat_template", "tools are shown by a template", action=_SWITCH)
         try:
@@ -161,22 +150,22 @@ class Prompter:
             return ""
 
     def given(self, messages: Sequence[Message], *, is_cut: bool) -> Int32Array:
-        """Token ids between two turns of the policy, int32: the template's, behind the first turn's end token.
+        """Token ids between two turns, int32: the template's, behind the end token of the first turn.
 
-        Nothing of the history is read, and they depend on the arguments alone.
+        They depend only on the arguments, not on the history.
 
         Args:
-            messages: what is said to the turn: of the user, of tools, of the system; at least one.
-            is_cut: the turn has no end token, because it ended at its token limit; then that is given first.
+            messages: of the user, of tools, of the system; at least one.
+            is_cut: the turn ended at its token limit, so its end token is given first.
 
         Raises:
-            ConfigError: prompts go through no template, or it ends an answer by no special token.
+            ConfigError: no template is used, or it ends an answer by no special token.
             PromptRefused: the template cannot write these messages behind an answer.
         """
         return np.array(self._between().ids(messages, is_cut=is_cut), np.int32)
 
     def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Why messages of a role cannot be given between turns, with tools and without; empty where they can."""
+        """Why messages of a role cannot be given between turns; empty where they can."""
         return self._between().problem(role, tools=tools)
 
     def _between(self) -> GivenTokens:
@@ -188,7 +177,7 @@ class Prompter:
         raise ConfigError("use_chat_template", problem, action="take another model for task.environment")
 
     def num_tokens(self, prompts: Sequence[Prompt]) -> list[int | None]:
-        """How many tokens each prompt has, None where it is refused; all at once, which is many times as fast."""
+        """Tokens of each prompt, None where it is refused; one batch, which is many times as fast."""
         texts: dict[int, str] = {}
         for number, prompt in enumerate(prompts):
             with suppress(PromptRefused):
@@ -200,7 +189,7 @@ class Prompter:
         return [sizes.get(number) for number in range(len(prompts))]
 
     def _opened(self, ids: list[int]) -> list[int]:
-        """Ids with the tokens that open a text, once; a template writes its own."""
+        """Ids with the opening tokens of a text, once; a template writes its own."""
         return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
 
     def _written(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -228,8 +217,8 @@ class Prompter:
         return np.array(self.tokenizer.encode(completion, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: Int32Array, *, keeps_special: bool = False) -> str:
-        """Text of a completion as it was written, special tokens left out unless they are wanted."""
-        # A tokenizer's file may ask for another text, without the space before a full stop.
+        """Text of a completion, by default without special tokens."""
+        # Keep spaces that a tokenizer file would have cleaned up.
         text: str = self.tokenizer.decode(
             token_ids.tolist(), skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
         )
@@ -237,7 +226,7 @@ class Prompter:
 
 
 def _opening_of(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer puts before a text; those that it puts behind one would end a prompt."""
+    """Special tokens that a tokenizer puts before a text."""
     plain = tokenizer.encode(_PROBE, add_special_tokens=False)
     marked = tokenizer.encode(_PROBE)
     starts = [start for start in range(len(marked)) if marked[start : start + len(plain)] == plain]
@@ -245,16 +234,17 @@ def _opening_of(tokenizer: Any) -> list[int]:
 
 
 def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a completion, ascending: those of generation_config.json, or of config.json where it names none, and
-    the tokenizer's own, which written texts end with.
+    """Ids that end a completion, ascending: of generation_config.json or else config.json, and the tokenizer's own.
 
     Raises:
-        ConfigError: what a file names is no list of token ids.
+        ConfigError: a file holds something else than token ids.
     """
     named = _named(model_dir)
     listed = named if isinstance(named, list) else [] if named is None else [named]
     if not all(_is_id(number) for number in listed) or len(listed) >= MAX_END_TOKENS:
-        raise ConfigError("model_dir", f"{_ENDS} in the files of {model_dir} is no list of token ids: {named!r}"[:300])
+        raise ConfigError(
+            "model_dir", f"{_ENDS} in the files of {model_dir} is not a list of token ids: {named!r}"[:300]
+        )
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return tuple(sorted({*listed, *own}))
 
@@ -268,13 +258,13 @@ def _named(model_dir: str) -> Any:
     if named is not None:
         return named
     config = _read(model_dir, "config.json")
-    # A model that has one of text inside says it there.
+    # A model with an inner text model has it there.
     inner = config.get("text_config")
     return config.get(_ENDS, inner.get(_ENDS) if isinstance(inner, dict) else None)
 
 
 def _read(model_dir: str, name: str) -> dict[str, Any]:
-    """A file of a directory or of the hub; empty where there is none."""
+    """A JSON file of a model; empty where there is none."""
     from transformers.utils.hub import cached_file
 
     try:
@@ -290,7 +280,7 @@ def _read(model_dir: str, name: str) -> dict[str, Any]:
 
 
 def tokenizer_digest(tokenizer: Any) -> Digest:
-    """Digest of everything that turns text into ids: the whole fast tokenizer, or vocabulary and special tokens."""
+    """Digest of all that turns text into ids: the fast tokenizer, or vocabulary and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return bytes_digest(f"{text}\n{sorted(tokenizer.special_tokens_map.items())}".encode())
@@ -299,7 +289,7 @@ def tokenizer_digest(tokenizer: Any) -> Digest:
 def chat_template_digest(
     tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Digest:
-    """Digest of the template that prompts go through, its arguments and its date; of nothing when none is used."""
+    """Digest of the template, its arguments and its date; of nothing without a template."""
     if not use_chat_template:
         return bytes_digest(b"")
     source, arguments = source_of(tokenizer), dict(template_arguments)

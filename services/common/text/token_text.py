@@ -1,7 +1,7 @@
-"""Tokens as text for people: of a completion or of turns, and where each token ends in it.
+"""Text of tokens, and the end of each token in it.
 
-A token is text of its own, but for two things: a character of several bytes may lie in several tokens, and some
-tokenizers leave a space out that stands before a word. What does not come out even has no ends: nothing is guessed.
+Several tokens may hold one character, and some tokenizers drop the space before a word. Where tokens and text do not
+match to the end, there are no ends.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from heterorl.common.types.rollout import Span
 from heterorl.common.types.trajectory import parts_of
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are no character, as of half of one."""
+"""Replacement for bytes that are not a character, such as half of one."""
 MAX_JOINED = 16
-"""Tokens in a row that may be one piece of text."""
+"""Most tokens of one piece of text."""
 Decode = Callable[[Int32Array], str]
 
 
 class TokenTexts:
-    """Makes text of tokens; remembers the text of each token."""
+    """Decodes tokens; caches the text of each token."""
 
     def __init__(self, *, decode: Decode, decode_given: Decode) -> None:
-        """Nothing is decoded yet.
+        """Decode nothing yet.
 
         Args:
-            decode: the text of tokens that a policy drew, special tokens left out.
-            decode_given: that of given tokens, special tokens included: the template's marks say who speaks.
+            decode: text of drawn tokens, without special tokens.
+            decode_given: text of given tokens, with special tokens, which show the speaker.
         """
         self._decode = {True: decode, False: decode_given}
         self._pieces: dict[tuple[int, bool], str] = {}
 
     def read(self, token_ids: Int32Array, spans: Sequence[Span]) -> tuple[str, Int32Array]:
-        """The text of a rollout, and the character behind each token; none where a part of it does not come out even.
+        """Text of a rollout and the end of each token; no ends where tokens and text do not match.
 
-        Each turn, and what is given between two, is text of its own: no character lies in both. Where spans are not of
-        these tokens, all are one completion.
+        Turns and the text between them are decoded separately. Spans of other tokens are ignored: all tokens are one
+        completion.
         """
         parts = parts_of(spans)
         if not parts or (parts[0].start, parts[-1].end) != (0, token_ids.size):
@@ -55,7 +55,7 @@ class TokenTexts:
         return text, np.concatenate(ends) if is_even else _no_ends()
 
     def ends(self, token_ids: Int32Array, text: str, *, is_drawn: bool = True) -> Int32Array:
-        """The character of `text` behind each token; empty where tokens and text do not come out even."""
+        """End of each token in `text`; empty where tokens and text do not match."""
         ends: list[int] = []
         position = 0
         joined: list[int] = []
@@ -67,13 +67,13 @@ class TokenTexts:
                 if len(joined) > MAX_JOINED:
                     return _no_ends()
                 continue
-            # Tokens that are one character together end where it ends; those before its last, where it begins.
+            # Of tokens that share a character the last ends at its end, the others at its start.
             ends += [position] * (len(joined) - 1)
             position += length
             ends.append(position)
             joined.clear()
         if joined and position < len(text):
-            # The end of a text may be half a character.
+            # A text may end with half a character.
             rest = text[position:]
             if rest.strip(UNKNOWN):
                 return _no_ends()
@@ -96,7 +96,7 @@ class TokenTexts:
 
 
 def _length_at(text: str, position: int, piece: str) -> int | None:
-    """Characters of `text` that a piece is at a position; None where it is not there, or not whole."""
+    """Length of a piece at a position; None where it is not there, or not whole."""
     if UNKNOWN in piece:
         return None
     for candidate in (piece, f" {piece}"):

@@ -1,9 +1,8 @@
-"""What a turn of the policy says: its text, and the calls of tools in it.
+"""Tool calls in the text of a turn.
 
-Text is hostile. Counts, bytes and depth are bounded before anything is parsed. A call that cannot be read is a problem
-in words for the policy, never an exception; the words are the same on every node and release of Python.
-
-Calls are read from the decoded text of drawn ids and are never written back.
+The text is hostile: counts, bytes and depth are bounded before parsing. An unreadable call is a message to the policy,
+never an exception; its words are equal on every node and release of Python. Calls are read from decoded ids and never
+written back.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.text.prompter import Prompter
 
 MAX_CALLS = 32
-"""Calls in one turn."""
+"""Calls of a turn."""
 MAX_CALL_BYTES = 65_536
-"""Of the JSON of one call, or of several in one pair of tags, UTF-8."""
+"""UTF-8 bytes of the JSON of one call, or of several in one pair of tags."""
 MAX_DEPTH = 32
-"""Of lists and objects in each other, in one call."""
+"""Nested lists and objects of a call."""
 MAX_DIGITS = 64
-"""Of a whole number."""
+"""Digits of a whole number."""
 
 Parser = Literal["hermes", "json"]
-"""`hermes`: JSON between <tool_call> and </tool_call>, as Qwen3 has it; `json`: the whole answer, as Llama 3 has it."""
+"""`hermes`: JSON between <tool_call> and </tool_call>, as Qwen3; `json`: the whole answer, as Llama 3."""
 PARSERS: tuple[Parser, ...] = ("hermes", "json")
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -40,25 +39,22 @@ _PROBE = ("probe0tool", {"probe": 12})
 
 
 class ParsedTurn(NamedTuple):
-    """One turn, read."""
+    """A turn, read."""
 
     text: str
-    """What was written, thoughts included, without the calls."""
+    """The text without calls, thoughts included."""
     calls: tuple[tuple[str, dict[str, Any]], ...]
-    """Name and arguments of each call, in order; none where there is a problem: a turn's calls are made all or not."""
+    """Name and arguments of each call, in order; none where there is a problem."""
     problem: str
-    """Why its calls cannot be made, in words for the policy; empty where they can, or where there are none."""
+    """Message to the policy why no call was made; else empty."""
 
 
 class _UnreadableError(Exception):
-    """A call that cannot be read; its argument says why."""
+    """A call that cannot be read; its argument is the reason."""
 
 
 def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
-    """Read the text of a turn.
-
-    Calls count behind the turn's last thoughts only: what the policy thinks of calling is no call.
-    """
+    """Read the text of a turn; only calls behind its last thoughts count."""
     start = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
     end = text.find(_THINK, start)
     end = len(text) if end < 0 else end
@@ -81,13 +77,8 @@ def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
 
 
 def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], setting: Parser | Literal["auto"]) -> Parser:
-    """How calls are read in a run.
-
-    `auto` takes what reads the template's form, or `hermes` where it has none.
-
-    Raises:
-        ConfigError: no parser reads the template's form, or the tokenizer leaves the tags out of decoded text.
-    """
+    """The parser of a run; `auto` takes the one for the template's form, or `hermes`; ConfigError where none reads
+    it."""
     chosen = setting
     if chosen == "auto":
         written = prompter.written_call(*_PROBE, tools=tools)
@@ -105,7 +96,7 @@ def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], settin
 
 
 def _from_tags(answer: str) -> tuple[str, list[str], str]:
-    """Text outside the tags, what stands between each pair, and a problem."""
+    """Text outside the tags, text within each pair, and a problem."""
     kept: list[str] = []
     written: list[str] = []
     at = 0
@@ -123,17 +114,17 @@ def _from_tags(answer: str) -> tuple[str, list[str], str]:
 
 
 def _from_whole(answer: str) -> tuple[str, list[str], str]:
-    """The answer itself where it is a call; other JSON, such as an answer in JSON, is text."""
+    """The answer itself where it is a call; other JSON is text."""
     is_call = answer.lstrip(_SPACE).startswith("{") and '"name"' in answer
     return ("", [answer], "") if is_call else (answer, [], "")
 
 
 def _read(written: str) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of one piece of JSON: an object, or a list of them."""
+    """Calls of one JSON text: an object, or a list of objects."""
     _check_bounds(written)
     try:
         value = json.loads(written, parse_constant=_refuse, parse_int=_whole, parse_float=_fraction)
-        # Half a pair of surrogates is JSON and no text.
+        # Half a surrogate pair is JSON, but not text.
         json.dumps(value, ensure_ascii=False).encode()
     except ValueError:
         raise _UnreadableError("is no JSON") from None
@@ -172,7 +163,7 @@ def _fraction(digits: str) -> float:
 
 
 def _check_bounds(written: str) -> None:
-    """Of JSON that is not parsed yet: its bytes and its depth; brackets inside texts do not count."""
+    """Bound bytes and depth of unparsed JSON; brackets within strings do not count."""
     try:
         size = len(written.encode())
     except UnicodeEncodeError:

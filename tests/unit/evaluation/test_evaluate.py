@@ -121,7 +121,7 @@ def test_a_set_with_bounded_prompts_counts_the_tokens_of_the_model(model_dir, tm
     ("arguments", "words"),
     [
         (["--only", "sum"], "--only: there is no set sum; there are sums, greedy"),
-        (["--samples", "4", "--only", "greedy"], "temperature 0 draws the same completion every time"),
+        (["--samples", "4", "--only", "greedy"], "temperature 0 repeats one completion"),
         (["--version", "3"], "--version: .* is a model, which has none"),
     ],
 )
@@ -134,5 +134,5 @@ def test_a_set_twice_is_refused(model_dir, tmp_path):
     path = tmp_path / "sampler.toml"
     path.write_text('[[evaluation]]\nname = "a"\n[[evaluation]]\nname = "a"\n')
 
-    with pytest.raises(ConfigError, match="evaluation has the set a twice"):
+    with pytest.raises(ConfigError, match="evaluation has two sets named a"):
         run(model_dir, "-c", path)

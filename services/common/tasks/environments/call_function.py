@@ -1,7 +1,7 @@
-"""The program of a function: `python -P call_function.py FILE NAME`, with a row as JSON at its standard input.
+"""Script that runs an agent function: `python -P call_function.py FILE NAME`, with a row as JSON on standard input.
 
-It imports nothing of heterorl. It calls `NAME(row, base_url, api_key)` and prints what that returns, a reward or its
-named parts, as the last line. The function may be async.
+Calls `NAME(row, base_url, api_key)`, which may be async, and prints the reward or its named parts as the last line.
+Imports nothing of heterorl.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Call it once."""
+    """Call the function once."""
     path, name = Path(sys.argv[1]), sys.argv[2]
     row = json.load(sys.stdin)
     random.seed(int(os.environ["HETERORL_SEED"]))
-    # Last: what is installed keeps its names.
+    # Last: installed packages come first.
     sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""What the author of an environment writes: a class over text, of which each episode gets a new object.
+"""Environment: the class that an author writes; each episode gets a new object.
 
 A whole environment, for prompts of a file with an answer in each row:
 
@@ -16,8 +16,8 @@ A whole environment, for prompts of a file with an answer in each row:
             return 1 / self.tries if self.tries else 0.0
 
 `task.environment = "package.module:Guess"` names it. `random` and `numpy.random` are seeded with the episode's seed
-before `reset`, so that a class which draws from them alone is deterministic: the same row, seed and actions give the
-same observations and the same score on every machine.
+before `reset`. A class that draws from them only is deterministic: equal row, seed and actions give equal observations
+and scores on every machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from heterorl.common.tasks.task import Message
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool, as the policy's turn states it.
+    """One tool call of the policy's turn.
 
     Example: ToolCall("add", {"a": 12, "b": 34})
     """
@@ -49,10 +49,10 @@ class Action:
     """
 
     text: str
-    """All that it wrote, thoughts included."""
+    """All text of the turn, thoughts included."""
     tool_calls: tuple[ToolCall, ...] = ()
     is_cut: bool = False
-    """Whether the turn ended at its longest length, and not by an end token."""
+    """Whether the turn ended at its token limit, without an end token."""
 
     @property
     def answer(self) -> str:
@@ -62,50 +62,45 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the environment says to a turn.
+    """The environment's answer to a turn.
 
     Example: Observation((Message(role="user", content="higher"),))
     """
 
     messages: tuple[Message, ...]
-    """Of the roles user, tool and system; none only where the episode is done."""
+    """Messages of the roles user, tool and system; may be empty only where the episode is done."""
     done: bool = False
 
 
 Reset = str | Sequence[Message | Mapping[str, str]] | None
-"""The first messages in place of the row's prompt; a text is one message of the user; None keeps the prompt."""
+"""First messages, which replace the row's prompt; a text is one user message, None keeps the prompt."""
 Step = Observation | str | None
-"""A text is one message of the user, None the end of the episode."""
+"""A text is one user message; None ends the episode."""
 
 
 class Environment(Protocol):
-    """One episode. A class needs `reset`, `step` and `score`; all else has a default."""
+    """One episode. A class needs `reset`, `step` and `score`; the rest has defaults."""
 
     is_deterministic: ClassVar[bool] = True
-    """Whether row, seed and actions alone decide all observations and the score. A learner replays such episodes."""
+    """Whether row, seed and actions decide all observations and the score. A learner replays such episodes."""
     shares_process: ClassVar[bool] = False
-    """Whether several episodes may live in one process. Then none may draw from `random` or `numpy.random`, and one
-    that hangs takes the others of its process with it."""
+    """Whether episodes may share a process (16 at most). Then none may draw from `random` or `numpy.random`, and one
+    that hangs ends the others."""
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Functions that the policy is shown as tools (see tools.py); `step` is given the calls, and answers them."""
+    """Functions that the policy is shown as tools (see tools.py); `step` gets their calls and answers them."""
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> Reset:
-        """Begin.
+        """Begin an episode.
 
         Args:
-            row: the columns of the prompt's row, with the texts `prompt` and `answer` where it has them.
-            seed: of the episode; the members of a group have the same.
+            row: columns of the row, with the texts `prompt` and `answer` where it has them.
+            seed: of the episode; equal for all members of a group.
         """
-        ...
 
-    def step(self, action: Action) -> Step:
-        """Answer a turn."""
-        ...
+    def step(self, action: Action) -> Step: ...
 
     def score(self) -> float | Mapping[str, float]:
-        """The reward, or its named parts; asked once, also where a limit ended the episode."""
-        ...
+        """The reward or its named parts; called once, also after a limit ended the episode."""
 
     def close(self) -> None:
-        """Give back what the episode holds; may be left out."""
-        ...
+        """Release resources; optional."""

@@ -1,7 +1,4 @@
-"""A task whose prompts are asked by an environment, turn by turn, and whose reward is the environment's score.
-
-`SeedsTask` has rows of one number each, for environments that need no data.
-"""
+"""A task whose prompts go to an environment turn by turn, and whose reward is its score; rows of seeds."""
 
 from __future__ import annotations
 
@@ -23,20 +20,20 @@ from heterorl.common.wire.common import bytes_digest
 
 _KEY = "task.environment"
 _REMEMBERED = 4096
-"""Prompts whose first messages are kept."""
+"""Prompts whose first messages are cached."""
 _STRIDE = 0x85EBCA6B
-"""Between the seeds of two tasks whose own are neighbours: far, and odd."""
+"""Odd distance between the seeds of tasks whose own seeds are neighbours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """What ends an episode that goes on: so many turns, so many seconds."""
+    """Limits of an episode: turns and seconds."""
 
     max_turns: int
     trajectory_s: float
 
     def reached(self, *, num_turns: int, seconds: float) -> FinishReason | None:
-        """Why no other turn follows; None where one may."""
+        """The limit that ends the episode; None where another turn may follow."""
         if num_turns >= self.max_turns:
             return FinishReason.TURNS
         return FinishReason.SECONDS if seconds >= self.trajectory_s else None
@@ -44,59 +41,59 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentPrompt(Prompt):
-    """A prompt of an environment, with what an episode of it is begun with."""
+    """A prompt with the row and the seed of its episodes."""
 
     row: Mapping[str, Any] = field(compare=False, repr=False)
     seed: int
     first: tuple[Message, ...] | None = field(compare=False, repr=False, default=None)
-    """What the episode from which the prompt was made said first; None where the row's prompt was kept."""
+    """First messages of the episode that made the prompt; None where the row's prompt stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """What answers the turns of one prompt; the members of a group each open an episode of it."""
+    """The environment of one prompt; each member of a group opens an episode of it."""
 
     episodes: Episodes
     limits: EpisodeLimits
     row: Mapping[str, Any]
     seed: int
     first: tuple[Message, ...] | None = None
-    """What every episode says first; None where that is not known."""
+    """First messages that every episode must give; None: unknown."""
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether an episode that is stepped again says the same."""
         return self.episodes.is_deterministic
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
-        """JSON schemas of the tools that the policy is shown."""
         return self.episodes.tools
 
     def open(self) -> Episode:
-        """Begin an episode; waits while all processes are in use.
+        """Begin an episode; wait while all processes are in use.
 
         Raises:
-            EnvironmentFailed: its code raised, or it began otherwise than the prompt that the policy reads.
+            EnvironmentFailed: its code raised, or its first messages differ from the prompt.
             ToolLost: its process took too long or died.
         """
         episode = self.episodes.open(self.row, self.seed)
         if self.first is not None and episode.first != self.first:
             episode.close()
             name = self.episodes.name
-            raise EnvironmentFailed(f"{name}, reset: it said something else first than before, for one row and seed")
+            raise EnvironmentFailed(
+                f"{name}, reset: it returned other first messages than before, for one row and seed"
+            )
         return episode
 
 
 def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
-    """What answers the turns of a prompt; None where the first one is the last."""
+    """The environment of a prompt; None where a rollout has one turn."""
     find: Any = getattr(task, "environment_of", None)
     found: EnvironmentSpec | None = None if find is None else find(prompt)
     return found
 
 
 def environment_problem(where: str, error: Exception) -> ConfigError:
-    """What ended an episode, for the one who writes the environment."""
+    """The error that ended an episode, for the environment's author."""
     action = "correct the environment; raise task.step_timeout_s if it only needs longer"
     return ConfigError(_KEY, f"{where}: {error}", action=action)
 
@@ -107,22 +104,22 @@ def environments_of(task: object) -> tuple[Episodes, ...]:
 
 
 def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
-    """The seed of a prompt's episodes, 32 bits: no training prompt of a task has that of a held-out one."""
+    """Seed of a prompt's episodes, 32 bits: never equal for a training and a held-out prompt of a task."""
     return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF
 
 
 class EnvironmentTask(TaskWrapper):
-    """A task's rows with an environment; implements Task."""
+    """A dataset with an environment; implements Task."""
 
     def __init__(
         self, task: Task, episodes: Episodes, limits: EpisodeLimits, *, seed: int, system_prompt: str = ""
     ) -> None:
-        """Look at the first row.
+        """Check the first row.
 
-        The system prompt stands before first messages that the environment gives, unless they begin with one.
+        The system prompt goes before first messages of the environment that have none.
 
         Raises:
-            ConfigError: rows lack a column that its score needs, or no episode of the first one shows the tools.
+            ConfigError: rows lack a column that the score needs, or no episode of the first row begins.
         """
         super().__init__(task, digest=task.digest, num_workers=episodes.num_processes)
         self._episodes, self._limits, self._seed = episodes, limits, seed
@@ -137,15 +134,14 @@ class EnvironmentTask(TaskWrapper):
         self._check_columns(task.prompt(0))
 
     def prompt(self, index: int) -> EnvironmentPrompt:
-        """The training prompt at a position; one of which no episode begins has a refusal."""
+        """The training prompt; it has a refusal where no episode begins."""
         return self._asked(self.inner.prompt(index), is_held_out=False)
 
     def evaluation_prompt(self, index: int) -> EnvironmentPrompt:
-        """The held-out prompt at a position; see `prompt`."""
         return self._asked(self.inner.evaluation_prompt(index), is_held_out=True)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The score of an episode in which the completion is the only turn."""
+        """Score of an episode whose only turn is the completion."""
         spec = self.environment_of(prompt)
         try:
             with spec.open() as episode:
@@ -155,14 +151,12 @@ class EnvironmentTask(TaskWrapper):
             raise RewardError(f"the episode of prompt {prompt.index} failed: {error}") from error
 
     def environment_of(self, prompt: Prompt) -> EnvironmentSpec:
-        """What answers the turns of a prompt of this task."""
         assert isinstance(prompt, EnvironmentPrompt), "a prompt of this task"
         return EnvironmentSpec(
             episodes=self._episodes, limits=self._limits, row=prompt.row, seed=prompt.seed, first=prompt.first
         )
 
     def close(self) -> None:
-        """Kill the processes."""
         self._episodes.close()
         close_task(self.inner)
 
@@ -209,7 +203,7 @@ class EnvironmentTask(TaskWrapper):
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    """What an environment is given of a row: its columns, its prompt and its answer as texts."""
+    """Row for an environment: columns, with prompt and answer as texts."""
     row = dict(prompt.columns)
     if prompt.messages and prompt.text:
         row["messages"] = [{"role": each.role, "content": each.content} for each in prompt.messages]
@@ -217,23 +211,19 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 
 class SeedsTask:
-    """Implements heterorl.common.tasks.task.Task for an environment's sake: it has no texts and no score of its own."""
+    """Rows of one seed each, for environments without data; implements Task."""
 
     def __init__(self, *, size: int, evaluation_size: int, seed: int) -> None:
-        """Count them; `seed` says which numbers they are."""
         self.num_prompts, self.num_evaluation_prompts, self._seed = size, evaluation_size, seed
         self.digest: Digest = bytes_digest(f"seeds 1 {size} {evaluation_size} {seed}".encode())
 
     def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
         return self._prompt(index, is_held_out=False)
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position; no training prompt has its seed, whatever their number."""
         return self._prompt(index, is_held_out=True)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
-        """There is none."""
         raise RewardError("rows of seeds have no score of their own")
 
     def _prompt(self, index: int, *, is_held_out: bool) -> Prompt:

@@ -22,18 +22,18 @@ from heterorl.common.tasks.messages import ROLES
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 OBSERVED = ("user", "tool", "system")
-"""Roles of messages that answer a turn."""
+"""Roles of an observation."""
 _NEEDED = ("reset", "step", "score")
 
 
 def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests, and what is known of the environment.
+    """Answers requests for episodes, and facts about the environment.
 
-    `found` is the class, or the function `score` of a file of tools; None of a game.
+    `found` is the class, or the function `score` of a file of tools; else None.
 
     Raises:
-        ImportError: the package of games is not installed.
-        ValueError: it is no environment.
+        ImportError: a package is not installed.
+        ValueError: it is not an environment.
     """
     most = int(job["max_observation_chars"])
     make: Callable[[], Any]
@@ -55,7 +55,7 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
     elif job["what"] == "class":
         make = shown = found
         if missing := [name for name in _NEEDED if not callable(getattr(found, name, None))]:
-            raise ValueError(f"{job['name']} has no {', '.join(missing)}: it is no environment")
+            raise ValueError(f"{job['name']} has no {', '.join(missing)}; an environment needs reset, step and score")
     else:
         functions = functions_of(sys.modules[job["module"]])
         make, shown = lambda: ToolEnvironment(functions, found, most=most), ToolEnvironment
@@ -72,14 +72,13 @@ def load(job: Mapping[str, Any], found: Any) -> tuple[Answer, dict[str, Any]]:
 
 
 class LiveEpisodes:
-    """The episodes that live in this process, by number."""
+    """Episodes that live in this process, by number."""
 
     def __init__(self, make: Callable[[], Any], most: int) -> None:
         self._make, self._most = make, most
         self._live: dict[int, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request."""
         number, what = request["episode"], request["do"]
         if what == "open":
             return self._opened(number, request["row"], request["seed"])
@@ -98,7 +97,7 @@ class LiveEpisodes:
 
     def _opened(self, number: int, row: Any, seed: int) -> dict[str, Any]:
         random.seed(seed)
-        # What games draw from.
+        # Games draw from it.
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
         self._live[number] = environment = self._make()
         first = environment.reset(row, seed=seed)
@@ -119,7 +118,7 @@ class LiveEpisodes:
 
 
 def observation_of(said: Step) -> Observation:
-    """What `step` returned, as an observation."""
+    """The return value of `step` as an observation."""
     if said is None:
         return Observation((), done=True)
     if isinstance(said, str):
@@ -139,8 +138,8 @@ def _message(entry: Any, roles: Sequence[str]) -> list[str]:
     }  # fmt: skip
     role, content, name = fields.get("role"), fields.get("content"), fields.get("name") or ""
     if not isinstance(role, str) or role not in roles or not isinstance(content, str) or not isinstance(name, str):
-        raise ValueError(f"{entry!r:.80} is no message with a role ({', '.join(roles)}) and a text as content")
-    # A half of a surrogate pair is no text, and raises here.
+        raise ValueError(f"{entry!r:.80} is not a message with a role ({', '.join(roles)}) and a text as content")
+    # Raises for half a surrogate pair.
     f"{content}{name}".encode()
     return [role, content, name]
 
@@ -153,14 +152,14 @@ def _parts(value: Any) -> dict[str, float]:
 
 
 def _action(written: Mapping[str, Any]) -> Action:
-    # Halves of surrogate pairs, which a policy can write in JSON, would make of what the author echoes no text.
+    # A policy can write half a surrogate pair in JSON, and the author may echo it.
     fields = json.loads(json.dumps(written, ensure_ascii=False).encode(errors="replace"))
     calls = tuple(ToolCall(name, arguments) for name, arguments in fields["tool_calls"])
     return Action(fields["text"], calls, fields["is_cut"])
 
 
 def _bound_memory(most: int) -> None:
-    """Let the address space grow by so many bytes beyond what it is now, with all that was imported."""
+    """Bound the address space to its current size and `most` bytes."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     total = pages * resource.getpagesize() + most
     resource.setrlimit(resource.RLIMIT_AS, (total, total))

@@ -1,8 +1,8 @@
-"""Episodes in worker processes that are killed when they take too long: what a service holds of an environment.
+"""Episodes of an environment in worker processes that are killed when they take too long.
 
-Guarantees: an error ends one episode, and a killed process those alone that lived in it. Calls block, so each episode
-is led by one thread, or by several in turn. A limit is of one call of `reset`, `step` or `score`; it is processor time,
-so that a busy machine gives the same observations, and four times as long by the clock ends what sleeps.
+An error ends one episode; a killed process ends the episodes that lived in it. Calls block. A limit is per `reset`,
+`step` or `score`, in processor time, so that a busy machine gives equal observations; four times as long by the clock
+ends code that sleeps.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from heterorl.common.types.rollout import RewardPart
 
 _LOG = logging.getLogger(__name__)
 EPISODES_A_PROCESS = 16
-"""Most that live in one process, where a class says that they may."""
+"""Most episodes in one process, where the class allows it."""
 _KINDS = {"textarena": "game", "program": "program", "openenv": "openenv"}
-"""What stands before a colon and names no module."""
+"""Prefixes that name no module."""
 _PACKAGES = {"game": ("textarena", "games"), "openenv": ("websockets", "openenv")}
 """Packages that a kind needs, and their extras."""
 _KEY = "task.environment"
@@ -46,7 +46,7 @@ _EXAMPLES = (
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A process that was taken for episodes."""
+    """A worker process that holds episodes."""
 
     worker: WorkerProcess
     live: int = 1
@@ -54,7 +54,7 @@ class _Place:
 
 
 class Episodes:
-    """An environment as its name says, loaded, and the processes that its episodes live in."""
+    """An environment by its name, and the processes of its episodes."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Episodes:
         max_observation_chars: int,
         num_processes: int,
     ) -> None:
-        """Load it once.
+        """Load the environment once.
 
-        `name` is as `task.environment` writes it. `memory_bytes` is what a process may take beyond what it has once it
-        is loaded, `max_observation_chars` of all messages that answer one turn.
+        `name` is as in `task.environment`. `memory_bytes` is address space beyond that of a loaded process,
+        `max_observation_chars` counts all messages that answer one turn.
 
         Raises:
             ConfigError: it cannot be found or loaded.
@@ -96,14 +96,14 @@ class Episodes:
         self.files_digest = str(facts["digest"])
         self.is_deterministic = bool(facts["is_deterministic"])
         self.tools: tuple[Mapping[str, Any], ...] = tuple(facts["tools"])
-        """JSON schemas of the tools, as chat templates take them; of a program what `learn_tools` found."""
+        """JSON schemas of the tools; those of a program are known after its first episode."""
         self.learns_tools = bool(facts.get("learns_tools", False))
-        """Whether the first messages of an episode show the tools, and nothing before."""
+        """Whether only the first episode shows the tools."""
         self._has_learned = False
         self.needs: tuple[str, ...] = tuple(facts["needs"])
-        """Columns that the score of a file of tools names."""
+        """Columns that the score function of a file of tools needs."""
         self.keeps_prompts = job["what"] == "function"
-        """Whether no episode gives first messages of its own."""
+        """Whether episodes never replace the prompt."""
         self.shares_process = bool(facts["shares_process"])
         self._places: list[_Place] = []
         self._lock = threading.Lock()
@@ -113,11 +113,11 @@ class Episodes:
 
     @property
     def max_live(self) -> int:
-        """Episodes that live at once."""
+        """Most episodes at once."""
         return self.num_processes * (EPISODES_A_PROCESS if self.shares_process else 1)
 
     def open(self, row: Mapping[str, Any], seed: int) -> Episode:
-        """Begin an episode; waits while all processes are in use.
+        """Begin an episode; wait while all processes are in use.
 
         Raises:
             EnvironmentFailed: its code raised.
@@ -137,13 +137,13 @@ class Episodes:
         return episode
 
     def _learn(self, tools: tuple[Mapping[str, Any], ...]) -> None:
-        """All episodes of a run show the tools of its first one."""
+        """Keep the tools of the first episode; all others must show the same."""
         if self._has_learned and tools != self.tools:
             raise EnvironmentFailed(f"{self.name}, open: it shows other tools than in its first episode")
         self.tools, self._has_learned = tools, True
 
     def close(self) -> None:
-        """Kill all processes; who waits for an answer gets an error."""
+        """Kill all processes; callers that wait get an error."""
         self._pool.close()
 
     def _enter(self) -> _Place:
@@ -162,7 +162,6 @@ class Episodes:
         return place
 
     def leave(self, place: _Place) -> None:
-        """Give back a place; its process serves other episodes."""
         with self._lock:
             place.live -= 1
             if place.live:
@@ -173,11 +172,11 @@ class Episodes:
 
 
 class Episode:
-    """One episode. Any error is its end: all later calls raise it again."""
+    """One episode. An error ends it: all later calls raise it again."""
 
     def __init__(self, episodes: Episodes, place: _Place, number: int) -> None:
         self.first: tuple[Message, ...] | None = None
-        """The first messages in place of the row's prompt; None where the prompt stays."""
+        """First messages, which replace the row's prompt; None keeps the prompt."""
         self._episodes, self._place, self._number = episodes, place, number
         self._error: EpisodeError | None = None
         self._is_closed = False
@@ -189,13 +188,12 @@ class Episode:
         self.close()
 
     def step(self, action: Action) -> Observation:
-        """What the environment says to a turn."""
         calls = [[call.name, dict(call.arguments)] for call in action.tool_calls]
         reply = self.ask("step", action={"text": action.text, "tool_calls": calls, "is_cut": action.is_cut})
         return Observation(_messages(reply["messages"]), bool(reply["done"]))
 
     def score(self) -> tuple[RewardPart, ...]:
-        """The reward in its parts, also of an episode that a limit ended."""
+        """Parts of the reward, also after a limit ended the episode."""
         reply = self.ask("score")
         try:
             return parts_of(reply["parts"])
@@ -204,7 +202,7 @@ class Episode:
             raise self._error from error
 
     def close(self) -> None:
-        """End it; a process of its own that does not close it is killed. A second call does nothing."""
+        """End the episode; kill a process of its own that fails to close it. A second call does nothing."""
         if self._is_closed:
             return
         if not isinstance(self._error, ToolLost):
@@ -238,7 +236,7 @@ class Episode:
             self._error = ToolLost(f"{name}: {error}")
             raise self._error from error
         except (RewardError, RecursionError, TypeError) as error:
-            # What is no JSON, such as arguments of a tool in too many brackets, is told in the same way.
+            # Arguments that JSON cannot hold, such as too deep ones, end the episode in the same way.
             self._error = EnvironmentFailed(f"{name}: {error}")
             raise self._error from error
 

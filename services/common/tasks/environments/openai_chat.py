@@ -1,7 +1,7 @@
-"""The chat format of OpenAI, as programs speak it: requests are read or refused, the policy's turns written. Pure.
+"""OpenAI's chat format for agent programs: reads or refuses requests, writes the policy's turns. Pure.
 
-Guarantees: a request is another turn only where it begins with all messages that are known and adds some. Messages are
-compared by their parsed content; what was drawn is never taken from a request.
+A request is another turn only where it begins with all known messages and adds some. Messages are compared by their
+parsed content; drawn tokens are never taken from a request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.task import Message
 
 FIRST_ROLES = ("system", "user", "assistant")
-"""Roles of a program's first messages."""
+"""Roles of the first messages."""
 ADDED_ROLES = ("user", "tool", "system")
 """Roles of messages behind an answer."""
 OVER = "budget_exhausted"
-"""Code of the refusal once an episode is over."""
+"""Error code after the end of an episode."""
 _TAKEN: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "logit_bias": (None, {}),
@@ -34,11 +34,11 @@ _TAKEN: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None,),
     "modalities": (None, ["text"]),
 }
-"""Fields that would change what is drawn or what is returned, and the values of them that do not."""
+"""Fields that would change sampling or output, with their values that do not."""
 
 
 class RequestRefused(Exception):
-    """A request that is answered by an error; a status from 400 on that no SDK repeats, or 500."""
+    """Answers a request with an error; status 500, or one from 400 on that no SDK retries."""
 
     def __init__(self, words: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         self.status = status
@@ -49,14 +49,14 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message, parsed: equal ones say the same, however they are written."""
+    """One parsed message; equal messages are equal however they are written."""
 
     role: str
     content: str
     calls: tuple[tuple[str, str, str], ...] = ()
-    """Id, name and arguments of each call of a tool; the arguments are JSON with sorted keys."""
+    """Id, name and arguments of each tool call; arguments as JSON with sorted keys."""
     call_id: str = ""
-    """Of a tool's result."""
+    """Call that a tool's result belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +71,21 @@ class Request:
 
 
 def read_request(body: Any) -> Request:
-    """A request as parsed JSON.
-
-    Raises:
-        RequestRefused: it is none, or it asks for what would change the distribution that the policy draws from.
-    """
+    """A request from parsed JSON; raises RequestRefused where it would change the policy's distribution."""
     if not isinstance(body, dict):
-        raise RequestRefused("the body is no object")
+        raise RequestRefused("the body is not an object")
     for name, values in _TAKEN.items():
         if body.get(name) not in values:
             raise RequestRefused(f"{name} is not supported: the run's own settings decide what is drawn", param=name)
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not messages:
-        raise RequestRefused("messages is no list, or an empty one", param="messages")
+        raise RequestRefused("messages is not a list, or an empty one", param="messages")
     if not isinstance(tools, list):
-        raise RequestRefused("tools is no list", param="tools")
+        raise RequestRefused("tools is not a list", param="tools")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestRefused(f"tools[{number}] is no function with a name", param="tools")
+            raise RequestRefused(f"tools[{number}] is not a function with a name", param="tools")
     options = body.get("stream_options")
     return Request(
         messages=tuple(_said(entry, f"messages[{number}]") for number, entry in enumerate(messages)),
@@ -102,18 +98,14 @@ def read_request(body: Any) -> Request:
 
 @dataclass(slots=True)
 class History:
-    """What a program and the policy have said to each other."""
+    """Conversation of a program and the policy."""
 
     known: list[ChatMessage] = field(default_factory=list)
     tools: tuple[Mapping[str, Any], ...] | None = None
-    """Of the first request; all later ones show the same."""
+    """Tools of the first request; later requests must show the same."""
 
     def extend(self, request: Request) -> tuple[Message, ...]:
-        """The messages that a request adds.
-
-        Raises:
-            RequestRefused: it does not begin with what is known, or adds a message that has no place there.
-        """
+        """Messages that a request adds; raises RequestRefused where it rewrites known ones or adds an invalid one."""
         if self.tools is not None and request.tools != self.tools:
             raise RequestRefused("tools differ from those of the first request: an episode has one set", param="tools")
         for number, (known, stated) in enumerate(zip(self.known, request.messages, strict=False)):
@@ -137,7 +129,7 @@ class History:
         return messages
 
     def answer(self, action: Action) -> dict[str, Any]:
-        """The policy's turn as a message of the assistant, which is known from now on."""
+        """The policy's turn as an assistant message, which becomes known."""
         calls = [
             {
                 "id": f"call_{len(self.known)}_{number}",
@@ -163,14 +155,14 @@ def _message(said: ChatMessage, names: Mapping[str, str], number: int) -> Messag
 
 def _said(entry: Any, place: str) -> ChatMessage:
     if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
-        raise RequestRefused(f"{place} is no object with a role", param="messages")
+        raise RequestRefused(f"{place} is not an object with a role", param="messages")
     role = "system" if entry["role"] == "developer" else entry["role"]
     content = _text(entry.get("content"), place)
     stated = entry.get("tool_calls") or []
     if not isinstance(stated, list):
-        raise RequestRefused(f"{place}.tool_calls is no list", param="messages")
+        raise RequestRefused(f"{place}.tool_calls is not a list", param="messages")
     calls = tuple(_call(each, place) for each in stated)
-    # White space around an answer is cut by many programs, and stands in the drawn tokens alone.
+    # Many programs strip answers; the drawn tokens keep the white space.
     content = content.strip() if role == "assistant" else content
     return ChatMessage(role, content, calls, str(entry.get("tool_call_id") or ""))
 
@@ -189,7 +181,7 @@ def _text(content: Any, place: str) -> str:
     try:
         whole.encode()
     except UnicodeEncodeError:
-        raise RequestRefused(f"{place}.content is no Unicode text", param="messages") from None
+        raise RequestRefused(f"{place}.content is not Unicode text", param="messages") from None
     return whole
 
 
@@ -198,20 +190,20 @@ def _call(entry: Any, place: str) -> tuple[str, str, str]:
     if not isinstance(function, dict):
         raise RequestRefused(f"{place}.tool_calls has an entry without a function", param="messages")
     arguments = function.get("arguments")
-    # What is no JSON differs from every call that the policy made, and is told so.
+    # Text that is not JSON equals no call of the policy, and is refused as such.
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return str(entry.get("id")), str(function.get("name")), json.dumps(arguments, sort_keys=True)
 
 
 def completion(message: Mapping[str, Any], request: Request, *, number: int, is_cut: bool, created: int) -> Any:
-    """The answer to a request as a `chat.completion`, its tokens not counted; `created` in seconds since 1970."""
+    """Answer as a `chat.completion`, tokens not counted; `created` in seconds since 1970."""
     choice = {"index": 0, "message": dict(message), "logprobs": None, "finish_reason": _reason(message, is_cut)}
     return {**_head("chat.completion", request, number, created), "choices": [choice], "usage": _USAGE}
 
 
 def chunks(message: Mapping[str, Any], request: Request, *, number: int, is_cut: bool, created: int) -> Sequence[Any]:
-    """The same answer in the pieces of a stream; see `completion`."""
+    """Answer in the pieces of a stream; see `completion`."""
     head = _head("chat.completion.chunk", request, number, created)
     delta = dict(message)
     if "tool_calls" in delta:

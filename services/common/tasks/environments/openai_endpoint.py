@@ -1,9 +1,8 @@
-"""An endpoint of one episode on this machine's loopback, which a program takes for OpenAI's.
+"""OpenAI-compatible endpoint of one episode, on the loopback of this machine.
 
-Guarantees: it answers holders of its key alone, and none once it is closed. One request is under way at a time. The
-same request, sent again, waits for or gets the same answer; a connection that breaks leaves no second turn.
-
-Requests come in threads of their own. Each waits until `answer` or `refuse_rest` is called, by the environment.
+It answers only holders of its key, and nothing after `close`. It takes one request at a time. An equal request waits
+for or gets the same answer; a broken connection makes no second turn. Requests come in threads of their own and wait
+until the environment calls `answer` or `refuse_rest`.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from heterorl.common.tasks.environments.openai_chat import (
 from heterorl.common.tasks.task import Message
 
 MODEL = "policy"
-"""The only model there; any other name is taken for it."""
+"""Name of the only model; other names are accepted."""
 MAX_BODY_BYTES = 16 << 20
-"""Of a request, before anything of it is parsed."""
+"""Largest request, checked before parsing."""
 MAX_CONNECTIONS = 64
 KEEPALIVE_S = 10.0
-"""Between two signs of life of a stream whose turn is under way."""
+"""Seconds between comments in a stream that waits for its turn."""
 _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
 
 
@@ -53,13 +52,12 @@ class _Turn:
 
 
 class Endpoint:
-    """The server, and the conversation that is held through it."""
+    """The server, and its conversation."""
 
     def __init__(self, on_request: Callable[[tuple[Message, ...]], None], *, keepalive_s: float = KEEPALIVE_S) -> None:
-        """Take a port of 127.0.0.1; `start` answers at it.
+        """Bind a port of 127.0.0.1; `start` answers there.
 
-        `on_request` is told, in the request's thread, what each new request adds to the conversation. `keepalive_s` is
-        between two signs of life of a stream.
+        The request's thread calls `on_request` with the messages that a new request adds.
         """
         self.api_key = secrets.token_urlsafe(24)
         self.keepalive_s = keepalive_s
@@ -73,15 +71,15 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """What a program is given as OPENAI_BASE_URL."""
+        """OPENAI_BASE_URL of the program."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def start(self) -> None:
-        """Answer from now on; what came before waits."""
+        """Answer requests, also those that came before."""
         self._thread.start()
 
     def answer(self, action: Action) -> None:
-        """Answer the request that is under way by a turn of the policy."""
+        """Answer the open request with a turn of the policy."""
         with self._lock:
             turn = self._turn
             assert turn is not None, "a request is under way"
@@ -89,7 +87,7 @@ class Endpoint:
             turn.done.set()
 
     def refuse_rest(self, refusal: RequestRefused) -> None:
-        """Answer the request that is under way, and all that come, by an error."""
+        """Answer the open request and all later ones with an error."""
         with self._lock:
             self._refusal = refusal
             if self._turn is not None and not self._turn.done.is_set():
@@ -97,7 +95,6 @@ class Endpoint:
                 self._turn.done.set()
 
     def close(self) -> None:
-        """Answer nothing more."""
         self.refuse_rest(RequestRefused("the episode has ended", status=500))
         if self._thread.is_alive():
             self._server.shutdown()
@@ -105,11 +102,7 @@ class Endpoint:
         self._server.server_close()
 
     def asked(self, body: Any, request: Request) -> _Turn:
-        """The turn that answers a request: a new one, or the one that the same request asked for before.
-
-        Raises:
-            RequestRefused: it is no extension of the conversation, another one is under way, or the episode is over.
-        """
+        """The turn for a request, or that of an equal earlier one; raises RequestRefused while another is open."""
         with self._lock:
             turn = self._turn
             if turn is not None and turn.body == body:
@@ -125,7 +118,7 @@ class Endpoint:
 
 
 def over() -> RequestRefused:
-    """The refusal of an episode that a limit ended."""
+    """Refusal after a limit ended the episode."""
     words = "the episode is over: it has used up its turns, tokens or seconds; return the reward of what was reached"
     return RequestRefused(words, code=OVER)
 
@@ -170,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answered(self, handle: Callable[[], None]) -> None:
         try:
-            # What is not read of a refused body must not be taken for another request.
+            # The unread rest of a refused body must not be read as another request.
             self.close_connection = True
             stated = self.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(stated, f"Bearer {self.server.endpoint.api_key}".encode()):
@@ -206,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, completion(turn.message, request, **made))
 
     def _stream(self, turn: _Turn, request: Request) -> None:
-        """Server-sent events of a turn; comments until it has ended."""
+        """Server-sent events of a turn; comments until it ends."""
         is_done = turn.done.wait(self.server.endpoint.keepalive_s)
         if is_done and turn.refusal is not None:
             raise turn.refusal
@@ -235,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             return json.loads(self.rfile.read(int(size)))
         except (ValueError, RecursionError) as error:
-            raise RequestRefused(f"the body is no JSON: {error}") from None
+            raise RequestRefused(f"the body is not JSON: {error}") from None
 
     def _unknown(self) -> RequestRefused:
         words = f"there is no {self.command} {self.path[:100]}, only POST {_CHAT} and GET {_MODELS}"

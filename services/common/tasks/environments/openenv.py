@@ -1,7 +1,7 @@
-"""Episodes on a server of OpenEnv, over its web socket: `task.environment = "openenv:http://127.0.0.1:8000"`.
+"""Episodes on an OpenEnv server, over its web socket: `task.environment = "openenv:http://127.0.0.1:8000"`.
 
-A server says at /schema which fields an action has. An action of one text is the policy's answer; any other one is
-written by the policy as a JSON object. The score is the sum of the rewards of all steps.
+The server's /schema lists the fields of an action. An action of one text field is the policy's answer; for any other
+the policy writes a JSON object. The score is the sum of all rewards.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
 
 MAX_BYTES = 1 << 20
-"""Of one message of the server."""
+"""Largest message of the server."""
 TIMEOUT_S = 10.0
-"""For what is asked before the first episode."""
+"""For the schema and for opening a socket."""
 _OPTIONAL = ("metadata",)
-"""Fields of an action that say nothing to its environment."""
+"""Fields of an action that its environment ignores."""
 
 
 def load(url: str) -> tuple[Callable[[], OpenEnvEpisode], dict[str, Any]]:
-    """What makes episodes of a server, and what is known of it.
+    """Constructor of episodes on a server, and facts about it.
 
     Raises:
-        ImportError: the package websockets is not installed.
-        ValueError: no server of OpenEnv answers there.
+        ImportError: websockets is not installed.
+        ValueError: no OpenEnv server answers there.
     """
     from websockets.sync.client import connect
 
     url = url.rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{url} is no address of a server, such as http://127.0.0.1:8000")
+        raise ValueError(f"{url} is not a server address, such as http://127.0.0.1:8000")
     try:
         with urlopen(f"{url}/schema", timeout=TIMEOUT_S) as reply:
             action = json.loads(reply.read(MAX_BYTES))["action"]
         fields = {name: each for name, each in action["properties"].items() if name not in _OPTIONAL}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"no server of OpenEnv answers at {url}/schema: {error}") from error
+        raise ValueError(f"no OpenEnv server answers at {url}/schema: {error}") from error
     if not fields:
         raise ValueError(f"the actions at {url} have no fields")
     socket = urlunsplit(parts._replace(scheme=parts.scheme.replace("http", "ws"), path=f"{parts.path}/ws"))
@@ -56,7 +56,7 @@ def load(url: str) -> tuple[Callable[[], OpenEnvEpisode], dict[str, Any]]:
 
 
 class OpenEnvEpisode:
-    """One session of the server; implements Environment. Whether a server repeats itself, its protocol does not say."""
+    """One session of the server; implements Environment. The protocol does not tell whether it is deterministic."""
 
     is_deterministic: ClassVar[bool] = False
     shares_process: ClassVar[bool] = False
@@ -70,13 +70,12 @@ class OpenEnvEpisode:
         self._total = 0.0
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> str:  # noqa: ARG002 - of the Protocol
-        """What the server shows first, and in which form actions are written."""
         self._socket = self._open_socket()
         shown = _shown(self._asked("reset", {"seed": seed})["observation"])
         return shown if self._text else f"{shown}\n\n{self._form}".strip()
 
     def step(self, action: Action) -> Observation:
-        """Take the action that the answer states; the policy reads what is wrong with one that is none."""
+        """Take the action of the answer; the policy reads what is wrong with an invalid one."""
         try:
             stated = {self._text: action.answer.strip()} if self._text else _object(action.answer)
             said = self._asked("step", stated)
@@ -86,11 +85,9 @@ class OpenEnvEpisode:
         return Observation((Message(role="user", content=_shown(said["observation"])),), done=said.get("done") is True)
 
     def score(self) -> float:
-        """The sum of all rewards so far."""
         return self._total
 
     def close(self) -> None:
-        """End the session."""
         if self._socket is not None:
             self._socket.send(json.dumps({"type": "close"}))
             self._socket.close()
@@ -108,7 +105,7 @@ class OpenEnvEpisode:
 
 
 class _NoActionError(Exception):
-    """A turn that states no action; its argument says why."""
+    """A turn without a valid action; its argument is the reason."""
 
 
 def _object(answer: str) -> dict[str, Any]:
@@ -117,11 +114,11 @@ def _object(answer: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         stated = None
     if not isinstance(stated, dict):
-        raise _NoActionError("No action was taken: the answer is no JSON object.")
+        raise _NoActionError("No action was taken: the answer is not a JSON object.")
     return stated
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
-    """An observation as text: its only field if that is a text, else all of it as JSON."""
+    """Text of an observation: its only field if that is a text, else JSON."""
     values = list(observation.values())
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(observation, ensure_ascii=False)

@@ -1,10 +1,8 @@
-"""An agent program as an environment: `task.environment = "program:agent.py:run"` or `"program:python agent.py"`.
+"""Agent programs as environments: `task.environment = "program:agent.py:run"` or `"program:python agent.py"`.
 
-The program speaks to an OpenAI-compatible endpoint that lives as long as the episode, in this worker. Each of its
-requests is one turn: the messages that a request adds are the observation, and the policy's turn is the answer. It is
-started once an episode; its end is the end of the episode, and its last line is the reward.
-
-Guarantees: no process that an episode started lives longer than the episode.
+The program talks to an OpenAI-compatible endpoint in this worker, which lives as long as the episode. Each request is
+one turn: its new messages are the observation, and the policy's turn is the answer. The episode ends with the program,
+whose last line is the reward. No process that an episode started outlives it.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ from heterorl.common.types.common import peer_words
 
 CALLED = Path(__file__).parent / "call_function.py"
 MAX_TAIL_BYTES = 65_536
-"""Of what a program wrote last, which is kept; all of it goes to the log as it comes."""
+"""Kept end of the output; the log gets all of it."""
 _PIECE = 65_536
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], dict[str, Any]]:
-    """What makes the episodes of a program, and what is known of it. Nothing of it is run.
+    """Constructor of episodes of a program, and facts about it; runs nothing.
 
-    `name` is `file.py:function`, or a command, which runs in the directory.
+    `name` is `file.py:function`, or a command that runs in the directory.
 
     Raises:
         ValueError: there is no such file, function or command.
@@ -65,7 +63,7 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
 
 
 def _read(file: Path, function: str) -> bool:
-    """Whether a file says that its function is deterministic."""
+    """Whether a file declares its function deterministic."""
     try:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError) as error:
@@ -81,7 +79,7 @@ def _names(assign: ast.Assign) -> list[str]:
 
 
 def _files_of(path: str, directory: str) -> str:
-    """The digest of a file and of what it imports of the same directory."""
+    """Digest of a file and of its imports from the same directory."""
     if directory not in sys.path:
         sys.path.append(directory)
     importlib.invalidate_caches()
@@ -93,7 +91,7 @@ def _files_of(path: str, directory: str) -> str:
 
 
 def _named_files(command: Sequence[str], directory: str) -> str:
-    """The digest of a command's words, and of the files that it names."""
+    """Digest of a command and of the files that it names."""
     total = hashlib.blake2b(digest_size=32)
     for word in command:
         path = Path(directory, word)
@@ -103,7 +101,7 @@ def _named_files(command: Sequence[str], directory: str) -> str:
 
 
 class _Tail:
-    """Reads a pipe to its end in a thread of its own, hands all of it on to the log and keeps what came last."""
+    """Thread that copies a pipe to the log and keeps its end."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._kept = pipe, b""
@@ -117,7 +115,7 @@ class _Tail:
                 os.write(2, piece)
 
     def last_line(self) -> str:
-        """The last line that is not empty, once the pipe has ended."""
+        """Last line that is not empty, after the end of the pipe."""
         self._thread.join()
         self._pipe.close()
         lines = self._kept.decode(errors="replace").split("\n")
@@ -125,7 +123,7 @@ class _Tail:
 
 
 class ProgramEnvironment:
-    """One run of the program; implements Environment. It alone lives in its process, which leads a process group."""
+    """One run of the program; implements Environment. Its worker leads a process group and holds one episode."""
 
     is_deterministic: ClassVar[bool] = False
     shares_process: ClassVar[bool] = False
@@ -133,7 +131,7 @@ class ProgramEnvironment:
     def __init__(self, command: Sequence[str], directory: str) -> None:
         self._command, self._directory = command, directory
         self._events: queue.SimpleQueue[tuple[Message, ...] | int] = queue.SimpleQueue()
-        """What each request adds; the program's exit code is the last one."""
+        """Messages of each request; last, the exit code."""
         self._endpoint = Endpoint(self._events.put)
         self._process: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
@@ -149,17 +147,17 @@ class ProgramEnvironment:
 
     @property
     def shown_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """JSON schemas of the tools that the program's requests show."""
+        """JSON schemas of the tools in the program's requests."""
         return self._endpoint.history.tools or ()
 
     def step(self, action: Action) -> Observation | None:
-        """Answer the request; what the next one adds, or None where the program ends."""
+        """Answer the request; the messages of the next one, or None where the program ends."""
         self._endpoint.answer(action)
         added = self._next()
         return None if added is None else Observation(added)
 
     def score(self) -> Any:
-        """What the program printed last; 0 of one that a limit ended, and that ended by an error of its own."""
+        """Reward on the last line; 0 for a program that failed after a limit ended it."""
         if self._code is None:
             self._is_over = True
             self._endpoint.refuse_rest(over())
@@ -174,19 +172,18 @@ class ProgramEnvironment:
             raise ValueError(f"the program's last line is {line[:80]!r}, and no reward: {error}") from None
 
     def close(self) -> None:
-        """Kill what is left of the program."""
         _kill_others()
         self._endpoint.close()
         if self._process is not None:
             self._process.wait()
 
     def _next(self) -> tuple[Message, ...] | None:
-        """What the next request adds; None where the program has ended without an error, or is over."""
+        """Messages of the next request; None after an end without error, or past a limit."""
         event = self._events.get()
         if not isinstance(event, int):
             return event
         self._code = event
-        # What it left running would hold its pipes.
+        # Its children would hold its pipes open.
         _kill_others()
         if event and not self._is_over:
             words = f"it was ended by {signal.Signals(-event).name}" if event < 0 else f"it ended with code {event}"
@@ -194,7 +191,7 @@ class ProgramEnvironment:
         return None
 
     def _start(self, row: Mapping[str, Any], seed: int) -> None:
-        # A file in memory: a program need not read it.
+        # A file in memory: the program need not read it.
         task = os.memfd_create("task")
         os.write(task, json.dumps(dict(row)).encode() + b"\n")
         os.lseek(task, 0, os.SEEK_SET)
@@ -206,7 +203,7 @@ class ProgramEnvironment:
                 stdin=task,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Killed with its worker, and then by its parent's limits; no other thread runs here now.
+                # The program dies with its worker; no other thread runs here now.
                 preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
             )
         finally:
@@ -222,7 +219,7 @@ class ProgramEnvironment:
 
 
 def _variables(endpoint: Endpoint, seed: int) -> dict[str, str]:
-    """Variables of the environment for a program; a proxy has no part in what stays on this machine."""
+    """Environment variables of a program; no proxy for this machine."""
     here = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
     own = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "HETERORL_SEED": str(seed)}
     return {**os.environ, **own, "NO_PROXY": here, "no_proxy": here}
@@ -238,7 +235,7 @@ def _reward(line: str) -> Any:
 
 
 def _kill_others() -> None:
-    """Kill all other processes of this one's group, and what they start meanwhile."""
+    """Kill all other processes of this process's group, and those that they start meanwhile."""
     own = os.getpid()
     assert os.getpgrp() == own, "a worker leads its group"
     killed: set[int] = set()
@@ -253,7 +250,7 @@ def _group(group: int) -> set[int]:
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # It may end meanwhile.
+            # The process may end meanwhile.
             with suppress(OSError):
                 fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
                 if int(fields[2]) == group and fields[0] != "Z":

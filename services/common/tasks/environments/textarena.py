@@ -1,7 +1,7 @@
-"""Games for one player of the package textarena, as environments: `task.environment = "textarena:GuessTheNumber-v0"`.
+"""Single-player games of textarena as environments: `task.environment = "textarena:GuessTheNumber-v0"`.
 
-The game's own rules are the first message, and its reward at the end is the score. A game that a limit ended is given
-what it counts as done so far, where it counts that, else 0. Games draw from `random`: one episode a process.
+The rules are the first message, and the game's final reward is the score. A game that a limit ended gets its completed
+share if the game counts one, else 0. Games draw from `random`, so a process holds one episode.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.task import Message
 
 _RAW = "-raw"
-"""Ends the name of a game without wrappers, which would repeat all that was said in each observation."""
+"""Suffix of games without wrappers, which would repeat the whole conversation in each observation."""
 _PARTIAL = "_get_percentage_completion"
 
 
 def version_of() -> str:
-    """Version of the package, which decides what its games say."""
+    """Version of textarena, which decides what its games write."""
     return version("textarena")
 
 
@@ -40,11 +40,11 @@ class TextArenaGame:
 
     @classmethod
     def of(cls, name: str) -> Callable[[], TextArenaGame]:
-        """What makes games of a name.
+        """Constructor of games by name.
 
         Raises:
-            ImportError: the package is not installed.
-            ValueError: it has no such game, or it cannot be played here by one player.
+            ImportError: textarena is not installed.
+            ValueError: it has no such game, or one player cannot play it here.
         """
         from textarena.envs.registration import ENV_REGISTRY
 
@@ -59,19 +59,16 @@ class TextArenaGame:
         return lambda: cls(name)
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> str:  # noqa: ARG002 - of the Protocol
-        """The game's rules, and what it shows at first."""
         self._game.reset(num_players=1, seed=seed)
         return self._said()
 
     def step(self, action: Action) -> Observation:
-        """Make the move that the turn's answer states."""
         done, _ = self._game.step(action.answer)
         state = self._game.state
         said = self._said() or (str(state.game_info[0].get("reason") or "") if done else "")
         return Observation((Message(role="user", content=said),), done=bool(done))
 
     def score(self) -> float:
-        """The game's reward."""
         rewards = self._game.state.rewards
         if rewards is not None:
             return float(rewards[0])

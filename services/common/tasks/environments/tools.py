@@ -1,4 +1,4 @@
-"""Tools: typed Python functions with docstrings, whose results the policy reads; an episode of nothing else.
+"""Tools: typed Python functions with docstrings, whose results the policy reads.
 
 A file of tools, `task.environment = "tools.py"`:
 
@@ -14,9 +14,9 @@ A file of tools, `task.environment = "tools.py"`:
     def score(messages, answer):
         return float(messages[-1]["content"].strip().endswith(answer))
 
-Each public function of the file but `score` is a tool. The episode goes on while a turn calls tools, and ends with the
-first that calls none. `score` is given what its parameters name: `messages`, `answer` and columns of the row. Functions
-keep nothing from one call to the next: an environment that has a state is a class.
+Each public function of the file except `score` is a tool. The episode ends with the first turn that calls none. The
+parameters of `score` name what it gets: `messages`, `answer` and columns of the row. Functions keep no state; an
+environment with state is a class.
 """
 
 from __future__ import annotations
@@ -38,32 +38,24 @@ from heterorl.common.tasks.task import Message
 Tool = Callable[..., Any]
 SCORE = "score"
 MAX_WORDS = 500
-"""Characters of what the policy reads of an error."""
+"""Longest error that the policy reads, characters."""
 MAX_NAME = 128
-"""Characters of a tool's name as a policy may state it."""
+"""Longest tool name in an answer, characters."""
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):")
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
 
 def functions_of(module: ModuleType) -> tuple[Tool, ...]:
-    """The tools of a file, as they stand there.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Tools of a file, in order; raises ValueError without any."""
     own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
     tools = tuple(each for each in own if not each.__name__.startswith("_") and each.__name__ != SCORE)
     if not tools:
-        raise ValueError(f"{module.__file__} has no public function beside {SCORE}: a tool is one")
+        raise ValueError(f"{module.__file__} has no public function except {SCORE}; each tool is a public function")
     return tools
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates are given it: name, description, and a JSON schema of its arguments.
-
-    Raises:
-        ValueError: it has no docstring, or a parameter without a type or a name.
-    """
+    """Tool in the form of chat templates; raises ValueError without a docstring or a type."""
     name = tool.__name__
     parameters = [each for each in inspect.signature(tool).parameters.values() if each.name != "self"]
     for each in parameters:
@@ -73,7 +65,7 @@ def schema_of(tool: Tool) -> dict[str, Any]:
             raise ValueError(f"the tool {name}: its parameter {each.name} has no type")
     description, meanings = _described(tool)
     if not description:
-        raise ValueError(f"the tool {name} has no docstring, which the policy is shown")
+        raise ValueError(f"the tool {name} has no docstring; write one, since the policy reads it")
     schema = _schema(tool)
     properties = {key: value for key, value in schema.get("properties", {}).items() if key != "self"}
     for key, meaning in meanings.items():
@@ -91,7 +83,7 @@ def _schema(tool: Any) -> dict[str, Any]:
         adapter: TypeAdapter[Any] = TypeAdapter(tool)
         return dict(adapter.json_schema(schema_generator=_WithoutTitles))
     except Exception as error:
-        # Of a type that pydantic does not know, or that has no JSON.
+        # pydantic does not know the type, or it has no JSON form.
         words = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"the tool {tool.__name__}: its types cannot be shown: {words}") from error
 
@@ -102,7 +94,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _described(tool: Tool) -> tuple[str, dict[str, str]]:
-    """What a docstring in Google's style says of a function, and of each argument."""
+    """Description and arguments of a docstring in Google's style."""
     description: list[str] = []
     arguments: dict[str, str] = {}
     section, indent, last = "", -1, ""
@@ -123,7 +115,7 @@ def _described(tool: Tool) -> tuple[str, dict[str, str]]:
 
 
 def answer_calls(tools: Sequence[Tool], calls: Sequence[ToolCall], *, most: int) -> tuple[Message, ...]:
-    """A message of each call, in order, of `most` characters together: the result, or what is wrong with the call."""
+    """One message for each call, in order, of at most `most` characters together: result or error."""
     named = {tool.__name__: tool for tool in tools}
     messages = []
     for call in calls:
@@ -150,14 +142,14 @@ def _result(named: Mapping[str, Tool], call: ToolCall) -> str:
 
 
 def column_names(score: Callable[..., Any]) -> list[str]:
-    """Columns that a score needs of each row."""
+    """Columns that a score function needs."""
     parameters = inspect.signature(score).parameters.values()
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     return [each.name for each in named if each.default is each.empty and each.name not in ("messages", "answer")]
 
 
 class ToolEnvironment:
-    """An episode of tool calls and a score at its end; implements Environment."""
+    """Episode of tool calls with a score at its end; implements Environment."""
 
     is_deterministic: ClassVar[bool] = True
     shares_process: ClassVar[bool] = False
@@ -168,12 +160,11 @@ class ToolEnvironment:
         self._messages: list[dict[str, Any]] = []
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> None:  # noqa: ARG002 - of the Protocol
-        """Keep the row's prompt."""
         self._row = row
         self._messages = [*row.get("messages", [{"role": "user", "content": row.get("prompt", "")}])]
 
     def step(self, action: Action) -> Observation | None:
-        """The results of the calls; a turn without calls is the last."""
+        """Results of the calls; None, the end, without calls."""
         turn: dict[str, Any] = {"role": "assistant", "content": action.text}
         if action.tool_calls:
             turn["tool_calls"] = [
@@ -188,7 +179,6 @@ class ToolEnvironment:
         return Observation(answers)
 
     def score(self) -> Any:
-        """What the file's `score` makes of the conversation."""
         given = {**self._row, "messages": json.loads(json.dumps(self._messages)), "answer": self._row.get("answer", "")}
         parameters = inspect.signature(self._score).parameters
         if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):

@@ -1,4 +1,4 @@
-"""Tasks whose score is computed in processes that can be killed: by the user's own function, or by the task itself."""
+"""Rewards by a user's own function, and scores of a built-in task, in worker processes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from heterorl.common.wire.common import bytes_digest
 
 
 class FunctionReward:
-    """`package.module:function`, loaded from a directory or from what is installed; `digest` is that of its files."""
+    """Reward function `package.module:function`; `digest` covers its files."""
 
     def __init__(
         self, path: str, *, directory: Path, timeout_s: float, num_workers: int = 1, key: str = "task.reward"
     ) -> None:
-        """Load it once.
+        """Load the function once, from the directory or from installed packages.
 
-        It is looked for in the directory beside what is installed. `timeout_s` is processor time for one completion,
-        `key` that of the configuration which names it.
+        `timeout_s` is processor time for one completion; `key` names the function in the configuration.
 
         Raises:
             ConfigError: it cannot be found, imported or called.
@@ -46,15 +45,10 @@ class FunctionReward:
         self.num_workers = num_workers
 
     def close(self) -> None:
-        """Kill the processes."""
         self.pool.close()
 
     def check(self, prompt: Prompt) -> None:
-        """See that a row has the columns that the function's parameters name.
-
-        Raises:
-            ConfigError: it lacks one that has no default.
-        """
+        """Raise ConfigError where a row lacks a column that the function needs."""
         if missing := [name for name in self._needs if name not in prompt.columns]:
             there = ", ".join(map(str, prompt.columns)) or "no columns"
             problem = f"{self._path} asks for {', '.join(missing)}; the rows have {there}"[:500]
@@ -65,11 +59,7 @@ class FunctionReward:
         return {name: prompt.columns[name] for name in wanted if name in prompt.columns}
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The function's value, as named parts.
-
-        Raises:
-            RewardError: the function raised, crashed, took too long, or returned what is no number or too large a one.
-        """
+        """Named parts of the function; raises RewardError where it fails or returns no valid number."""
         try:
             reply = self.pool.ask(
                 {
@@ -91,7 +81,7 @@ class FunctionReward:
 
 
 def loaded_facts(pool: WorkerPool, path: str, *, key: str, path_key: str) -> dict[str, Any]:
-    """Start the first worker of foreign code; what it says of what it loaded.
+    """Start the first worker of a user's code; facts about what it loaded.
 
     `key` names the code in the configuration, `path_key` its directory.
     """
@@ -107,16 +97,12 @@ def loaded_facts(pool: WorkerPool, path: str, *, key: str, path_key: str) -> dic
 
 
 def parts_of(values: Mapping[str, float]) -> tuple[RewardPart, ...]:
-    """The parts of a reward that foreign code returned.
-
-    Raises:
-        RewardError: a coordinator or a learner would not take them.
-    """
+    """Parts that a user's code returned; raises RewardError for parts that the coordinator or the learner refuses."""
     parts = tuple(RewardPart(name=str(name), value=float(value)) for name, value in values.items())
     if not 1 <= len(parts) <= MAX_REWARD_PARTS:
         raise RewardError(f"{len(parts)} parts, 1 to {MAX_REWARD_PARTS} are allowed")
     for part in parts:
-        # The coordinator takes no other: a group with one would be refused at every push.
+        # The coordinator would refuse a group with another name at every push.
         if len(part.name) > MAX_PART_NAME or not part.name.isprintable():
             name = peer_words(part.name, most=MAX_PART_NAME)
             raise RewardError(
@@ -124,14 +110,14 @@ def parts_of(values: Mapping[str, float]) -> tuple[RewardPart, ...]:
             )
         if not math.isfinite(part.value):
             raise RewardError("a value that is not finite")
-        # The learner takes no other, not even of a part that is measured alone.
+        # The learner refuses others, even with weight 0.
         if abs(part.value) > MAX_PART_VALUE:
             raise RewardError(f"{part.value:g} for {part.name}, at most {MAX_PART_VALUE:g} either way is allowed")
     return parts
 
 
 class FunctionRewardTask(TaskWrapper):
-    """A task with the user's own reward; implements Task."""
+    """A task with a user's reward function; implements Task."""
 
     def __init__(self, task: Task, reward: FunctionReward) -> None:
         digest = bytes_digest(f"{task.digest}\n{reward.digest}".encode())
@@ -139,11 +125,9 @@ class FunctionRewardTask(TaskWrapper):
         self._reward = reward
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The function's value, as named parts."""
         return self._reward.score(prompt, completion)
 
     def close(self) -> None:
-        """Kill the processes."""
         self._reward.close()
 
 
@@ -155,10 +139,10 @@ _PLACES = (
 
 
 class WorkerScoredTask(TaskWrapper):
-    """A task's prompts here and its score elsewhere; implements Task."""
+    """A task whose score is computed in worker processes; implements Task."""
 
     def __init__(self, task: Task, job: Mapping[str, Any], *, timeout_s: float, num_workers: int) -> None:
-        """Nothing starts before the first score; `job` is what a worker loads to score as the task does."""
+        """Start nothing yet; `job` is what a worker loads to score as the task does."""
         super().__init__(task, digest=task.digest, num_workers=num_workers)
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
 
@@ -166,7 +150,7 @@ class WorkerScoredTask(TaskWrapper):
         """The task's own parts.
 
         Raises:
-            ConfigError: the process cannot load the task.
+            ConfigError: the worker cannot load the task.
             RewardError: the verifier failed, crashed or took too long; that is not a score.
         """
         request = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer, "completion": completion}
@@ -179,5 +163,4 @@ class WorkerScoredTask(TaskWrapper):
         return tuple(RewardPart(name=str(name), value=float(value)) for name, value in reply["parts"].items())
 
     def close(self) -> None:
-        """Kill the processes."""
         self.pool.close()

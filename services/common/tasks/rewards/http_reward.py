@@ -1,14 +1,13 @@
-"""A reward service: prompt and completions are posted as JSON, values come back. Runs in a worker process.
+"""HTTP client of a reward service, in a worker process.
 
     request   {"version": 1, "reward": "style", "prompt_index": 7, "prompt": "...",
                "messages": [{"role": "user", "content": "..."}], "answer": "...", "completions": ["...", ...]}
     answer    {"rewards": [0.5, ...], "signatures": ["64 bytes in hex", ...]}
 
-One value for each completion, in order; `signatures` may be left out (heterorl.common.tasks.rewards.remote_reward).
+One value for each completion, in order; `signatures` are optional (heterorl.common.tasks.rewards.remote_reward).
 
-The worker is killed at its time limit whatever a server does; until then failures that may pass are tried again.
-Guarantees: nothing is parsed before its size is known to be allowed; a server's certificate is verified; no redirect is
-followed; the key is in no error.
+The worker is killed at its time limit; until then it retries transient failures with backoff. It checks the size of an
+answer before it parses it, verifies the server's certificate, follows no redirect, and keeps the key out of errors.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from typing import Any
 
 VERSION = 1
 MARGIN_S = 0.25
-"""What is left of the time limit for the way back."""
+"""Left of the time limit for the answer to the service."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests."""
+    """Answers requests of a worker."""
     server = Server(url=job["url"], key=read_key(job["api_key_env"], job["api_key_file"]), ca_file=job["ca_file"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -50,61 +49,55 @@ _ASKED = ("prompt_index", "prompt", "messages", "answer", "completions")
 
 
 def deadline_of(job: dict[str, Any]) -> float:
-    """When to give up, by the monotonic clock: a little before this process is killed."""
+    """Deadline by the monotonic clock, shortly before the pool kills this process."""
     timeout_s = float(job["timeout_s"])
     return time.monotonic() + timeout_s - min(MARGIN_S, 0.1 * timeout_s)
 
 
 def values_of(reply: dict[str, Any], *, count: int, low: float, high: float) -> dict[str, Any]:
-    """The values of an answer, with their signatures.
-
-    Raises:
-        ServerRefused: it has other than one number within the bounds for each completion.
-    """
+    """Values and signatures of an answer; raises ServerRefused unless each completion has a number within bounds."""
     values, signatures = reply.get("rewards"), reply.get("signatures", [])
     if not isinstance(values, list) or len(values) != count:
-        raise ServerRefused(f'"rewards" is no list of {count} numbers')
+        raise ServerRefused(f'"rewards" is not a list of {count} numbers')
     for value in values:
-        # A bool is an int to Python.
+        # bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ServerRefused(f'"rewards" holds {value!r:.60}, which is no finite number')
+            raise ServerRefused(f'"rewards" holds {value!r:.60}, which is not a finite number')
         if not low <= value <= high:
             raise ServerRefused(f"a reward of {value:g}, outside [low, high] = [{low:g}, {high:g}]")
     is_list = isinstance(signatures, list) and len(signatures) in (0, count)
     if not is_list or not all(isinstance(text, str) and len(text) <= 128 for text in signatures):
-        raise ServerRefused('"signatures" is no list of one text for each reward')
+        raise ServerRefused('"signatures" is not a list of one text for each reward')
     return {"values": [float(value) for value in values], "signatures": signatures or [""] * count}
 
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_KEY_BYTES = 8192
 MAX_WORDS = 200
-"""Characters of a refusal that are shown."""
+"""Shown characters of a refusal."""
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
 
 
 class ServerRefused(Exception):
-    """The server answered, and will not answer otherwise."""
+    """An answer of the server that a retry would not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where to ask; `key` goes into the Authorization header and nowhere else."""
+    """Address of a server; `key` goes only into the Authorization header."""
 
     url: str
     key: str = field(default="", repr=False)
     ca_file: str = ""
 
     def post(self, document: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
-        """The object that it answers with.
-
-        Failures that may pass are tried again until the deadline by the monotonic clock, ever more rarely.
+        """The JSON object that the server answers with; transient failures are retried until the deadline.
 
         Raises:
-            ServerRefused: it answered with a status that repeats, or with no JSON object, or with too much.
-            TimeoutError: nothing else came before the deadline; the words of the last failure.
+            ServerRefused: a permanent status, no JSON object, or too large an answer.
+            TimeoutError: no answer before the deadline; states the last failure.
         """
         body = json.dumps(document).encode()
         wait_s, last = _FIRST_WAIT_S, "no answer"
@@ -128,7 +121,7 @@ class Server:
                 if isinstance(reason, ssl.SSLError):
                     raise ServerRefused(self._words(f"TLS: {reason}")) from None
                 last = self._words(f"{type(reason).__name__}: {reason}")
-            # Drawn at random: callers that failed together do not come together again.
+            # Jitter: callers that failed together must not retry together.
             pause_s = max(asked_s, wait_s * random.uniform(0.5, 1.0))
             if time.monotonic() + pause_s >= deadline:
                 raise TimeoutError(f"{last}; no time is left to try again")
@@ -156,14 +149,14 @@ class Server:
         try:
             reply = json.loads(data)
         except (ValueError, RecursionError):
-            raise ServerRefused(f"the answer is no JSON: {self._start(data)!r}") from None
+            raise ServerRefused(f"the answer is not JSON: {self._start(data)!r}") from None
         if not isinstance(reply, dict):
-            raise ServerRefused("the answer is no JSON object")
+            raise ServerRefused("the answer is not a JSON object")
         return reply
 
     def _start_of(self, error: urllib.error.HTTPError) -> str:
         try:
-            # As much more as a key that the cut would divide.
+            # The key's length more, so that the cut does not divide a key.
             return self._start(error.read(MAX_WORDS + len(self.key)))
         except (OSError, http.client.HTTPException):
             return ""
@@ -172,23 +165,19 @@ class Server:
         return self._words(data[: MAX_WORDS + len(self.key)].decode(errors="replace"))[:MAX_WORDS]
 
     def _words(self, text: str) -> str:
-        # A server may quote what it was sent.
+        # A server may quote the request.
         return text.replace(self.key, "***") if self.key else text
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect as the status that it is: a key is for the server that was named."""
+    """Keeps a redirect as its status: the key is only for the named server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def read_key(variable: str, file: str) -> str:
-    """The key of an environment variable or a file; empty where neither is named.
-
-    Raises:
-        ValueError: the variable is not set, or the file cannot be read.
-    """
+    """Key of an environment variable or a file, empty without either; raises ValueError where it cannot be read."""
     if variable:
         key = os.environ.get(variable, "")
         if not key:
@@ -208,7 +197,7 @@ def read_key(variable: str, file: str) -> str:
 
 def _seconds(text: str) -> float:
     try:
-        # In this order NaN is no wait either; what is beyond the deadline ends the call.
+        # In this order NaN becomes 0; a wait beyond the deadline ends the call.
         return max(0.0, float(text))
     except ValueError:
         return 0.0

@@ -1,11 +1,10 @@
-"""A language model that judges: one chat completion for each text, from whose words a score is read.
+"""A language model as judge: one chat completion for each text, whose answer holds a score.
 
-Runs in a worker process. Guarantees: what the judge says without a score, or with one off its scale, is an error and no
-score; the completion stands in the question as it is, so a rubric says where it begins and ends.
+Runs in a worker process. An answer without a score, or with one off the scale, is an error, not a score. The completion
+stands in the question unchanged, so the rubric should mark its start and end.
 
-Scores are kept by digest in an SQLite file that all processes of a machine share, with their common pace. A cache: it
-may be deleted at any time. An entry is what was judged for exactly that question; a file that is damaged, locked or
-full costs a question, never an answer.
+An SQLite file caches scores by digest of the question, and holds the common request rate of a machine's processes. It
+may be deleted at any time; a damaged, locked or full file costs requests, never scores.
 """
 
 from __future__ import annotations
@@ -32,33 +31,29 @@ _TRIMMED_SHARE = 16
 
 
 class JudgeStore:
-    """One file; one connection of one process."""
+    """Cache file; one connection of one process."""
 
     def __init__(self, path: str, *, max_entries: int) -> None:
-        """Open or make it.
-
-        Raises:
-            ValueError: it cannot be made, or is no SQLite database.
-        """
+        """Open or create the file; raise ValueError where that fails."""
         self._max_entries = max_entries
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # Each statement is a transaction of its own; another process's lasts milliseconds.
+            # Each statement is a transaction; those of other processes last milliseconds.
             self._connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
             self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;" + _SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            raise ValueError(f"no judge's cache can be kept in {path}: {error}") from None
+            raise ValueError(f"cannot keep the judge's cache in {path}: {error}") from None
 
     def get(self, digest: bytes) -> float | None:
-        """The score of a question that was asked before."""
+        """Cached score of a question."""
         row = None
         with suppress(sqlite3.Error):
             row = self._connection.execute("SELECT score FROM judged WHERE digest = ?", (digest,)).fetchone()
-        # SQLite keeps what it is given, of whatever type.
+        # SQLite columns may hold any type.
         return float(row[0]) if row is not None and isinstance(row[0], int | float) else None
 
     def put(self, digest: bytes, score: float) -> None:
-        """Keep a score; the oldest give way."""
+        """Keep a score; remove the oldest beyond the limit."""
         with suppress(sqlite3.Error):
             number = self._connection.execute("SELECT coalesce(max(number), 0) + 1 FROM judged").fetchone()[0]
             self._connection.execute("INSERT OR REPLACE INTO judged VALUES (?, ?, ?)", (digest, score, number))
@@ -66,20 +61,19 @@ class JudgeStore:
                 self._connection.execute("DELETE FROM judged WHERE number <= ?", (number - self._max_entries,))
 
     def take_place(self, server: str, *, interval_s: float, longest_s: float) -> float | None:
-        """Take the next place in the row of those who ask a server.
-
-        Places are `interval_s` apart. For longer than `longest_s` nobody waits, and no place is taken.
+        """Reserve the next request to a server; requests are `interval_s` apart.
 
         Returns:
-            seconds until it is there; None where that is too long. 0 where the file cannot be used.
+            Seconds until the request may be sent; None, and nothing reserved, beyond `longest_s`. 0 without a usable
+            file.
         """
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 # One clock for all processes of the machine.
                 now = time.monotonic()
-                # The clock begins anew with the machine: what was taken later than now was taken before that, and what
-                # was taken earlier lies no further ahead than its caller waited.
+                # The clock restarts with the machine: a reservation taken "later" than now is from before. An earlier
+                # one lies at most as far ahead as its caller waited.
                 row = self._connection.execute(
                     "SELECT next FROM places WHERE server = ? AND taken <= ?", (server, now)
                 ).fetchone()
@@ -97,19 +91,19 @@ class JudgeStore:
 
 
 def question_digest(parts: Sequence[object]) -> bytes:
-    """Name of a question: all that its score depends on."""
+    """Digest of all that a score depends on."""
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
 FIELDS = ("prompt", "completion", "answer")
-"""What a rubric may name in braces."""
+"""Placeholders of a rubric."""
 _PLACE = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 _TRIES = 2
-"""Questions until a judge's words have a score."""
+"""Requests for one score."""
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests."""
+    """Answers requests of a worker."""
     key = read_key(job["api_key_env"], job["api_key_file"])
     server = Server(url=f"{job['url'].rstrip('/')}/chat/completions", key=key, ca_file=job["ca_file"])
     store = JudgeStore(job["cache_file"], max_entries=job["cache_entries"])
@@ -132,7 +126,7 @@ def _judged(
     low, high = float(job["low"]), float(job["high"])
     digest = question_digest([job["question"], low, high, *texts])
     score = store.get(digest)
-    # A file can be written by others: what no judge may say was not said.
+    # Others may write the file: ignore a score off the scale.
     if score is None or not low <= score <= high:
         score = _asked(filled(job["rubric"], request), job, server=server, store=store, deadline=deadline)
         store.put(digest, score)
@@ -173,27 +167,23 @@ def _wait(job: dict[str, Any], store: JudgeStore, *, deadline: float) -> None:
 
 
 def filled(rubric: str, texts: dict[str, Any]) -> str:
-    """The rubric with texts in their places; what stands in a text is no place."""
+    """The rubric with its placeholders replaced; placeholders within the texts stay."""
     return _PLACE.sub(lambda place: str(texts[place[1]]), rubric)
 
 
 def words_of(reply: dict[str, Any]) -> str:
-    """The text of a chat completion."""
+    """Text of a chat completion."""
     try:
         words = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise ServerRefused("the answer is no chat completion") from None
+        raise ServerRefused("the answer is not a chat completion") from None
     if not isinstance(words, str):
         raise ServerRefused("the chat completion has no text")
     return words
 
 
 def score_of(words: str, *, name: str, pattern: str) -> float:
-    """The score in a judge's words: the last match of a pattern, or else a field of the last JSON object.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Last match of the pattern, or a field of the last JSON object; raises ValueError without a score."""
     if pattern:
         found = re.findall(pattern, words)
         if not found:
@@ -202,13 +192,13 @@ def score_of(words: str, *, name: str, pattern: str) -> float:
     else:
         value = _last_object(words, name)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
     try:
         score = float(value)
     except ValueError:
-        raise ValueError(f"{value[:40]!r} is no number" if isinstance(value, str) else "no number") from None
+        raise ValueError(f"{value[:40]!r} is not a number" if isinstance(value, str) else "no number") from None
     if not math.isfinite(score):
-        raise ValueError(f"{score} is no finite number")
+        raise ValueError(f"{score} is not a finite number")
     return score
 
 

@@ -1,13 +1,12 @@
-"""Mathematics as authors of data sets and models write it, read as one expression by math-verify's parser.
+"""Mathematics of datasets and models, read as one expression by math-verify's parser.
 
-Runs in a worker process. An answer of a data set is what follows its last `####`, else all of its text; `$`, `\\(` and
-`\\boxed` of its own say which part is mathematics. Of a completion the last box, what follows the last `####` or the
-last "answer is" is read in the same way; where none can be read, math-verify looks for mathematics in its prose.
+Runs in a worker process. The answer of a row is the text behind its last `####`, else all of it; `$`, `\\(` and
+`\\boxed` mark its mathematics. Of a completion the last box, the text behind the last `####` or behind the last "answer
+is" is read in the same way; without one, math-verify searches the prose. Unicode signs, numbers, units and words become
+LaTeX.
 
-Signs of Unicode, numbers, units and words are put into the LaTeX that a parser reads.
-
-Guarantees: what is read was read to its end: an answer that is not is None, and never a part of itself. What is put
-aside is a unit, a currency or a sign around mathematics; other words make the text unreadable.
+An answer that cannot be read to its end is None, never a part of itself. Only units, currencies and signs around
+mathematics are dropped; other words make a text unreadable.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
 MAX_WORDS = 6
-"""Words of an answer that is no mathematics, such as a name; more are prose."""
+"""Most words of an answer in words, such as a name; more are prose."""
 _SIGNS = {
     "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2010": "-", "\u2011": "-", "\u2013": "-", "\uff0b": "+",
     "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2217": "*", "\u00f7": r"\div ", "\u2215": "/",
@@ -106,13 +105,13 @@ _SYMBOLS = re.compile(r"[a-z]{1,2}|[A-Z]{1,2}")
 
 
 class Text(NamedTuple):
-    """An answer that is words, compared without regard to case and to blanks."""
+    """An answer in words, compared without case and blanks."""
 
     words: str
 
 
 def signs(text: str) -> str:
-    """Signs of Unicode as LaTeX writes them."""
+    """Unicode signs as LaTeX."""
     text = _ROOT.sub(
         lambda root: f"\\sqrt{'[3]' if root[1] == chr(0x221B) else ''}{{{root[2] or root[3] or root[4]}}}", text
     )
@@ -122,7 +121,7 @@ def signs(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """The text without the signs around mathematics; of prose its last formula."""
+    """Text without the signs around mathematics; of prose, the last formula."""
     text = text.strip().strip("*")
     found = list(_MATHS.finditer(text))
     if not found:
@@ -137,7 +136,7 @@ def unwrapped(text: str) -> str:
 
 
 def words_of(text: str) -> Text | None:
-    """An answer that is words, such as a name or the letter of an option; None where it is something else."""
+    """An answer in words, such as a name or the letter of an option; None for other text."""
     plain = _TEXT.sub(r"\1", text).replace("\\ ", " ").replace("~", " ").strip()
     plain = ENDED.sub("", plain)
     if (option := _OPTION.fullmatch(plain)) is not None and (plain != option[1] or plain != text):
@@ -156,7 +155,7 @@ def words_of(text: str) -> Text | None:
 
 
 def written(text: str) -> str | None:
-    """An expression with its numbers as LaTeX writes them; None where it has words that are none of mathematics."""
+    """An expression with its numbers in LaTeX; None where other words are in it."""
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
     if not _BRACKETED.search(text):
@@ -175,7 +174,7 @@ def written(text: str) -> str | None:
     rest = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
     if any(word.lower() not in _FUNCTIONS for word in _LONG_WORD.findall(rest)) or _SMALL_WORDS.search(rest):
         return None
-    # Numbers with nothing between them are none, and a number with a base inside an expression is not read as one.
+    # Adjacent numbers, or a number with a base inside an expression, cannot be read.
     return None if _UNREAD.search(text) else text.strip()
 
 
@@ -204,8 +203,8 @@ def _repeated(number: re.Match[str]) -> str:
 _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
 _PERCENT = re.compile(rf"{GAP}(?:\\?%|\b(?:percent|percentage|pct)\b|\\text\{{\s*percent\s*\}})\s*$")
 _EXACT, _ROUNDED = 1e-12, 1e-3
-"""Largest relative difference of two numbers that are equal: written exactly, or as decimals."""
-# Units are taken off here: the library takes t of 4s+3t for tons.
+"""Largest relative difference of equal numbers: exact ones, and decimals."""
+# Units are removed here: the library reads t of 4s+3t as tons.
 _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
@@ -214,9 +213,9 @@ _HASHES = "####"
 
 
 def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """What a worker answers: whether a row's answer can be read, and a completion's is equal."""
+    """Worker side of math-verify: whether a row's answer is readable, and equals a completion's."""
     resource.setrlimit(resource.RLIMIT_AS, (job["max_memory_bytes"],) * 2)
-    # The library warns at every call that its own time limits are off.
+    # The library warns at every call without its own time limits.
     logging.disable(logging.WARNING)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +223,7 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
         if "completion" not in request or right is None:
             return {"readable": right is not None}
         correct = judged(right, request["completion"])
-        # What takes too much memory is as wrong as what takes too long, and as uncertain.
+        # Too much memory counts like too much time: wrong, and uncertain.
         spent = {"used_s": request["cpu_s"]} if correct is None else {}
         return {"readable": True, "correct": bool(correct), **spent}
 
@@ -234,24 +233,24 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
         except (MemoryError, RecursionError):
             return None
 
-    # The library makes its parser at its first use, which is no answer's time.
+    # The library builds its parser at first use; no answer pays for it.
     judged(answer_of_row("\\frac{1}{2}"), "$0.5$")
     return answer, {}
 
 
 def answer_of_row(text: str) -> Any:
-    """What an answer column says: an expression of sympy, Text, or None where it cannot be read to its end."""
+    """An expression of sympy, Text, or None where the answer cannot be read to its end."""
     return read(text.rpartition(_HASHES)[2])
 
 
 def is_right(answer: Any, completion: str) -> bool:
-    """Whether the last answer that a completion states equals one that `answer_of_row` read."""
+    """Whether the last answer of a completion equals one from `answer_of_row`."""
     given = answers_of(completion, wants_text=isinstance(answer, Text))
     return any(_is_equal(answer, one) for one in given)
 
 
 def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
-    """What a completion states as its answer: one reading, or those that math-verify finds in prose."""
+    """Answers of a completion: one reading, or those that math-verify finds in prose."""
     if tagged := _TAGGED.findall(completion):
         completion = tagged[-1]
     boxed = _boxed(completion)
@@ -269,7 +268,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
             return [given]
     if wants_text:
         return []
-    # The library's own time limits use signals and swallow errors as "wrong"; those of this process count.
+    # The library's time limits use signals and turn errors into "wrong"; this process has its own.
     found = parse(signs(completion), parsing_timeout=None)
     return [one for one in found if not isinstance(one, str)]
 
@@ -282,7 +281,7 @@ def read(text: str) -> Any:
     if (words := words_of(text)) is not None:
         return words
     if (based := _BASED.fullmatch(text)) is not None and _is_based(based):
-        # As it is written: 101 in base 2 is not 101.
+        # As written: 101 in base 2 is not 101.
         return sympy.Function("InBase")(sympy.Symbol(based.group(1).upper()), sympy.Symbol(based.group(2)))
     maths = written(text)
     return _parsed(maths) if maths else None
@@ -299,13 +298,13 @@ def _parsed(text: str) -> Any:
         found = parse_latex_cached(normal)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # noqa: BLE001 - of a parser that raises what it likes
+    except Exception:  # noqa: BLE001 - the parser raises anything
         return None
     return None if found is None or isinstance(found, str | bool) else found
 
 
 def _boxed(text: str) -> str | None:
-    """What the last box holds, boxes that belong together joined by commas; None where there is none."""
+    """Content of the last box, boxes that belong together joined by commas; None without one."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
     return str(extract_boxed_content(text, mode="last"))
@@ -333,7 +332,7 @@ def _is_equal(answer: Any, given: Any) -> bool:
 
 
 def _are_apart(answer: Any, given: Any) -> bool:
-    """Whether two numbers differ that the library takes for equal, since both are near 0."""
+    """Whether two numbers near 0 differ that the library takes as equal."""
     try:
         first, second = answer.doit(), given.doit()
         if not (first.is_number and second.is_number) or first == second:

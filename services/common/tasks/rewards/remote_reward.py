@@ -1,15 +1,14 @@
-"""A reward that somebody else computes, asked in worker processes that can be killed like any other.
+"""Rewards of a remote service or judge, and their signatures.
 
-A learner cannot compute it again: it believes a site that it is told to trust, or a signature of the service, by which
-no site can state another value. That is Ed25519 over one completion's reward:
+A learner cannot compute such a reward again. It trusts the site, or a signature of the service, which no site can
+forge. The signature is Ed25519 over the reward of one completion:
 
     "heterorl reward 2\\n" NAME "\\n" MESSAGES "\\n" SHA256(completion) "\\n" SHA256(answer) "\\n" VALUE
 
 NAME is the reward's name in the configuration. MESSAGES is the SHA256 of SHA256(role) SHA256(content) of all messages
-of the prompt in their order, as the request lists them. Every digest is of UTF-8 text and written in lower-case hex,
-also where it is digested again. VALUE is the IEEE 754 double in big-endian order, in lower-case hex. A signature says
-nothing of who asked: the same question may be stated again, and have the same reward. It says nothing of a group
-either, so a reward that looks at all completions of a prompt cannot be signed.
+of the prompt in their order, as the request lists them. Digests are of UTF-8 text, in lower-case hex, also where they
+are digested again. VALUE is the big-endian IEEE 754 double, in lower-case hex. A signature does not bind the site,
+which may state the same question again. It does not bind the group: a reward that compares completions has none.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from heterorl.common.types.rollout import RewardPart
 
 
 def statement(name: str, messages: Sequence[Message], completion: str, answer: str, value: float) -> bytes:
-    """The bytes that are signed."""
+    """Bytes that a service signs."""
     asked = _digest("".join(_digest(turn.role) + _digest(turn.content) for turn in messages))
     words = ["heterorl reward 2", name, asked, _digest(completion), _digest(answer), struct.pack(">d", value).hex()]
     return "\n".join(words).encode()
@@ -50,13 +49,13 @@ def is_signed(
 
 
 def _digest(text: str) -> str:
-    # A model can be made to draw half a surrogate pair, which has no UTF-8.
+    # A model can draw half a surrogate pair, which has no UTF-8.
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is believed of a reward's values: their range, and the keys whose signature proves one."""
+    """What a learner believes about remote values: their range, and keys whose signature proves one."""
 
     name: str
     low: float
@@ -64,15 +63,13 @@ class Terms:
     signed_by: tuple[str, ...] = ()
 
     def proves(self, part: RewardPart, *, prompt: Prompt, completion: str) -> bool:
-        """Whether a key signed just this value."""
         return is_signed(
             part.signature, self.signed_by, name=self.name, prompt=prompt, completion=completion, value=part.value
         )
 
 
 class RemoteReward:
-    """One value for each completion, from a service or a judge; implements RewardSource. Nothing starts before the
-    first question."""
+    """One value for each completion, from a service or a judge; implements RewardSource."""
 
     def __init__(
         self,
@@ -85,10 +82,10 @@ class RemoteReward:
         timeout_s: float,
         num_workers: int,
     ) -> None:
-        """Nothing is asked yet.
+        """Start nothing yet.
 
-        `digest` is of all that values depend on, as far as anybody here can know. With `by_group` all completions of a
-        prompt are one question, which has `timeout_s`.
+        `digest` covers all that is known to decide values. With `by_group` all completions of a prompt are one request,
+        which has `timeout_s`.
         """
         self.terms = terms
         self.digest = digest
@@ -98,15 +95,14 @@ class RemoteReward:
         self._key = key
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The value of one completion."""
         return (self.score_all(prompt, [completion])[0],)
 
     def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[RewardPart]:
-        """The values of completions, by one question.
+        """Values of completions, by one request.
 
         Raises:
-            ConfigError: its key or its cache cannot be had here.
-            RewardError: they were not to be had; that is not a score.
+            ConfigError: its key or cache is not available.
+            RewardError: the request failed; that is not a score.
         """
         try:
             reply = self.pool.ask(
@@ -125,7 +121,7 @@ class RemoteReward:
         parts = [_part(value, text) for value, text in zip(reply["values"], reply["signatures"], strict=True)]
         if self.terms.signed_by:
             for part, completion in zip(parts, completions, strict=True):
-                # Here, where the service can still be corrected: the learner would leave every group out.
+                # Checked here, since the learner would drop every group.
                 if not self.terms.proves(part, prompt=prompt, completion=completion):
                     raise RewardError(
                         f"its answer about prompt {prompt.index} is signed by none of {self._key}.signed_by"
@@ -133,7 +129,6 @@ class RemoteReward:
         return parts
 
     def close(self) -> None:
-        """Kill the processes."""
         self.pool.close()
 
 

@@ -1,4 +1,4 @@
-"""Rewards by name and weight: what `[[task.rewards]]` may say, one table a reward, told apart by `kind`."""
+"""Configuration of rewards: tables `[[task.rewards]]`, told apart by `kind`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from heterorl.common.process.address import Url
 from heterorl.common.process.config import DIRECTORY, Config
 
 MAX_REWARDS = 16
-"""Of one task."""
+"""Rewards of one task."""
 
 
 class RewardBase(Config):
-    """What every reward has."""
+    """Keys of every reward."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of the reward in curves, samples and journals."""
+    """Name in curves, samples and journals."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """What its value is multiplied by in the reward; 0 measures without rewarding, a negative weight punishes."""
+    """Factor of the value in the reward; 0 only measures, a negative weight punishes."""
 
     @property
     def needs_answers(self) -> bool:
-        """Whether a row without an answer can have no value."""
+        """Whether a row needs an answer."""
         return False
 
 
 class MatchRewardConfig(RewardBase):
-    """The task's own score: of jsonl as task.match says, of every other task its verifier."""
+    """The task's own score, such as task.match of a dataset."""
 
     kind: Literal["match"] = "match"
     """The task's own score."""
@@ -49,11 +49,9 @@ class FunctionRewardConfig(RewardBase):
     kind: Literal["function"] = "function"
     """A Python function."""
     function: str
-    """`package.module:function`: f(prompt, completion, answer) -> float or named parts, which are shown as
-    NAME/PART; or another form of task.reward."""
+    """As task.reward, without urls. Named parts are shown as NAME/PART."""
     directory: str = ""
-    """Directory of its package or module, taken from the configuration file's directory on; empty is that directory
-    itself."""
+    """Directory of its module, relative to the configuration file; empty: the file's directory."""
 
     @field_validator("directory")
     @classmethod
@@ -62,28 +60,25 @@ class FunctionRewardConfig(RewardBase):
 
 
 def from_file(value: str, info: ValidationInfo) -> str:
-    """A path that is meant from the configuration file's directory on, made absolute.
-
-    Here, where the file is known: other processes are given the result.
-    """
+    """An absolute path from one relative to the configuration file, which other processes do not know."""
     return str(Path((info.context or {}).get(DIRECTORY, "")).absolute() / value)
 
 
 class RemoteRewardBase(RewardBase):
-    """What every reward has that somebody else computes."""
+    """Keys of every reward that a remote service computes."""
 
     url: Url = Field(pattern=r"^https?://[^\s]+$", max_length=2048)
-    """Where it is asked. Not part of the contract: sites may ask servers of their own."""
+    """Address of the service. Not part of the contract: each site may use its own."""
     low: float = Field(default=0.0, allow_inf_nan=False)
-    """Least value that it may give; another one is an error."""
+    """Smallest allowed value; a smaller one is an error."""
     high: float = Field(default=1.0, allow_inf_nan=False)
-    """Largest value that it may give; another one is an error."""
+    """Largest allowed value; a larger one is an error."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_0-9]*$", max_length=128)
-    """Environment variable of the key that is sent as a bearer token; empty: none, or that of api_key_file."""
+    """Environment variable of the bearer token; empty: none, or api_key_file."""
     api_key_file: str = ""
-    """File of the key, taken from the configuration file's directory on."""
+    """File of the bearer token, relative to the configuration file."""
     ca_file: str = ""
-    """File of certificate authorities (PEM) of the server; empty takes the system's."""
+    """CA file (PEM) for the server's certificate; empty: the system's."""
 
     @field_validator("api_key_file", "ca_file")
     @classmethod
@@ -98,61 +93,59 @@ class RemoteRewardBase(RewardBase):
 
 
 class HttpRewardConfig(RemoteRewardBase):
-    """A service that is asked by HTTP POST; docs/rewards.md has the two JSON documents."""
+    """A reward service, asked by HTTP POST; docs/rewards.md has the two JSON documents."""
 
     kind: Literal["http"] = "http"
-    """A service that is asked by HTTP POST."""
+    """A reward service, asked by HTTP POST."""
     batch: Literal["completion", "group"] = "completion"
-    """Whether each completion is asked for as it ends, or all of a group together when the last one has ended."""
+    """`completion` asks for each completion when it ends, `group` once for all completions of a group."""
     version: str = Field(default="", max_length=128)
-    """A word for what the service computes, part of the contract; change it when the service changes."""
+    """Version of the service, part of the contract; change it when the service changes."""
     signed_by: tuple[PublicKey, ...] = ()
-    """Public keys with one of which the service signs each value; a learner then trusts no site. Not part of the
-    contract. Not with batch `group`: a signature is of one completion, and a site could choose the others."""
+    """Public keys of the service, one of which signs each value; then a learner needs to trust no site. Not part of the
+    contract. Not with batch `group`, where a site could choose the other completions."""
 
     @model_validator(mode="after")
     def _signs_completions(self) -> HttpRewardConfig:
         if self.signed_by and self.batch == "group":
-            raise ValueError(
-                'signed_by: a signature is of one completion, and says nothing of a group: set batch to "completion"'
-            )
+            raise ValueError('signed_by needs batch = "completion": a signature is of one completion, not of a group')
         return self
 
 
 class JudgeRewardConfig(RemoteRewardBase):
-    """A language model that judges each completion, over the chat completions of OpenAI's API."""
+    """A judge: a language model that scores each completion, over OpenAI's chat completions."""
 
     kind: Literal["judge"] = "judge"
-    """A language model that judges."""
+    """A language model as judge."""
     model: str = Field(min_length=1, max_length=256)
     """Name of the model."""
     rubric: str = Field(default="", max_length=1 << 16)
-    """What the judge is asked; `{prompt}`, `{completion}` and `{answer}` stand for texts. Empty: see rubric_file."""
+    """Prompt of the judge, with `{prompt}`, `{completion}` and `{answer}`. Empty: rubric_file."""
     rubric_file: str = ""
-    """File of the rubric, taken from the configuration file's directory on."""
+    """File of the rubric, relative to the configuration file."""
     field: str = Field(default="score", min_length=1, max_length=128)
-    """Field of the last JSON object in the judge's words that holds the score. The reward's value is where it lies
-    between low and high, the judge's scale: 0 to 1."""
+    """Field of the score in the last JSON object of the judge's answer. The score, on the scale low to high, becomes a
+    reward of 0 to 1."""
     pattern: str = Field(default="", max_length=1024)
-    """Regular expression whose last match holds the score, in its first group; not empty, it stands for field."""
+    """Regular expression of the score (first group of the last match); replaces field. Empty: field."""
     temperature: float = Field(default=0.0, ge=0, le=2)
-    """Of the judge."""
+    """Sampling temperature of the judge."""
     max_tokens: int = Field(default=512, ge=1, le=1 << 16)
-    """Longest words of the judge, tokens."""
+    """Longest answer of the judge, tokens."""
     cache_file: str = "runs/judge.sqlite"
-    """SQLite file of what was judged, by digest of rubric, model, prompt, answer and completion; it may be deleted at
-    any time. Processes of one machine share it, and requests_per_minute with it."""
+    """SQLite cache of scores, by digest of rubric, model, prompt, answer and completion. Processes of one machine share
+    it and its requests_per_minute. It may be deleted at any time."""
     cache_entries: int = Field(default=1_000_000, ge=1)
-    """Scores that are kept; the oldest give way."""
+    """Most cached scores; the oldest are removed."""
     requests_per_minute: float = Field(default=0.0, ge=0)
-    """Most questions a minute to this url of all processes with this cache_file; 0 is no bound."""
+    """Most requests a minute to this url from all processes with this cache_file; 0 is no bound."""
 
     @property
     def needs_answers(self) -> bool:
-        """Whether the rubric shows the answer."""
+        """Whether the rubric names `{answer}`."""
         text = self.rubric
         if self.rubric_file:
-            # A file that cannot be read is refused where the judge is made.
+            # The constructor of the judge refuses a file that cannot be read.
             with suppress(OSError, UnicodeDecodeError):
                 text = Path(self.rubric_file).read_text(encoding="utf-8")
         return "{answer}" in text
@@ -168,36 +161,35 @@ class JudgeRewardConfig(RemoteRewardBase):
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from None
+            raise ValueError(f"is not a regular expression: {error}") from None
         return value
 
 
 class CodeRewardConfig(RewardBase):
-    """Unit tests of the Python code in a completion, inside bubblewrap; the prompt's answer holds the tests."""
+    """Unit tests of a completion's Python code, run in bubblewrap; the prompt's answer holds the tests."""
 
     kind: Literal["code"] = "code"
-    """Unit tests of the Python code in a completion."""
+    """Unit tests of a completion's Python code."""
     credit: Literal["all", "share"] = "all"
-    """1 where all tests pass and else 0, or the share of tests that pass."""
+    """`all`: 1 where all tests pass, else 0; `share`: the share of tests that pass."""
     needs_block: bool = True
-    """Whether code counts only inside a block of three back-ticks or tildes, of which the last one is taken; false
-    takes the whole completion where there is none."""
+    """Whether code counts only in a fenced block, of which the last is taken; false takes the whole completion where it
+    has no block."""
     test_timeout_s: float = Field(default=2.0, gt=0, le=600)
-    """Processor time of one test, seconds, from when its sandbox is built; one that takes more, or four times as long
-    by the clock, has failed. All tests of a completion have task.reward_timeout_s together."""
+    """Limit of one test, seconds of processor time, or four times as long by the clock; a longer one fails. All tests
+    of a completion together have task.reward_timeout_s."""
     memory_bytes: int = Field(default=512 << 20, ge=64 << 20)
-    """Largest address space of each process of a test, bytes."""
+    """Address space of each process of a test, bytes."""
     num_processes: int = Field(default=8, ge=1, le=256)
-    """Most processes and threads of a test at once."""
+    """Most processes and threads of a test."""
     work_bytes: int = Field(default=16 << 20, ge=1 << 16, le=1 << 32)
-    """Most that a test may write to its files, bytes; they are in memory and gone with it."""
+    """Most bytes that a test may write to files, which are in memory."""
     output_bytes: int = Field(default=1 << 16, ge=1, le=1 << 24)
-    """Most that a test may print, bytes; one that prints more has failed."""
+    """Most bytes that a test may print; a test that prints more fails."""
     python: str = ""
-    """Interpreter of the tests; empty: heterorl's own without its packages."""
+    """Interpreter of the tests; empty: that of heterorl, without its packages."""
     shown: tuple[str, ...] = Field(default=(), max_length=16)
-    """Further directories that tests may read, such as those of an environment with numpy. They are not part of the
-    contract."""
+    """Further directories that tests may read, such as an environment with numpy. Not part of the contract."""
 
     @property
     def needs_answers(self) -> bool:

@@ -1,6 +1,6 @@
-"""A task whose reward is a weighted sum of named rewards.
+"""Weighted sum of named rewards as the reward of a task, and its construction from the configuration.
 
-Guarantees: the parts stand in the order of the configuration, each with its weight; a part that fails fails them all.
+Parts stand in the order of the configuration, each with its weight. A part that fails fails the completion.
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, Rewar
 from heterorl.common.wire.common import bytes_digest
 
 ABSENT = math.nan
-"""The value of a reward that is not computed here."""
+"""Value of a reward that is not computed here."""
 
 
 class RewardSource(Scorer, Protocol):
-    """What gives the values of one reward; a task does."""
+    """Computes the values of one reward; a task does."""
 
     @property
     def digest(self) -> Digest:
-        """Digest of all that its values depend on, but for prompt and completion."""
-        ...
+        """Digest of all that values depend on, except prompt and completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class _Absent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """One reward of a sum; `is_own_score` where it is that of the task whose prompts they are."""
+    """One reward of the sum; `is_own_score` marks the score of the task itself."""
 
     name: str
     weight: float
@@ -74,7 +73,6 @@ class NamedReward:
     is_own_score: bool = False
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """Its parts, by name and weight."""
         try:
             parts = self.source.score(prompt, completion)
         except RewardError as error:
@@ -87,11 +85,9 @@ class NamedReward:
 
     @property
     def num_workers(self) -> int:
-        """Most of its values that are computed at once."""
         return int(getattr(self.source, "num_workers", 1))
 
     def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
-        """The parts of all completions of a prompt, in order."""
         if not isinstance(self.source, RemoteReward) or not self.source.by_group:
             return list(score_group(self, prompt, completions))
         try:
@@ -101,29 +97,26 @@ class NamedReward:
         return [(replace(part, name=self.name, weight=self.weight),) for part in values]
 
     def close(self) -> None:
-        """End the processes that compute it."""
         close_task(self.source)
 
 
 class WeightedTask(TaskWrapper):
-    """A task's prompts with a weighted sum of rewards; implements Task."""
+    """A task with a weighted sum of rewards; implements Task."""
 
     def __init__(self, task: Task, rewards: Sequence[NamedReward]) -> None:
-        """Join rewards, whose parts stand in this order; one of them may be the task's own score."""
         stated = [(reward.name, reward.weight, reward.source.digest) for reward in rewards]
         digest = bytes_digest(f"{task.digest}\nrewards 1\n{json.dumps(stated)}".encode())
         super().__init__(task, digest=digest, num_workers=max(reward.num_workers for reward in rewards))
         self.rewards = tuple(rewards)
-        # Then all of them wait for the last completion of a group.
+        # Then all rewards wait for the last completion of a group.
         self.by_group = any(isinstance(each.source, RemoteReward) and each.source.by_group for each in rewards)
 
     @property
     def remote(self) -> dict[str, Terms]:
-        """The rewards that nobody can compute again, by name."""
+        """Rewards that a learner cannot compute again, by name."""
         return {each.name: each.source.terms for each in self.rewards if isinstance(each.source, RemoteReward)}
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
-        """What is in doubt of each reward, under its name."""
         found = {each.name: doubts_of(each.source, prompt, completion) for each in self.rewards}
         return Doubts(
             near=tuple(name for name, doubts in found.items() if doubts.near),
@@ -131,17 +124,16 @@ class WeightedTask(TaskWrapper):
         )
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of rewards that are what a completion's code comes to, from another run of it."""
+        """Parts of code rewards from another run of the code."""
         rewards = [each for each in self.rewards if isinstance(each.source, CodeReward)]
         return tuple(part for reward in rewards for part in reward.score(prompt, completion))
 
     def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion of a prompt can be scored; empty where they can."""
         every = (answer_problem_of(each.source, prompt) for each in self.rewards)
         return next((problem for problem in every if problem), "")
 
     def without_remote(self) -> WeightedTask:
-        """The same where nobody else is asked: their values are ABSENT. They stay this task's, to be closed."""
+        """This task with ABSENT values of remote rewards; the original closes its processes."""
         rewards = [
             replace(each, source=_Absent(each.source.digest)) if isinstance(each.source, RemoteReward) else each
             for each in self.rewards
@@ -149,27 +141,25 @@ class WeightedTask(TaskWrapper):
         return WeightedTask(self.inner, rewards)
 
     def with_own_score(self, task: Task) -> WeightedTask:
-        """The same with the task's own score computed by another form of the task."""
+        """This task with its own score computed by another form of the task."""
         rewards = [replace(reward, source=task) if reward.is_own_score else reward for reward in self.rewards]
         return WeightedTask(task, rewards)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of all rewards, with their weights."""
         return _allowed(tuple(part for reward in self.rewards for part in reward.score(prompt, completion)))
 
     def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
-        """The parts of all completions of a prompt, in order; a service that wants them together is asked once."""
+        """Parts of all completions, in order; a service with batch `group` gets one request."""
         rows = [reward.score_all(prompt, completions) for reward in self.rewards]
         return [_allowed(tuple(part for parts in column for part in parts)) for column in zip(*rows, strict=True)]
 
     def close(self) -> None:
-        """End the processes that compute rewards."""
         for reward in self.rewards:
             reward.close()
 
 
 def _allowed(parts: tuple[RewardPart, ...]) -> tuple[RewardPart, ...]:
-    # The coordinator takes no other: a group with one would be refused at every push.
+    # The coordinator would refuse a group with more or longer ones at every push.
     if len(parts) > MAX_REWARD_PARTS:
         raise RewardError(f"{len(parts)} parts of task.rewards together, {MAX_REWARD_PARTS} are allowed")
     for part in parts:
@@ -183,17 +173,13 @@ MAX_RUBRIC_BYTES = 1 << 16
 
 
 def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: float, num_workers: int) -> WeightedTask:
-    """A task with the weighted sum of the rewards that a configuration names.
-
-    Raises:
-        ConfigError: two have one name, or one cannot be loaded.
-    """
+    """A task with the weighted sum of configured rewards; raises ConfigError for two of one name."""
     names = [reward.name for reward in rewards]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError("task.rewards", f"two rewards have the name {twice[0]}", action="name each once")
     if not any(reward.weight for reward in rewards):
-        raise ConfigError("task.rewards", "every weight is 0", action="give one reward a weight: nothing is rewarded")
+        raise ConfigError("task.rewards", "every weight is 0", action="give one reward a weight")
     named = []
     for number, reward in enumerate(rewards):
         key = f"task.rewards[{number}]"
@@ -220,11 +206,7 @@ def weighted_task(task: Task, rewards: Sequence[RewardConfig], *, timeout_s: flo
 def own_reward(
     path: str, *, task: Task, directory: str, key: str, timeout_s: float, num_workers: int
 ) -> FunctionReward:
-    """A user's function, loaded, for the rows of a task.
-
-    Raises:
-        ConfigError: it cannot be, or it asks for columns that the rows lack.
-    """
+    """A loaded reward function; raises ConfigError where it cannot be loaded, or names columns that the rows lack."""
     reward = FunctionReward(path, directory=Path(directory), key=key, timeout_s=timeout_s, num_workers=num_workers)
     try:
         reward.check(task.prompt(0))
@@ -246,13 +228,13 @@ def _remote(
         rubric = _rubric(reward, key=key)
         question = [rubric, reward.model, reward.field, reward.pattern, reward.temperature, reward.max_tokens]
         stated = [*question, reward.low, reward.high]
-        # A judge's scale is the reward's 0 to 1.
+        # The judge's scale becomes 0 to 1.
         terms = Terms(name=reward.name, low=0.0, high=1.0)
         job |= {"rubric": rubric, "question": question}
     return RemoteReward(
         job,
         terms=terms,
-        # Neither urls nor keys: each site may have its own.
+        # Without url and key: each site may have its own.
         digest=bytes_digest(json.dumps([f"{reward.kind} 1", *stated]).encode()),
         key=key,
         by_group=isinstance(reward, HttpRewardConfig) and reward.batch == "group",
@@ -263,7 +245,7 @@ def _remote(
 
 def _rubric(reward: JudgeRewardConfig, *, key: str) -> str:
     if bool(reward.rubric) == bool(reward.rubric_file):
-        raise ConfigError(f"{key}.rubric", "say either rubric or rubric_file: what the judge is asked")
+        raise ConfigError(f"{key}.rubric", "set either rubric or rubric_file")
     text = reward.rubric
     if reward.rubric_file:
         try:
@@ -274,5 +256,7 @@ def _rubric(reward: JudgeRewardConfig, *, key: str) -> str:
     if len(text) > MAX_RUBRIC_BYTES:
         raise ConfigError(f"{key}.rubric_file", f"longer than {MAX_RUBRIC_BYTES} characters")
     if "{completion}" not in text:
-        raise ConfigError(f"{key}.rubric", "{completion} stands nowhere in it", action="the judge would never see it")
+        raise ConfigError(
+            f"{key}.rubric", "has no {completion}", action="add it, since the judge must see the completion"
+        )
     return text

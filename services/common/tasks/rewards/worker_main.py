@@ -1,9 +1,17 @@
-"""A process that computes rewards or holds episodes: `python -P worker_main.py`, started and killed by `worker_pool`.
+"""Worker process of rewards and episodes: `python -P worker_main.py`, started and killed by `worker_pool`.
 
-For a reward of somebody's own it imports nothing of heterorl, so that the packages of whoever wrote it meet none of
-ours, not even by name; an environment, and a task that comes with heterorl, are loaded from there.
-JSON lines only: the first says what to load, the next are requests, and each has one answer. What is loaded may print
-what it likes; that is no answer. The process ends by itself when nobody is left to kill it.
+For a user's reward function it imports nothing of heterorl, so that the user's packages meet none of ours. Environments
+and built-in tasks are loaded from heterorl. Loaded code may print; that is not an answer. The process ends with its
+parent.
+
+JSON lines: the first names what to load; each later one is a request with one answer.
+
+    f(prompt, completion, answer)            also f(completion, difficulty): parameters by name, columns among them
+    f(p, c, a)                               three parameters of other names: in this order
+    f(prompts, completions, **columns)       TRL's: lists of one entry each, and a list of one number back
+
+A function's digest covers its module or package, and its imports from the same directory; installed packages elsewhere
+are not counted.
 """
 
 from __future__ import annotations
@@ -29,19 +37,18 @@ from typing import Any
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 MAX_WORDS = 300
-"""Characters of an error's text."""
+"""Longest error text, characters."""
 _MODULES = {
     "math_verify": "rewards.math_expressions", "exact": "answer_extraction", "task": "task_config",
     "http": "rewards.http_reward", "judge": "rewards.judge_reward", "code": "rewards.sandbox.code_reward",
     "gym": "rewards.sandbox.gym_reward",
 }  # fmt: skip
-"""Below heterorl.common.tasks, by the kind of a job; each has `load(job)`, which gives an Answer and facts.
-
-Beside these, a `function` and an `environment` are somebody's own."""
+"""Modules below heterorl.common.tasks by kind of job; each has `load(job)`, which gives an Answer and facts. The kinds
+`function` and `environment` load user code."""
 
 
 class LoadError(Exception):
-    """What cannot be loaded: `kind` is place, name, error or missing."""
+    """Code that cannot be loaded; `kind` is place, name, error or missing."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -49,17 +56,17 @@ class LoadError(Exception):
 
 
 def main() -> None:
-    """Load what the first line says, then answer until the input ends."""
-    # Print statements and reads of what is loaded must not meet the two pipes.
+    """Load what the first line names, then answer until the input ends."""
+    # Loaded code must not read or write the two pipes.
     out, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    # A process that takes too much memory shall be this one, not the service that started it.
+    # Out of memory, the kernel should kill this process, not its service.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
-    # An alarm without a handler ends the process even inside one long step of C, where Python never gets its turn.
+    # An alarm without a handler ends the process even inside a long call of C.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     job = json.loads(requests.readline())
@@ -71,7 +78,7 @@ def main() -> None:
     _write(out, {"ready": True, **facts})
     for line in requests:
         request = json.loads(line)
-        # The parent's own limit is shorter; this one counts when the parent is gone.
+        # The parent's limit is shorter; this one counts without a parent.
         signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
         began_s = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
@@ -93,16 +100,12 @@ def _write_line(out: Any, text: str) -> None:
     try:
         out.write(text.encode() + b"\n")
     except BrokenPipeError:
-        # Who asked was killed: nothing is wrong here, and nobody is left to answer.
+        # The parent was killed.
         os._exit(0)
 
 
 def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers the requests of a job, and what is known of what it loaded.
-
-    Raises:
-        LoadError: it cannot be loaded.
-    """
+    """Answers requests of a job, and facts about what it loaded; raises LoadError."""
     if job["kind"] == "function":
         return _function(job)
     try:
@@ -146,14 +149,10 @@ def _environment(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 def load_function(module: str, name: str, directory: str, what: str = "function") -> Callable[..., Any]:
-    """A function or class of a module that lies in a directory or is installed.
-
-    Raises:
-        LoadError: it cannot be found, imported or called.
-    """
+    """Function or class of a module, in a directory or installed; raises LoadError."""
     _refuse_two(module.partition(".")[0], directory)
     if directory not in sys.path:
-        # Last: what is installed keeps its names.
+        # Last: installed packages come first.
         sys.path.append(directory)
     loaded = _imported(module, directory)
     function: Callable[..., Any] | None = getattr(loaded, name, None)
@@ -163,7 +162,7 @@ def load_function(module: str, name: str, directory: str, what: str = "function"
 
 
 def _refuse_two(top: str, directory: str) -> None:
-    """A name that stands for two things would be one of them at one site and the other at another."""
+    """Refuse a name with two meanings: sites could load different code."""
     installed, own = importlib.util.find_spec(top), PathFinder.find_spec(top, [directory])
     if installed is None or own is None or _places(installed) & _places(own) or installed.origin == own.origin is None:
         return
@@ -188,11 +187,11 @@ def _imported(module: str, directory: str) -> ModuleType:
 
 
 def words_of(error: BaseException) -> str:
-    """An error of the user's code, and the line that raised it."""
+    """An error of user code, with the line that raised it."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in own if not frame.filename.startswith("<frozen")]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    # A reward that raises with the completion in its words must not push the place out.
+    # A long text must not push the place out.
     return f"{type(error).__name__}: {str(error)[:MAX_WORDS]}{place}"
 
 
@@ -205,21 +204,17 @@ def _near(name: str, module: ModuleType) -> str:
 
 _NAMES = ("prompt", "completion", "answer", "messages", "whole")
 _IN_ORDER = 3
-"""So many of them may be parameters of other names."""
+"""Most parameters of other names."""
 _OF_TRL = ("prompts", "completions")
 _UNKNOWN_HERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments"})
-"""What TRL's trainer gives besides, and no reward is given here."""
+"""Arguments of TRL's trainer that do not exist here."""
 
 
 class Calling:
-    """One function, and what it asks for."""
+    """A reward function and its arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Look at its signature.
-
-        Raises:
-            ValueError: it needs what is given to no reward here.
-        """
+        """Read the signature; raise ValueError for arguments that do not exist here."""
         self._function = function
         named, self.takes_all, num_in_order = _parameters(function)
         self._is_batch = "completions" in named
@@ -232,18 +227,17 @@ class Calling:
         self.needs = [name for name in self.asks if named[name]]
         self._own = list(own) if self.takes_all else [name for name in named if name in own]
         if unknown := sorted(_UNKNOWN_HERE & set(self.needs)):
-            raise ValueError(f"it asks for {', '.join(unknown)}, which no reward is given here")
+            raise ValueError(f"it asks for {', '.join(unknown)}, which does not exist here")
         if self._is_batch:
-            # An answer is a column to TRL, whatever the set calls it.
+            # To TRL the answer is a column.
             self.needs = [name for name in self.needs if name != "answer"]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What whoever calls it should know."""
         return {"asks": self.asks, "needs": self.needs, "takes_all": self.takes_all}
 
     def parts(self, request: Mapping[str, Any]) -> dict[str, float]:
-        """The values of one completion, by name.
+        """Values of one completion, by name.
 
         Args:
             request: prompt, completion, answer, messages, whole (the completion with its thoughts), and columns if any.
@@ -284,11 +278,11 @@ def _number(value: Any) -> float:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool, int]:
-    """Parameters by name, each with whether it is needed; whether others are taken; how many may be given in order."""
+    """Parameters by name with whether they are needed; whether it takes others; how many go in order."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        # Of a function in C nothing is known.
+        # A function in C may have no signature.
         return {}, False, _IN_ORDER
     in_order = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     by_name = [one for one in parameters if one.kind == one.KEYWORD_ONLY]
@@ -299,21 +293,21 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool, in
 
 
 OURS = "heterorl"
-"""The package that this file is of."""
+"""Package of this file."""
 
 
 def reward_files(top: str) -> dict[str, Any]:
-    """The files behind a module or package that can be imported: `digest` of names and bytes, `num_files`, `place`."""
+    """Files of an importable module or package: `digest` of names and bytes, `num_files`, `place`."""
     found = _home(top)
     assert found is not None, "it was imported"
     root = found.parent
     paths = {key: os.path.realpath(place) for key, place in sysconfig.get_paths().items()}
-    # Beside an installed package lie other people's.
+    # Other packages lie next to an installed one.
     own_only = str(root) in paths.values()
-    # An environment of Python may lie below the author's directory.
+    # A virtual environment may lie below the author's directory.
     installed = [paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")]
     files: dict[str, Path] = {}
-    # A node's own release is none of the author's files, wherever it lies.
+    # heterorl itself does not count, wherever it lies.
     waiting, seen = [top], {top, OURS}
     while waiting:
         home = _home(waiting.pop())
@@ -325,7 +319,7 @@ def reward_files(top: str) -> dict[str, Any]:
             waiting += names - seen
             seen |= names
     for name, module in () if own_only else list(sys.modules.items()):
-        # What was imported by a name that no text shows.
+        # Imports by computed names.
         path = Path(os.path.realpath(getattr(module, "__file__", None) or ""))
         if name.partition(".")[0] == OURS or any(path.is_relative_to(place) for place in installed):
             continue
@@ -339,7 +333,7 @@ def reward_files(top: str) -> dict[str, Any]:
 
 
 def _home(top: str) -> Path | None:
-    """The file of a module, or the directory of a package."""
+    """File of a module, or directory of a package."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
@@ -364,7 +358,7 @@ def _files(home: Path) -> Iterator[Path]:
 
 
 def _imported_names(path: Path) -> set[str]:
-    """The first words of all absolute imports, in functions too."""
+    """First words of all absolute imports, in functions too."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):

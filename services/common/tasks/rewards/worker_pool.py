@@ -1,10 +1,9 @@
-"""Processes that compute rewards, or hold episodes, and are killed when they take too long.
+"""Worker processes for rewards and episodes, killed when they take too long.
 
-A symbolic comparison of a hostile answer, or somebody's own function, can run for hours and ignore signals: no thread
-and no alarm will do. What is loaded stays loaded from one reward to the next; a process that hung is replaced.
-
-A request's limit begins when a worker that is ready is asked: neither the wait for a free worker nor a worker's start
-counts. It is processor time, so that a busy machine gives the same values; a longer one by the clock ends what sleeps.
+A symbolic comparison of a hostile answer, or a user's function, can run for hours and ignore signals, so threads and
+alarms do not suffice. Loaded code stays loaded; a process that hung is replaced. A request's limit starts when a ready
+worker gets it. The limit is processor time, so that a busy machine gives equal values; a longer limit by the clock ends
+code that sleeps.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from heterorl.common.types.common import peer_words
 
 SCRIPT = Path(__file__).parent / "worker_main.py"
 START_TIMEOUT_S = 120.0
-"""For what a reward imports; it counts against no answer."""
+"""For imports; no answer counts it."""
 PATIENCE = 4.0
-"""Seconds by the clock for each of processor time, for what sleeps or waits."""
+"""Seconds by the clock for each second of processor time."""
 MAX_REPLY_BYTES = 1 << 20
 START_AFTER_S = 0.25
-"""About what a start costs: for less, callers wait for the processes that run."""
+"""About the cost of a start: callers wait that long for a running process."""
 MAX_WORDS = 600
-"""Characters of an error and the line that raised it."""
+"""Longest error with its line, characters."""
 _GRACE_S = 5.0
-"""The worker's own limit comes so much later than its parent's, which it only replaces."""
+"""The worker's own limit, which counts without a parent, is so much later."""
 
 
 class LoadFailed(RewardError):
-    """The worker runs and cannot load what it was told to; `kind` says what is wrong."""
+    """The worker runs but cannot load its job; `kind` as in worker_main.LoadError."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -51,15 +50,15 @@ class LoadFailed(RewardError):
 
 
 class WorkerLost(RewardError):
-    """The worker died or took too long, and what it held is gone."""
+    """The worker died or took too long; its state is lost."""
 
 
 class OutOfTime(WorkerLost):
-    """A request took all its processor time; the kernel counts it and ends the worker."""
+    """The kernel ended a worker that used all its processor time."""
 
 
 class WorkerProcess:
-    """One worker process, started when it is first needed."""
+    """One worker process, started at its first request."""
 
     def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float) -> None:
         self.timeout_s, self.cpu_s = timeout_s, cpu_s
@@ -68,14 +67,14 @@ class WorkerProcess:
         self._end: Any = None
 
     def start(self) -> dict[str, Any]:
-        """Start it anew; returns what it says of what it loaded.
+        """(Re)start the process; facts about what it loaded.
 
         Raises:
-            LoadFailed: it cannot load it.
-            RewardError: it ended or said nothing in time.
+            LoadFailed: it cannot load its job.
+            RewardError: it ended or timed out.
         """
         self.close()
-        # -P: no file of the working directory stands for a package. A session of its own: Ctrl-C is the service's.
+        # -P: no file of the working directory shadows a package. Own session: Ctrl-C goes to the service.
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(SCRIPT)],
@@ -83,7 +82,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
-                # Sets of texts have one order in all of them.
+                # Equal order of sets in all workers.
                 env={**os.environ, "PYTHONHASHSEED": "0"},
             )
         except OSError as error:
@@ -104,18 +103,15 @@ class WorkerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
     def ask(self, request: Mapping[str, Any], *, starts: bool = True) -> dict[str, Any]:
-        """The answer to one request.
-
-        A process that has ended is not started again where it held something (`starts` is false).
+        """The answer to one request; with `starts` an ended process is started again.
 
         Raises:
-            OutOfTime: it took all its processor time.
+            OutOfTime: it used all its processor time.
             WorkerLost: it died or took too long.
-            RewardError: it answered that it failed.
+            RewardError: it answered with an error.
         """
         if not self.is_running:
             if not starts:
@@ -131,18 +127,18 @@ class WorkerProcess:
                 raise OutOfTime(f"no answer in {self.cpu_s:g} s of processor time") from error
             raise WorkerLost(str(error) or "no answer") from error
         if "error" in reply:
-            # It may hold a completion, which is a peer's.
+            # It may hold a completion of a peer.
             raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))
         return reply
 
     def kill(self) -> None:
-        """Kill it while another thread waits for its answer, which gets an error."""
+        """Kill it while another thread waits for its answer."""
         process = self.process
         if process is not None:
             _signal(process)
 
     def close(self) -> None:
-        """Kill it, with whatever it started."""
+        """Kill it and all that it started."""
         if self._end is not None:
             self._end()
         self.process = self._end = None
@@ -151,14 +147,14 @@ class WorkerProcess:
         assert self.process is not None
         reply = json.loads(converse(self.process, json.dumps(message).encode() + b"\n", timeout_s))
         if not isinstance(reply, dict):
-            raise ValueError("the answer is no object")
+            raise ValueError("the answer is not an object")
         return reply
 
 
 class WorkerPool:
-    """So many processes of one kind; callers in other threads wait for a free one.
+    """Worker processes of one kind; callers in other threads wait for a free one.
 
-    What is not needed is never started: another process only when somebody had to wait all the time for START_AFTER_S.
+    Another process starts only after a caller waited START_AFTER_S.
     """
 
     def __init__(
@@ -173,8 +169,7 @@ class WorkerPool:
         """Start nothing yet.
 
         `job` is what a worker loads (`worker_main.py`). An answer takes at most `timeout_s` by the clock and `cpu_s` of
-        processor time; 0 is no bound. Callers wait `start_after_s` for a running process before another starts; None is
-        START_AFTER_S.
+        processor time; 0 is no bound. `start_after_s` replaces START_AFTER_S.
         """
         self._start_after_s = start_after_s
         self.workers = [WorkerProcess(job, timeout_s=timeout_s, cpu_s=cpu_s) for _ in range(num_workers)]
@@ -194,10 +189,10 @@ class WorkerPool:
             return facts
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of a free worker; see WorkerProcess.ask. Each of those before ends by its own time limit.
+        """Answer of a free worker; see WorkerProcess.ask.
 
         Raises:
-            LoadFailed: no worker could load its job yet.
+            LoadFailed: no worker has ever loaded the job.
             RewardError: there is no answer.
         """
         with self._one() as worker:
@@ -206,18 +201,18 @@ class WorkerPool:
             except LoadFailed as error:
                 if not self._has_loaded:
                     raise
-                # What it needs was there before; a full memory, say, is no mistake of a configuration.
+                # It loaded before, so the configuration is right; memory may be full.
                 raise RewardError(f"the process that computes rewards does not start again: {error}") from error
             self._has_loaded = True
             return reply
 
     def close(self) -> None:
-        """Kill all workers; who waits for an answer gets an error, and nothing starts again."""
+        """Kill all workers; waiting callers get an error, and nothing starts again."""
         with self._changed:
             self._is_closed = True
             free, self._idle, self._running = self._idle + self._running, [], []
             for worker in self.workers:
-                # Its caller closes what is in use: a number of a pipe may be another file's at once.
+                # The caller closes a busy worker: its pipe's number could be reused at once.
                 worker.close() if worker in free else worker.kill()
             self._changed.notify_all()
 
@@ -230,7 +225,6 @@ class WorkerPool:
             self.give(worker)
 
     def give(self, worker: WorkerProcess) -> None:
-        """Give back a process that was taken."""
         with self._changed:
             if self._is_closed:
                 worker.close()
@@ -239,7 +233,7 @@ class WorkerPool:
                 self._changed.notify()
 
     def take(self) -> WorkerProcess:
-        """A process that runs; one that does not yet where none does, or those that do were all in use for long.
+        """A running process; one to be started where none runs or all were busy for START_AFTER_S.
 
         Raises:
             RewardError: the pool is closed.
@@ -250,8 +244,8 @@ class WorkerPool:
             elif not self._running and len(self._idle) < len(self.workers):
                 self._wait()
             if self._is_closed:
-                raise RewardError("rewards are computed no longer")
-            # The last one used first.
+                raise RewardError("the pool of reward workers is closed")
+            # Last used first.
             return (self._running or self._idle).pop()
 
     def _wait(self) -> None:
@@ -269,7 +263,7 @@ class WorkerPool:
 
 def _signal(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        # Until it is waited for, its number is nobody else's.
+        # No other process has its number before it is waited for.
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -280,7 +274,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         assert pipe is not None
         with suppress(OSError):
             pipe.close()
-    # A daemon thread where the kernel does not let the process go at once.
+    # The kernel may release the process late.
     try:
         process.wait(1.0)
     except subprocess.TimeoutExpired:
@@ -288,18 +282,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
-    """Write a line and read one, both within one limit: the other side may read nothing while it hangs. Its pipes do
-    not block.
+    """Write a line and read one within one time limit; the pipes do not block.
 
     Raises:
-        OSError: it ended.
-        TimeoutError: it did not answer in time.
-        ValueError: it answered too much.
+        OSError: the process ended.
+        TimeoutError: no answer in time.
+        ValueError: the answer is too long.
     """
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + timeout_s
-    # poll, not select: a process with many connections has descriptors beyond select's 1024.
+    # poll, since descriptors may exceed the 1024 of select.
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     poll.register(process.stdin, select.POLLOUT)
@@ -335,24 +328,24 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
 
 
 NEAR = 0.25
-"""Share of a time limit beyond which another machine may come to another result."""
+"""Share of a time limit beyond which another machine may get another result."""
 _REMEMBERED = 4096
 
 
 class NearLimit:
-    """The last ones of them."""
+    """The last results near their time limit."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, prompt: object, completion: str) -> None:
-        """Remember one of a prompt's number, or of its answer; the oldest is forgotten for it."""
+        """Remember a result by the prompt's number or answer; forget the oldest."""
         self._names[_name(prompt, completion)] = None
         while len(self._names) > _REMEMBERED:
             self._names.popitem(last=False)
 
     def names(self, part: str, prompt: object, completion: str) -> tuple[str, ...]:
-        """The part of a reward, if it is one of them."""
+        """The name of the reward, if its result was near."""
         return (part,) if _name(prompt, completion) in self._names else ()
 
 

@@ -1,7 +1,7 @@
-"""A task over rows of Arrow files: prompts by position, some held out, answers compared as in `jsonl:`.
+"""Dataset over rows of Arrow files: prompts by position, some held out, answers compared as in `jsonl:`.
 
-Guarantees: memory holds one number a prompt, the rows stay mapped; no held-out prompt is trained on; equal digests mean
-equal files, columns, filters and rows left over.
+Memory holds one number a prompt; rows stay mapped. No held-out prompt is trained on. Equal digests mean equal files,
+columns, filters and chosen rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArrowTask(MatchedTask):
-    """Implements heterorl.common.tasks.task.Task."""
+    """Rows of Arrow files with a verifier; implements Task."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class ArrowTask(MatchedTask):
     ) -> None:
         """Choose the rows.
 
-        Without `held_out` some of the rows are held out, `evaluation_size` different prompts. A row without an answer
-        gets no reward where `needs_answers`.
+        Without `held_out`, `evaluation_size` different prompts of `loaded` are held out. With `needs_answers`, rows
+        without an answer are dropped.
 
         Raises:
-            ConfigError: too few rows are left, or a column is not what it should be.
+            ConfigError: too few rows are left, or a column has the wrong type.
         """
         self._columns = columns = Columns(loaded.table, config, needs_answers)
         self._held_columns = columns
@@ -78,12 +78,10 @@ class ArrowTask(MatchedTask):
         self.digest: Digest = bytes_digest(repr([*self._words, *chosen]).encode())
 
     def held_out_questions(self) -> Iterable[str]:
-        """The questions of all held-out prompts."""
         found: list[str] = self._held_columns.questions().take(_arrow(self._held_rows)).to_pylist()
         return found
 
     def without(self, questions: Collection[str]) -> ArrowTask:
-        """The same task with fewer training prompts; there may be none left."""
         every = self._columns.questions()
         is_out = _is_in(every, _arrow(sorted(questions)).cast(every.type))
         left = copy.copy(self)
@@ -94,11 +92,9 @@ class ArrowTask(MatchedTask):
         return left
 
     def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
         return self._columns.prompt(int(self._rows[index]), index=index)
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position."""
         return self._held_columns.prompt(int(self._held_rows[index]), index=index)
 
 
@@ -120,7 +116,7 @@ def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | N
 
 
 def _split(columns: Columns, rows: Rows, size: int) -> tuple[Rows, Rows]:
-    """Hold out `size` different prompts, at most half of them, with every row that repeats one."""
+    """Hold out `size` different prompts, at most half, with every row that repeats one."""
     texts = _texts_of(columns, rows)
     different = texts.unique()
     count = min(size, len(different) // 2)
@@ -136,7 +132,7 @@ def _split(columns: Columns, rows: Rows, size: int) -> tuple[Rows, Rows]:
 
 
 def _without(columns: Columns, rows: Rows, held_columns: Columns, held_rows: Rows) -> Rows:
-    """Rows whose prompt is not held out; public data sets repeat some of their tests."""
+    """Rows whose prompt is not held out; public datasets repeat some of their tests."""
     shared = _is_in(_texts_of(columns, rows), _texts_of(held_columns, held_rows).unique())
     if shared.all():
         raise ConfigError("task.data.evaluation_split", "every prompt of task.name is held out: name another split")
@@ -151,7 +147,7 @@ def _texts_of(columns: Columns, rows: Rows) -> Any:
 
 
 def _release() -> None:
-    """Give back what passes over whole columns took; the allocator would keep it."""
+    """Release memory of column passes, which the allocator would keep."""
     import pyarrow as pa
 
     pa.default_memory_pool().release_unused()
@@ -174,13 +170,10 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Columns:
-    """The prompt and the answer of each row of a table."""
+    """Prompts and answers of a table."""
 
     def __init__(self, table: Any, config: DataConfig, needs_answers: bool) -> None:
-        """Check the types.
-
-        Of a pyarrow.Table; a row without an answer gets no reward where `needs_answers`.
-        """
+        """Check the types of a pyarrow.Table; with `needs_answers` the answer column must exist."""
         import pyarrow as pa
 
         self._pa: Any = pa
@@ -201,7 +194,7 @@ class Columns:
         if not needs_answers and config.answer == ANSWER not in table.column_names:
             self.answered_in = ""
         if needs_answers and not config.answer:
-            raise ConfigError("task.data.answer", "is empty, and the reward compares with an answer")
+            raise ConfigError("task.data.answer", "is empty, but the reward compares with an answer; name a column")
         self._answers = _column(table, "task.data.answer", self.answered_in) if self.answered_in else None
         kind = None if self._answers is None else self._answers.type
         if kind is not None and (pa.types.is_boolean(kind) or pa.types.is_binary(kind)):
@@ -209,12 +202,12 @@ class Columns:
             raise ConfigError("task.data.answer", problem, action="make it a column of text, or of numbers")
 
     def sound(self) -> Mask:
-        """Rows with a prompt and an answer that are not blank; of messages, known roles and the user's last."""
+        """Rows with a prompt and an answer; messages need known roles and end with the user."""
         mask = self._sound_messages() if self._has_messages else self._written(self._prompts)
         return mask if self._answers is None else mask & self._written(self._answers)
 
     def _written(self, column: Any) -> Mask:
-        """Cells that hold something: no null, no NaN and no blanks."""
+        """Cells that are not null, NaN or blank."""
         import pyarrow.compute as pc
 
         if _is_text(self._pa, column.type):
@@ -225,13 +218,13 @@ class Columns:
         return _mask(pc.is_valid(column))
 
     def texts(self) -> Any:
-        """What tells prompts apart: the text, or roles and contents of all messages."""
+        """Text that identifies a prompt: its text, or roles and contents of all messages."""
         if not self._has_messages:
             return self._prompts.cast(self._pa.large_string())
         return self._joined(frozenset())
 
     def questions(self) -> Any:
-        """What heterorl.common.tasks.messages.question_of gives of each row."""
+        """messages.question_of of each row."""
         import pyarrow.compute as pc
 
         if self._has_messages:
@@ -240,7 +233,7 @@ class Columns:
         return pc.binary_join_element_wise(self._pa.scalar("user", text), self.texts(), self._pa.scalar("\x1f", text))
 
     def _joined(self, without: frozenset[str]) -> Any:
-        """Roles and contents of each row's messages, but for those of some roles."""
+        """Roles and contents of the messages of each row, without some roles."""
         import pyarrow.compute as pc
 
         text = self._pa.large_string()
@@ -259,7 +252,6 @@ class Columns:
         return self._pa.chunked_array(joined, text)
 
     def prompt(self, row: int, *, index: int) -> Prompt:
-        """The prompt of a row, under the position that a run knows it by."""
         value = self._prompts[row].as_py()
         columns = _Row(self._table, row, without=self.asked_in)
         if not self._has_messages:
@@ -273,16 +265,12 @@ class Columns:
             return ""
         value = self._answers[row].as_py()
         if self._pa.types.is_float32(self._answers.type):
-            # Of so many digits as its own type has.
+            # With the digits of its own type.
             value = float(str(np.float32(value)))
         return written(value)
 
     def kept(self, config: DataConfig) -> Mask:
-        """Rows that `where`, `at_least` and `at_most` keep.
-
-        Raises:
-            ConfigError: a column is not there, or cannot be compared with such a value.
-        """
+        """Rows that `where`, `at_least` and `at_most` keep; raises ConfigError for a missing or incomparable column."""
         import pyarrow.compute as pc
 
         mask = np.ones(self.num_rows, np.bool_)
@@ -292,7 +280,7 @@ class Columns:
             try:
                 allowed = self._pa.array(values).cast(column.type)
             except self._pa.ArrowException as error:
-                problem = f"{values} are no values of a column of {column.type}"
+                problem = f"{values} are not values of a column of {column.type}"
                 raise ConfigError(f"task.data.where.{name}", problem) from error
             mask &= _mask(pc.is_in(column, value_set=allowed))
         for kind, bounds, compare in (
@@ -308,10 +296,10 @@ class Columns:
         return mask
 
     def _lists(self) -> list[Any]:
-        """The chunks of the messages as lists with 64-bit offsets that begin at 0."""
+        """Chunks of messages as lists with 64-bit offsets from 0."""
         kind = self._prompts.type
         wide = self._prompts.cast(self._pa.large_list(kind.value_type))
-        # Of a piece of a column the offsets count from elsewhere; a copy of its rows begins anew.
+        # Offsets of a slice start elsewhere; those of a copy start at 0.
         return [chunk.take(self._pa.array(np.arange(len(chunk)))) for chunk in wide.chunks]
 
     def _sound_messages(self) -> Mask:
@@ -325,7 +313,7 @@ class Columns:
             known = _mask(pc.is_in(roles, value_set=self._pa.array(ROLES)))
             known &= _mask(pc.is_valid(values.field("content")))
             is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False)) & self._written(values.field("content"))
-            # Counts of bad messages before each one: a difference says how many a row has.
+            # Cumulative counts of bad messages; a difference is the count of a row.
             bad = np.concatenate(([0], np.cumsum(~known)))
             lengths = np.diff(offsets)
             last = np.maximum(offsets[1:] - 1, 0)
@@ -335,7 +323,7 @@ class Columns:
 
 
 class _Row(Mapping[str, Any]):
-    """The columns of a row but for the prompt, each read when it is asked for."""
+    """Columns of a row except the prompt, read on access."""
 
     def __init__(self, table: Any, row: int, *, without: str) -> None:
         self._table, self._row, self._without = table, row, without
@@ -356,7 +344,7 @@ _OTHER = "name the column of the prompt's text, or task.data.messages"
 
 
 def _column(table: Any, key: str, name: str) -> Any:
-    """A column by its name, or by a path such as `reward_model.ground_truth` into a column of tables."""
+    """A column by its name, or by a path such as `reward_model.ground_truth` into structs."""
     import pyarrow.compute as pc
 
     first, *rest = [name] if name in table.column_names else name.split(".")

@@ -1,8 +1,7 @@
-"""Rows of data sets: what a cell says, which prompts are short enough, and what sources of a mixture hold out.
+"""Cells of dataset rows as text, filters by prompt length, and the split between sources of a mixture.
 
-Guarantees: what one source holds out, none of the others trains on. Files are compared by question, whatever system
-prompt stands before it; generated tasks of one kind must hold out the same pairs. A file that repeats what a generator
-makes is not seen. One pass over the questions of a file, and memory for what is held out.
+No source trains on prompts that another holds out. Files are compared by question, without system prompts; arithmetic
+tasks must hold out the same pairs. A file that repeats arithmetic prompts is not detected.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from heterorl.common.tasks.arithmetic import NumberPairs
 from heterorl.common.tasks.task import Measure, Prompt, Task
 
 ABSENT = object()
-"""Of a cell that a row does not have."""
+"""A cell that a row does not have."""
 _LARGEST, _SMALLEST = 1e21, 1e-9
 """Numbers beyond are written with an exponent."""
 
 
 def written(value: Any) -> str:
-    """The text of an answer; empty where the cell holds none: null, NaN, an infinity, or blanks."""
+    """Text of an answer; empty for null, NaN, an infinity, or blanks."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value if value.strip() else ""
     if isinstance(value, list | dict):
-        # Tests of code, or rows of a table.
+        # Such as tests of code.
         return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     if isinstance(value, float | Decimal):
         return _number(value)
@@ -53,7 +52,7 @@ def _number(value: float | Decimal) -> str:
 
 
 def cell_of(row: Mapping[str, Any], name: str) -> Any:
-    """The cell of a name, or of a path such as `reward_model.ground_truth` into tables; ABSENT where there is none."""
+    """A cell by its name, or by a path such as `reward_model.ground_truth`; ABSENT where there is none."""
     if name in row:
         return row[name]
     value: Any = row
@@ -65,7 +64,7 @@ def cell_of(row: Mapping[str, Any], name: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A cell as JSON has it, for what reads it in another process."""
+    """A cell as JSON holds it, for other processes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     return json.loads(json.dumps(value, ensure_ascii=False, default=str))
@@ -78,11 +77,8 @@ _LOG = logging.getLogger(__name__)
 def short_ones(
     count: int, prompt_at: Callable[[int], Prompt], *, most: int, measure: Measure | None
 ) -> npt.NDArray[np.bool_]:
-    """Which of so many prompts have at most `most` tokens; those that the template refuses have no length.
-
-    Raises:
-        ConfigError: there is nothing to count with.
-    """
+    """Which prompts have at most `most` tokens; those that the template refuses have not. ConfigError without
+    tokenizer."""
     if measure is None:
         raise ConfigError("task.data.max_prompt_tokens", "counts tokens, and no tokenizer is here", action="remove it")
     keep = np.zeros(count, np.bool_)
@@ -103,27 +99,23 @@ def short_ones(
 
 
 def lengths_of(prompts: Sequence[Prompt], measure: Measure) -> npt.NDArray[np.int64]:
-    """Tokens of each, -1 where the template refuses it."""
+    """Tokens of each prompt; -1 where the template refuses it."""
     return np.array([-1 if length is None else length for length in measure(prompts)], np.int64)
 
 
 @runtime_checkable
 class Separable(Protocol):
-    """A task whose prompts are rows; questions are those of heterorl.common.tasks.messages.question_of."""
+    """A task over rows; questions are those of messages.question_of."""
 
     num_prompts: int
 
-    def held_out_questions(self) -> Iterable[str]:
-        """The questions of all held-out prompts."""
-        ...
+    def held_out_questions(self) -> Iterable[str]: ...
 
-    def without(self, questions: Collection[str]) -> Self:
-        """The same task with fewer training prompts; there may be none left."""
-        ...
+    def without(self, questions: Collection[str]) -> Self: ...
 
 
 def log_held_out(num: int, *, wanted: int, different: int) -> None:
-    """Say where fewer prompts are held out than were asked for: half of a data set stays for training."""
+    """Log that fewer prompts than configured are held out, since half of a dataset stays for training."""
     if num < wanted:
         _LOG.info(
             "task.evaluation_size = %d, and %d of %d different prompts are held out: at most half of them",
@@ -132,10 +124,10 @@ def log_held_out(num: int, *, wanted: int, different: int) -> None:
 
 
 def separated(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """The tasks by label, before rewards and system prompts, without the training prompts that another one holds out.
+    """Tasks by label, without training prompts that another task holds out; before rewards and system prompts.
 
     Raises:
-        ConfigError: nothing is left to train on, or two generated tasks hold out different pairs of numbers.
+        ConfigError: a task has no prompt left, or two arithmetic tasks hold out different pairs.
     """
     _refuse_other_pairs(tasks)
     rows = {label: task for label, task in tasks.items() if isinstance(task, Separable)}

@@ -1,4 +1,9 @@
-"""From the name of a data set to its rows: an Arrow table in a mapped file, and which files it was read from."""
+"""Rows of a dataset by its name: commit on the hub, download, and mapped Arrow table with a digest of its files.
+
+A branch moves, so nodes that start on two days would train on two datasets. A node therefore pins a branch to its
+commit when it first starts, in a note in its own directory; the contract's digest exposes a node with another commit. A
+repository is downloaded once; later starts need no network (HF_HUB_OFFLINE=1).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,12 @@ from heterorl.common.process.files import replacing
 from heterorl.common.tasks.sources.dataset_config import DataConfig
 
 _SAVED = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` leaves."""
+"""Files of `save_to_disk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Rows, and a digest of the files that they are read from."""
+    """Rows, and a digest of their files."""
 
     table: Any
     """pyarrow.Table."""
@@ -33,14 +38,14 @@ class Loaded:
 def load_directory(
     key: str, directory: Path, *, split: str, subset: str, files: Sequence[str], cache_dir: str
 ) -> Loaded:
-    """A split of a directory as the hub lays one out, or as `save_to_disk` of the datasets library wrote it.
+    """A split of a directory in the layout of the hub, or of `save_to_disk` of the datasets library.
 
     Raises:
-        ConfigError: there is no such directory, subset, split or file, or what is there cannot be read.
-        DependencyMissing: the library is not installed.
+        ConfigError: no such directory, subset, split or file, or it cannot be read.
+        DependencyMissing: the datasets library is not installed.
     """
     if not directory.is_dir():
-        raise ConfigError(key, f"{directory} is no directory")
+        raise ConfigError(key, f"{directory} is not a directory")
     if any((directory / name).exists() for name in _SAVED):
         return _saved(key, directory, split)
     data_files = {split.partition("[")[0]: list(files)} if files else None
@@ -48,7 +53,7 @@ def load_directory(
 
 
 def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
-    """The rows of Parquet files, in the order of their names."""
+    """Rows of Parquet files, in the order of their names."""
     found = sorted(glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207 - wildcards may stand in any part
     if not found:
         raise ConfigError(key, f"there is no file {pattern}")
@@ -56,7 +61,7 @@ def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
 
 
 def library() -> Any:
-    """The datasets library, without its progress bars."""
+    """The datasets library, without progress bars."""
     try:
         import datasets
     except ImportError as error:
@@ -71,7 +76,7 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -
         builder = datasets.load_dataset_builder(
             path, cache_dir=str(Path(cache_dir) / "datasets") if cache_dir else None, **options
         )
-        # Rows in Arrow form are made once, under a lock, and mapped by every process that reads them.
+        # The library converts to Arrow once, under a lock; every process maps the result.
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
@@ -84,7 +89,7 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -
         for file in listed
     ]
     if not sources:
-        raise ConfigError(key, f"split {split} of {path} is of no files, which could name its content")
+        raise ConfigError(key, f"split {split} of {path} has no files, whose digest would identify it")
     return Loaded(table=rows.data.table, digest=digest_of([split, options.get("name")], sources))
 
 
@@ -99,12 +104,12 @@ def _saved(key: str, directory: Path, split: str) -> Loaded:
     try:
         rows = datasets.load_from_disk(str(place))
         state = json.loads((place / "state.json").read_bytes())
-        # Other Arrow files there are caches of the library, of whoever opened the set before.
+        # Other Arrow files there are caches of the library.
         named = [place / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(key, f"cannot read {place}: {_words(error)}") from error
     if state.get("_indices_data_files"):
-        # The library reads no indices any more, so that every row would be there again.
+        # The library ignores indices, so all rows would be back.
         raise ConfigError(key, f"{place} keeps its choice of rows in a file of indices", action=_SAVE_AGAIN)
     return Loaded(table=rows.data.table, digest=digest_of([split, None], named))
 
@@ -113,7 +118,7 @@ _SAVE_AGAIN = "open it with the library that wrote it, call flatten_indices(), a
 
 
 def digest_of(words: Sequence[object], files: Sequence[Path]) -> str:
-    """Digest of words and of the bytes of files in their order, wherever they lie."""
+    """Digest of words and of the bytes of files in order, wherever they lie."""
     total = blake3.blake3(repr(list(words)).encode())
     for path in files:
         content = blake3.blake3(max_threads=blake3.blake3.AUTO)
@@ -123,18 +128,18 @@ def digest_of(words: Sequence[object], files: Sequence[Path]) -> str:
 
 
 def _words(error: BaseException) -> str:
-    # What the library raises names a cause, which says more.
+    # The cause says more than the error of the library.
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}".splitlines()[0][:300]
 
 
 def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[Loaded, Loaded | None]:
-    """Rows to train on, and those of the held-out split where one is named.
+    """Training rows, and those of the held-out split if one is named.
 
-    `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `hub.pinned`.
+    `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `pinned`.
 
     Raises:
-        ConfigError: no such set, revision, subset or split.
+        ConfigError: no such dataset, revision, subset or split.
         DependencyMissing: the datasets library is not installed.
     """
     key = "task.name"
@@ -156,7 +161,7 @@ def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tup
 
 
 def open_parquet(path: str, evaluation_path: str, config: DataConfig) -> tuple[Loaded, Loaded | None]:
-    """Rows of one Parquet file or of all that a pattern names, and those of a held-out one."""
+    """Rows of the Parquet files that a pattern names, and those of a held-out file."""
     if config.evaluation_split:
         raise ConfigError("task.data.evaluation_split", "files have no splits", action="name task.evaluation_path")
     held_out = None
@@ -172,7 +177,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A data set of the hub, or a directory of this machine.
+    """A dataset of the hub, or a directory of this machine.
 
     Example: HubName(place="openai/gsm8k", revision="e53f048856ff4f594e959d75785d2c2d37b678ee", split="train")
     """
@@ -183,25 +188,20 @@ class HubName:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a directory here."""
         return self.place.startswith(("/", ".", "~"))
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never means anything else."""
+        """Whether the revision is a commit."""
         return bool(_COMMIT.fullmatch(self.revision))
 
     def at(self, commit: str) -> str:
-        """The name as one writes it, with a commit."""
+        """The name with a commit."""
         return f"hf:{self.place}@{commit}[{self.split}]"
 
 
 def parse(key: str, text: str) -> HubName:
-    """Read what stands after `hf:`.
-
-    Raises:
-        ConfigError: it is not of that form; names `key`.
-    """
+    """Parse the text behind `hf:`; raise ConfigError for `key`."""
     found = _LOCAL.fullmatch(text) or _FORM.fullmatch(text)
     if found is None:
         raise ConfigError(
@@ -212,15 +212,14 @@ def parse(key: str, text: str) -> HubName:
 
 
 NOTES = "sources.json"
-"""File of the notes, in the directory of a node's state."""
+"""File of the pinned commits, in a node's state directory."""
 _LOG = logging.getLogger(__name__)
 
 
 def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> str:
-    """The commit to read.
+    """The commit to read; a branch is resolved once and noted in the file `notes`.
 
-    The file `notes` has what was resolved before, and errors name `key`. An empty `cache_dir` is the library's own
-    place.
+    Errors name `key`. An empty `cache_dir` is the library's own.
 
     Raises:
         ConfigError: no revision is named, or it cannot be resolved.
@@ -234,7 +233,7 @@ def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> st
     written = f"{name.place}@{name.revision}"
     if written in known:
         return known[written]
-    # Of a directory of the cache the name is the commit; one small file brings it.
+    # One small file: the name of its cache directory is the commit.
     commit = download(key, name, name.revision, files=("README.md",), cache_dir=cache_dir).name
     _LOG.warning(
         "%s: %s of %s is commit %s from now on; %s says so on every node",
@@ -253,18 +252,18 @@ def _read(key: str, notes: Path | None) -> dict[str, str]:
     try:
         known = json.loads(notes.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(key, f"cannot read {notes}: {error}", action="remove it to resolve branches anew") from error
+        raise ConfigError(key, f"cannot read {notes}: {error}", action="remove it to resolve branches again") from error
     return {str(written): str(commit) for written, commit in known.items()}
 
 
 def download(key: str, name: HubName, revision: str, *, files: Sequence[str], cache_dir: str) -> Path:
-    """The directory of a repository at a revision: as the hub says or, without it, the cache.
+    """Directory of a repository at a revision, from the hub or, without it, from the cache.
 
-    Only what the patterns `files` name is downloaded, and everything where there are none.
+    Downloads the files of the patterns `files`, or all without patterns.
 
     Raises:
-        ConfigError: it is not in the cache and cannot be downloaded.
-        DependencyMissing: the library of the hub is not installed.
+        ConfigError: it is not cached and cannot be downloaded.
+        DependencyMissing: huggingface_hub is not installed.
     """
     try:
         from huggingface_hub import snapshot_download

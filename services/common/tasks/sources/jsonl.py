@@ -1,7 +1,7 @@
-"""A file of one JSON object a line with the fields `prompt` or `messages`, and `answer` where the reward needs one.
+"""Dataset of JSON lines with `prompt` or `messages`, and `answer` where the reward needs one.
 
-Held out are the lines of a second file, or else the prompts whose text has the smallest digests: a prompt that occurs
-twice is on one side of the split, and adding lines moves few of the others.
+Held out are the lines of a second file, or else the prompts with the smallest digests: repeats of a prompt stay on one
+side of the split, and new lines move few others.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ class Row:
     answer: str
     messages: tuple[Message, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All fields but for the prompt."""
+    """Fields except the prompt."""
 
     @property
     def asked(self) -> str:
-        """What tells prompts apart."""
+        """Text that identifies a prompt."""
         if not self.messages:
             return self.text
         return "\n".join(f"{message.role}\x1f{message.content}" for message in self.messages)
 
     def words(self) -> list[object]:
-        """What the digest counts."""
+        """Content for the digest."""
         turns = [[message.role, message.content] for message in self.messages]
         return [self.text, self.answer, turns, self.columns]
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt under a position."""
         return Prompt(index=index, text=self.text, answer=self.answer, messages=self.messages, columns=self.columns)
 
 
 class JsonlTask(MatchedTask):
-    """Implements heterorl.common.tasks.task.Task; see the module docstring for what is held out."""
+    """Lines of a JSON file with a verifier; implements Task."""
 
     def __init__(
         self,
@@ -67,10 +66,10 @@ class JsonlTask(MatchedTask):
         measure: Measure | None = None,
         needs_answers: bool = True,
     ) -> None:
-        """Read it.
+        """Read the files.
 
-        Without `evaluation_path` some of the prompts are held out, `evaluation_size` different ones. A row without an
-        answer gets no reward where `needs_answers`.
+        Without `evaluation_path`, `evaluation_size` different prompts are held out. With `needs_answers` each row must
+        have an answer.
         """
 
         def read(key: str, path: Path) -> list[Row]:
@@ -92,27 +91,23 @@ class JsonlTask(MatchedTask):
         self.digest: Digest = bytes_digest(json.dumps([self._matcher.name, *rows]).encode())
 
     def held_out_questions(self) -> Iterable[str]:
-        """The questions of all held-out prompts."""
         return (question_of(row.prompt(0)) for row in self._held_out)
 
     def without(self, questions: Collection[str]) -> JsonlTask:
-        """The same task with fewer training prompts; there may be none left."""
         left = copy.copy(self)
         left._training = [row for row in self._training if question_of(row.prompt(0)) not in questions]
         left._count()
         return left
 
     def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
         return self._training[index].prompt(index)
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position."""
         return self._held_out[index].prompt(index)
 
 
 def _split(path: Path, rows: list[Row], evaluation_size: int) -> tuple[list[Row], list[Row]]:
-    """Hold out `evaluation_size` different prompts, at most half of them, with every line that repeats one."""
+    """Hold out `evaluation_size` different prompts, at most half, with every line that repeats one."""
     ranked = sorted({row.asked for row in rows}, key=lambda text: hashlib.blake2b(text.encode()).digest())
     held_out = set(ranked[: min(evaluation_size, len(ranked) // 2)])
     log_held_out(len(held_out), wanted=evaluation_size, different=len(ranked))
@@ -134,7 +129,7 @@ def _refuse_overlap(path: Path, training: list[Row], evaluation_path: Path, held
 
 
 def _short(key: str, path: Path, rows: list[Row], most: int, measure: Measure | None) -> list[Row]:
-    """The rows whose prompts have at most so many tokens; 0 is no bound."""
+    """Rows whose prompts have at most `most` tokens; 0 is no bound."""
     if not (most and rows):
         return rows
     keep = short_ones(len(rows), lambda position: rows[position].prompt(0), most=most, measure=measure)
@@ -145,8 +140,8 @@ def _short(key: str, path: Path, rows: list[Row], most: int, measure: Measure | 
 
 def _read(key: str, path: Path, data: DataConfig, needs_answers: bool) -> list[Row]:
     if needs_answers and not data.answer:
-        raise ConfigError("task.data.answer", "is empty, and the reward compares with an answer")
-    # A reward that needs none may have rows without it; some alone are a slip, and so is a name that was chosen.
+        raise ConfigError("task.data.answer", "is empty, but the reward compares with an answer; name a column")
+    # Rewards without answers allow rows without any; some rows without one, or a configured column, are an error.
     has_answers = needs_answers or data.answer != ANSWER
     rows: list[Row] = []
     lacking = ""
@@ -198,16 +193,16 @@ def _row(key: str, place: str, line: bytes, data: DataConfig) -> Row:
     try:
         json.dumps([row.asked, row.answer, row.columns], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(key, f"{place}: half a surrogate pair is no text") from error
+        raise ConfigError(key, f"{place}: half a surrogate pair is not text") from error
     return row
 
 
 def _answer(key: str, place: str, entry: Mapping[str, Any], data: DataConfig) -> str:
-    """The answer of a line; empty where the line does not speak of one."""
+    """Answer of a line; empty where it has none."""
     value = cell_of(entry, data.answer) if data.answer else ABSENT
     if value is ABSENT:
         return ""
-    # A bool is an int to Python, and no answer in a file.
+    # bool is a subclass of int, and not an answer.
     if isinstance(value, bool):
         raise ConfigError(key, f"{place}: {data.answer} must be text, a number, a list or an object")
     if not (text := written(value)):

@@ -1,7 +1,7 @@
 """Several tasks as one, each with its share of the prompts.
 
-A pass of a run takes every position once, in an order of its own. So positions are divided by weight: the source that
-is scarcest by its weight has one position for each of its prompts, and the others repeat theirs to keep the shares.
+A run takes every position once a pass, in its own order, so positions are divided by weight: the source that is
+scarcest for its weight has one position for each prompt, and the others repeat theirs to keep the shares.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
 
 MAX_POSITIONS = 1 << 48
-"""Beyond it a weight is a slip, not a share."""
+"""More positions come from a wrong weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One task of a mixture; shares are weights over their sum."""
+    """One task of a mixture; its share is its weight over the sum."""
 
     label: str
     weight: float
@@ -36,24 +36,19 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrompt(Prompt):
-    """A prompt that knows the task it is of, and which it is there."""
+    """A prompt with its source and its inner prompt."""
 
     number: int
     inner: Prompt
 
 
 class MixtureTask:
-    """Implements heterorl.common.tasks.task.Task."""
+    """A weighted mixture of tasks; implements Task."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        """Lay out the positions.
-
-        Raises:
-            ConfigError: weights so unlike that one source would have more positions than can be counted, or a reward
-                that a learner cannot compute again.
-        """
+        """Assign the positions; raise ConfigError for too unlike weights, or a remote reward."""
         for source in sources:
-            # A learner knows terms of trust for the rewards of a run's own task alone.
+            # A learner knows Terms only for the rewards of the run's own task.
             if remote := getattr(source.task, "remote", None):
                 raise ConfigError(
                     "task.sources",
@@ -79,65 +74,54 @@ class MixtureTask:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The tasks, in the order of the sources."""
         return tuple(source.task for source in self.sources)
 
     def replaced(self, tasks: Sequence[Task]) -> MixtureTask:
-        """The same mixture of tasks that compute the same rewards elsewhere."""
+        """This mixture with other forms of its tasks."""
         return MixtureTask(
             [dataclasses.replace(source, task=task) for source, task in zip(self.sources, tasks, strict=True)]
         )
 
     def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
         number = self._number(index)
         task = self.sources[number].task
         start = int(self._ends[number - 1]) if number else 0
         return self._mixed(index, number, task.prompt((index - start) % task.num_prompts))
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position; the first ones have the sources in their shares."""
+        """The held-out prompt at a position; every prefix has the shares of the sources."""
         number, inside = (int(part) for part in self._held_out[index])
         return self._mixed(index, number, self.sources[number].task.evaluation_prompt(inside))
 
     def source_of(self, index: int) -> str:
-        """The label of the source of a training prompt."""
         return self.sources[self._number(index)].label
 
     @property
     def environments(self) -> tuple[Episodes, ...]:
-        """The environments of all sources."""
         return tuple(each for task in self.tasks for each in environments_of(task))
 
     def environment_of(self, prompt: Prompt) -> EnvironmentSpec | None:
-        """What answers the turns of a prompt; None where its source has no environment."""
         return environment_of(*self._asked(prompt))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of the prompt's own task."""
         task, inner = self._asked(prompt)
         return task.score(inner, completion)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
-        """What is in doubt of the parts of the prompt's own task."""
         return doubts_of(*self._asked(prompt), completion)
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The parts of its rewards that are what a completion's code comes to, from another run of it."""
         task, inner = self._asked(prompt)
         return task.run_again(inner, completion) if isinstance(task, WeightedTask) else ()
 
     def answer_problem(self, prompt: Prompt) -> str:
-        """Why no completion of a prompt can be scored; empty where they can."""
         return answer_problem_of(*self._asked(prompt))
 
     def close(self) -> None:
-        """End what the tasks run."""
         for task in self.tasks:
             close_task(task)
 
     def _asked(self, prompt: Prompt) -> tuple[Task, Prompt]:
-        """The task that a prompt is of, and which it is there."""
         assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
         return self.sources[prompt.number].task, prompt.inner
 
@@ -152,7 +136,7 @@ class MixtureTask:
 
 
 def _interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """(source, position there) of all held-out prompts, so that every beginning has the sources in their shares."""
+    """(source, position there) of all held-out prompts; every prefix has the shares of the sources."""
     numbers = np.concatenate([np.full(size, number, np.int64) for number, size in enumerate(sizes)])
     inside = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
     turns = np.concatenate([(np.arange(size) + 0.5) / share for size, share in zip(sizes, shares, strict=True)])

@@ -248,9 +248,9 @@ def test_token_carries_the_version_of_its_own_pass(model_dir):
         @contextmanager
         def held(self):
             yield
-            engine._version += 1
+            engine.version += 1
 
-    engine._weights_lock, engine._version = SwapAfterEveryTurn(), 0
+    engine._weights_lock, engine.version = SwapAfterEveryTurn(), 0
     [[row]] = engine.generate(PROMPTS[:1], seeds=[1], num_per_prompt=1)
 
     assert row.spans == tuple(Span(version=at, start=at, end=at + 1) for at in range(len(row.token_ids)))

@@ -212,7 +212,7 @@ def test_a_pass_that_fails_in_any_way_gives_everything_up(engine, monkeypatch):
     assert engine.collect()
     with monkeypatch.context() as patched:
         patched.setattr(engine.model, "forward", lambda **_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
-        with pytest.raises(EngineError, match="cannot compute what is under way: RuntimeError: CUDA error"):
+        with pytest.raises(EngineError, match="the model failed: RuntimeError: CUDA error"):
             engine.collect()
 
     assert engine.collect() == []

@@ -448,7 +448,7 @@ def test_messages_reach_a_reward_of_trl_as_messages(tmp_path):
 
 
 def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_path):
-    with pytest.raises(ConfigError, match="task.reward: forms:trl_ids.*asks for completion_ids, which no reward"):
+    with pytest.raises(ConfigError, match="task.reward: forms:trl_ids.*asks for completion_ids, which does not exist"):
         formed(tmp_path, "trl_ids")
     with pytest.raises(
         ConfigError, match="task.reward: forms:missing asks for difficulty; the rows have answer, level"

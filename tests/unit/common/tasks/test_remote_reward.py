@@ -111,19 +111,19 @@ def test_a_wait_beyond_the_time_limit_is_the_end(wait):
     [
         ((403, {}, b"no " + KEY.encode()), r"status 403: no \*\*\*"),
         ((302, {"Location": "http://127.0.0.1:1/"}, b""), "status 302"),
-        ((200, {}, b"not json"), "the answer is no JSON"),
-        ((200, {}, b"<p>" + KEY.encode()), r"no JSON: '<p>\*\*\*"),
-        ((200, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"no JSON: '\.+\*\*\*'"),
+        ((200, {}, b"not json"), "the answer is not JSON"),
+        ((200, {}, b"<p>" + KEY.encode()), r"not JSON: '<p>\*\*\*"),
+        ((200, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"not JSON: '\.+\*\*\*'"),
         ((403, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"status 403: \.+\*\*\* "),
-        ((200, {}, b"[" * 100_000), "the answer is no JSON"),
-        ((200, {}, b"[1]"), "no JSON object"),
+        ((200, {}, b"[" * 100_000), "the answer is not JSON"),
+        ((200, {}, b"[1]"), "not a JSON object"),
         ((200, {}, b" " * (MAX_REPLY_BYTES + 1)), "more than 1048576 bytes"),
-        ({"rewards": []}, "no list of 1 numbers"),
-        ({"rewards": [True]}, "True, which is no finite number"),
-        ({"rewards": ["1"]}, "no finite number"),
-        ((200, {}, b'{"rewards": [NaN]}'), "no finite number"),
+        ({"rewards": []}, "not a list of 1 numbers"),
+        ({"rewards": [True]}, "True, which is not a finite number"),
+        ({"rewards": ["1"]}, "not a finite number"),
+        ((200, {}, b'{"rewards": [NaN]}'), "not a finite number"),
         ({"rewards": [1.5]}, r"a reward of 1.5, outside \[low, high\] = \[0, 1\]"),
-        ({"rewards": [1.0], "signatures": "x"}, "no list of one text"),
+        ({"rewards": [1.0], "signatures": "x"}, "not a list of one text"),
     ],
     ids=lambda value: str(value)[:24],
 )
@@ -216,7 +216,7 @@ def test_a_signed_value_is_proven_and_an_unsigned_one_refused_at_once(tmp_path):
 def test_a_reward_of_whole_groups_cannot_be_signed(tmp_path):
     key = new_key(tmp_path / "key").public_key
 
-    with pytest.raises(ValidationError, match="a signature is of one completion, and says nothing of a group"):
+    with pytest.raises(ValidationError, match="a signature is of one completion, not of a group"):
         TaskConfig(
             rewards=[{"name": "style", "kind": "http", "url": "https://x", "batch": "group", "signed_by": [key]}]
         )
@@ -274,10 +274,10 @@ def test_what_was_judged_is_not_asked_again_even_by_another_process(tmp_path):
     ("words", "message"),
     [
         ("I like it", 'no JSON object with "score"'),
-        ('{"score": "fine"}', "'fine' is no number"),
-        ('{"score": true}', "score is no number"),
+        ('{"score": "fine"}', "'fine' is not a number"),
+        ('{"score": true}', "score is not a number"),
         ('{"score": 9}', r"the judge says 9, outside \[low, high\] = \[1, 5\]"),
-        ('{"score": NaN}', "nan is no finite number"),
+        ('{"score": NaN}', "nan is not a finite number"),
         (None, "has no text"),
     ],
 )
@@ -326,7 +326,7 @@ def test_the_oldest_scores_give_way_and_a_damaged_cache_is_refused_by_its_key(tm
     connection.close()
     (tmp_path / "judge.sqlite").write_bytes(b"no database" * 100)
     with serving(lambda _: chat('{"score": 1}')) as server, task_of(judge(server, tmp_path)) as task:
-        with pytest.raises(ConfigError, match=r"^task.rewards\[0\]: no judge's cache can be kept in .*judge.sqlite"):
+        with pytest.raises(ConfigError, match=r"^task.rewards\[0\]: cannot keep the judge's cache in .*judge.sqlite"):
             task.score(task.prompt(0), "x")
 
 
@@ -352,8 +352,8 @@ def test_what_stands_in_a_text_is_no_place_of_the_rubric():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rubric": ""}, r"task.rewards\[0\].rubric: say either rubric or rubric_file"),
-        ({"rubric": "no place"}, r"\{completion\} stands nowhere"),
+        ({"rubric": ""}, r"task.rewards\[0\].rubric: set either rubric or rubric_file"),
+        ({"rubric": "no place"}, r"rubric: has no \{completion\}"),
         ({"rubric": "", "rubric_file": "/no/such"}, r"task.rewards\[0\].rubric_file: cannot read"),
     ],
 )

@@ -131,7 +131,7 @@ def test_what_cannot_be_summed_is_refused_by_its_key(place, rewards, message):
 
 
 def test_one_reward_or_several_are_named_not_both(place):
-    with pytest.raises(ConfigError, match="both task.reward and task.rewards"):
+    with pytest.raises(ConfigError, match="task.reward and task.rewards are both set"):
         build_task(settings(place, MATCH, reward="mine:brief", reward_path=str(place)))
 
 

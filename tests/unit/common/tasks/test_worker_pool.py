@@ -51,7 +51,7 @@ def test_task_that_already_scores_in_processes_stays_as_it_is(tmp_path):
 def test_task_of_another_release_is_refused():
     task = build_task(TaskConfig())
     elsewhere = score_in_workers(task, TaskConfig(digits=4))
-    with pytest.raises(ConfigError, match="another one there"):
+    with pytest.raises(ConfigError, match="the worker builds another task"):
         elsewhere.score(task.prompt(0), "1")
     close_task(elsewhere)
 

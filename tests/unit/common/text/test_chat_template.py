@@ -96,7 +96,7 @@ def test_the_digest_has_the_date_only_where_the_template_may_write_it(tokenizer)
 def test_what_is_no_date_names_the_key(tokenizer, told):
     tokenizer.chat_template = DATED
 
-    with pytest.raises(ConfigError, match=r"chat_template_arguments\.strftime_now: .* is no date of ISO 8601"):
+    with pytest.raises(ConfigError, match=r"chat_template_arguments\.strftime_now: .* is not a date of ISO 8601"):
         ChatTemplate(tokenizer, arguments={"strftime_now": told})
 
 
@@ -147,7 +147,7 @@ def test_a_template_without_a_token_behind_the_answer_is_said(tmp_path, caplog, 
     model_dir = saved(tmp_path / "model", words(eos="<|end|>", chat_template=template), eos_token_id=0)
 
     assert Prompter(model_dir, use_chat_template=True).end_token_ids == (0,)
-    assert f"the template ends an answer by {behind!r}, which is no special token" in caplog.text
+    assert f"the template ends an answer by {behind!r}, which is not a special token" in caplog.text
 
 
 def test_a_template_that_writes_no_answer_has_no_end_of_its_own(tmp_path, caplog):

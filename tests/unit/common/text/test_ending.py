@@ -42,7 +42,7 @@ def test_generation_config_is_asked_first_and_the_tokenizers_own_always_ends(tmp
 
 @pytest.mark.parametrize("named", ["<eos>", -1, [1, "2"], [1.5], True, list(range(MAX_END_TOKENS + 1))])
 def test_what_is_no_list_of_ids_is_named(tmp_path, named):
-    with pytest.raises(ConfigError, match="model_dir: eos_token_id in the files of .* is no list of token ids"):
+    with pytest.raises(ConfigError, match="model_dir: eos_token_id in the files of .* is not a list of token ids"):
         read(tmp_path, generation_config={"eos_token_id": named})
 
 

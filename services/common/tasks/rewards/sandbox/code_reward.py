@@ -1,11 +1,11 @@
 """Unit tests of a completion's code as a reward: read from the prompt's answer, run in a sandbox each.
 
-An answer is JSON: a list (or an object with the list `tests`) of entries; an object with the lists `inputs` and
-`outputs`, and `fn_name` where they are of a function; or, where it is no JSON, one text of Python. An entry is a text
-of Python that runs after the completion's code and passes by ending, {"stdin": ..., "stdout": ...}, or {"input": ...,
-"output": ..., "testtype": "stdin" or "functional"}.
+The answer is JSON: a list of tests, an object with the list `tests`, or an object with the lists `inputs` and
+`outputs`, and `fn_name` for a function. An answer that is not JSON is one test in Python. A test is Python that runs
+after the completion's code and passes by ending, {"stdin": ..., "stdout": ...}, or {"input": ..., "output": ...,
+"testtype": "stdin" or "functional"}. Unknown keys, and Python that tests nothing, are refused.
 
-Guarantees: a key that is not known is refused by its name, and so is a text of Python that tests nothing.
+Code that fails, hangs, takes or prints too much fails its test. Without a sandbox there is an error, not a value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_TESTS = 128
 COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code", "test_imports")
-"""Columns beside the answer that some data sets need to make a test of it."""
+"""Columns that some datasets need to make a test."""
 _TABLE_KEYS = frozenset({"tests", "inputs", "outputs", "fn_name"})
 _ENTRY_KEYS = frozenset({"stdin", "stdout", "input", "output", "testtype", "type", "fn_name"})
 _OF_FUNCTIONS = frozenset({"functional", "function_call", "call_based"})
@@ -49,7 +49,7 @@ from itertools import accumulate, chain, combinations, permutations, product
 from math import ceil, floor, gcd, inf, sqrt
 from typing import *
 """
-"""Names that stand before a function that a data set names, as judges have them."""
+"""Imports before the code of a named function, as judges of contests have them."""
 _CALL = """
 def _call_and_compare(name, given, wanted):
     import json, math
@@ -79,7 +79,7 @@ _call_and_compare({name!r}, {given!r}, {wanted!r})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """One test: Python code after the completion's, or what a program reads and is to write."""
+    """One test: Python code behind the completion's, or input and expected output of a program."""
 
     code: str = ""
     before: str = ""
@@ -89,11 +89,7 @@ class Test:
 
 
 def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
-    """The tests that an answer holds.
-
-    Raises:
-        ValueError: none, too many, or what is no test.
-    """
+    """Tests of an answer; raises ValueError for none, too many, or an invalid one."""
     try:
         entries: Any = json.loads(answer)
     except (ValueError, RecursionError):
@@ -140,7 +136,7 @@ def _of_lists(inputs: Any, outputs: Any, name: str) -> list[Test]:
     pairs = zip(inputs, outputs, strict=True)
     if not name:
         return [_of_program(given, wanted) for given, wanted in pairs]
-    # APPS puts what a function returns into a list of one: where all outputs are such, both are right.
+    # APPS wraps return values in lists of one: where all outputs are such, both forms are right.
     is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)
     return [_of_function(name, given, wanted, is_wrapped=is_wrapped) for given, wanted in pairs]
 
@@ -171,7 +167,7 @@ def _of_function(name: str, given: Any, wanted: Any, *, is_wrapped: bool) -> Tes
 
 
 def _value(text: str) -> Any:
-    """The value that a line of text stands for: JSON, or else a literal of Python."""
+    """Value of a text: JSON, or else a Python literal."""
     try:
         return json.loads(text)
     except ValueError:
@@ -179,19 +175,19 @@ def _value(text: str) -> Any:
     try:
         return json.loads(json.dumps(ast.literal_eval(text.strip())))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        raise ValueError(f"{text!r:.80} is no argument or result of a function, as JSON writes one") from None
+        raise ValueError(f"{text!r:.80} is not an argument or result of a function in JSON") from None
 
 
 def _of_code(text: str, columns: Mapping[str, Any]) -> Test:
     entry_point = columns.get("entry_point")
     before = ""
     if isinstance(entry_point, str) and entry_point.isidentifier() and "check(" in text:
-        # HumanEval's tests are a function of the function.
+        # HumanEval's tests are a function `check` of the solution.
         text, before = f"{text}\ncheck({entry_point})\n", BEFORE
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"no test: {text[:60]!r} is no Python: {error}"[:200]) from None
+        raise ValueError(f"no test: {text[:60]!r} is not Python: {error}"[:200]) from None
     if all(map(_does_nothing, body)):
         raise ValueError(f"no test: {text[:60]!r} checks nothing when it runs")
     setup = columns.get("test_setup_code")
@@ -203,7 +199,7 @@ def _of_code(text: str, columns: Mapping[str, Any]) -> Test:
 
 def _does_nothing(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Expr):
-        # A name alone fails where the completion does not define it.
+        # A bare name fails where the completion does not define it.
         return not any(isinstance(part, ast.Name | ast.Call | ast.Await) for part in ast.walk(statement))
     return isinstance(
         statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Pass
@@ -211,7 +207,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 
 def _function_of(columns: Mapping[str, Any]) -> str:
-    """The function that a row names beside its tests, such as LiveCodeBench in its metadata."""
+    """Function that a row names outside its tests, such as LiveCodeBench in its metadata."""
     facts: dict[str, Any] = {name: columns[name] for name in ("fn_name", "func_name") if name in columns}
     metadata = columns.get("metadata")
     if isinstance(metadata, str):
@@ -235,7 +231,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests, and the version of its Python."""
+    """Answers requests of a worker, and the version of its Python."""
     limits = SandboxLimits(
         cpu_s=job["test_timeout_s"], timeout_s=PATIENCE * job["test_timeout_s"], memory_bytes=job["memory_bytes"],
         work_bytes=job["work_bytes"], output_bytes=job["output_bytes"], num_processes=job["num_processes"],
@@ -256,12 +252,10 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, gives_share: bool) -> dict[str, Any]:
-    """The value of code: 1 where all tests pass, or the share of those that do; and how near a limit of time came.
+    """Value of code: 1 where all tests pass, or the share of passed tests; and how close it came to a time limit.
 
-    A test that the time of all of them does not reach has failed: slow code is wrong code. The `share` of a limit that
-    was used is 1 then, since a faster machine may have passed it.
-
-    `cpu_s` is processor time for all tests; the limits of the sandbox hold for one.
+    `cpu_s` is processor time for all tests; the sandbox limits one. A test without time left fails. The `share` of the
+    limit is then 1, since a faster machine may have passed it.
     """
     most = sandbox.limits
     num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0
@@ -284,7 +278,7 @@ def judged(code: str, tests: list[Test], sandbox: Sandbox, *, cpu_s: float, give
 
 
 def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, SandboxOutcome]:
-    """Whether code passes one test, in a process of its own, and how that ended."""
+    """Whether code passes one test, and how its process ended."""
     if test.standard_output is not None:
         outcome = sandbox.run(_order("program", code), b"", standard_input=test.standard_input.encode(errors="replace"))
         is_right = _lines(outcome.output.decode(errors="replace")) == _lines(test.standard_output)
@@ -293,7 +287,7 @@ def tried(code: str, test: Test, sandbox: Sandbox) -> tuple[bool, SandboxOutcome
         second = json.dumps({"code": test.code, "token": token}).encode() + b"\n"
         outcome = sandbox.run(_order("function", code, before=test.before), second, standard_input=b"")
         is_right = outcome.report.endswith(f"loaded\n{token}".encode())
-    # Processor time of all its processes: a process alone is ended by its own limit.
+    # Processor time of all processes together; the kernel limits single ones.
     return outcome.status == 0 and is_right and outcome.used_s <= sandbox.limits.cpu_s, outcome
 
 
@@ -302,7 +296,7 @@ def _order(kind: str, code: str, *, before: str = "") -> bytes:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the spaces at their ends and without empty lines at the end, as judges of contests compare."""
+    """Lines without trailing blanks and empty last lines, as judges of contests compare."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
@@ -310,24 +304,20 @@ def _lines(text: str) -> list[str]:
 
 
 def code_of(completion: str, *, needs_block: bool) -> str | None:
-    """The last block of Python in a completion; all of it where none is needed; None where there is no code."""
+    """The last block of Python; the whole completion where none is needed; None without code."""
     block = python_of(completion)
     code = block if block is not None else "" if needs_block else completion
     return code if code.strip() and len(code) <= MAX_CODE_CHARS else None
 
 
 class CodeReward:
-    """Whether the code of a completion passes its prompt's tests; implements RewardSource."""
+    """Whether a completion's code passes its prompt's tests; implements RewardSource."""
 
     def __init__(self, config: CodeRewardConfig, *, key: str, timeout_s: float, num_workers: int) -> None:
-        """Try the sandbox once; `timeout_s` is processor time for all tests of one completion.
-
-        Raises:
-            ConfigError: foreign code can be run here by nobody.
-        """
+        """Test the sandbox, or raise ConfigError; `timeout_s` is processor time for all tests of a completion."""
         job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s}
         self.num_workers = num_workers
-        # The worker counts; this ends a worker that does not, with the starts of its sandboxes.
+        # The worker counts the time; this limit ends a worker that fails to.
         self.pool = WorkerPool(job, timeout_s=START_TIMEOUT_S + PATIENCE * timeout_s, num_workers=num_workers)
         self._near = NearLimit()
         try:
@@ -341,11 +331,7 @@ class CodeReward:
         self.digest: Digest = bytes_digest(json.dumps(["code 4", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """1 or 0, or the share of tests that pass.
-
-        Raises:
-            RewardError: the prompt has no tests, or the sandbox could not be built; that is not a score.
-        """
+        """1 or 0, or the share of passed tests; RewardError, which is not a score, without tests or sandbox."""
         try:
             reply = self.pool.ask(
                 {"answer": prompt.answer, "columns": _beside(prompt), "completion": answer_of(completion)}
@@ -357,11 +343,9 @@ class CodeReward:
         return (RewardPart(name=WHOLE, value=float(reply["value"])),)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
-        """The score is what code comes to, and may have taken nearly all its time."""
         return Doubts(near=self._near.names(WHOLE, prompt.index, completion), by_code=(WHOLE,))
 
     def answer_problem(self, prompt: Prompt) -> str:
-        """Why a prompt's answer holds no tests; empty where it does."""
         try:
             tests_of(prompt.answer, _beside(prompt))
         except ValueError as error:
@@ -369,7 +353,6 @@ class CodeReward:
         return ""
 
     def close(self) -> None:
-        """Kill the processes, with what runs inside."""
         self.pool.close()
 
 

@@ -1,7 +1,9 @@
-"""Scores of reasoning-gym's data sets. Runs in a worker process, what scores in a sandbox of it.
+"""Scores of reasoning-gym's datasets, by one server in a sandbox for each worker.
 
-Guarantees: a completion that raises, hangs, takes too much or ends what scores it is worth 0, which is a value; a
-sandbox that cannot be built is an error and no value. No completion reaches the score of another one.
+Verifiers of reasoning-gym run answers as Python, so no completion is scored in a service. A completion that raises,
+hangs, takes too much or ends the server gets 0. A sandbox that cannot be built is an error, not a value. No completion
+reaches the score of another. A prompt is held out by the digest of its text, so no seed or size shows a held-out prompt
+in training.
 """
 
 from __future__ import annotations
@@ -40,32 +42,32 @@ from heterorl.common.wire.common import bytes_digest
 LIMIT_S = 2.0
 """Most processor time for one completion."""
 MEMORY_BYTES = 1 << 30
-"""Of each process; an import of reasoning-gym takes 0.3 GB of it."""
+"""Of each process; importing reasoning-gym takes 0.3 GB of it."""
 WORK_BYTES = 16 << 20
 NUM_PROCESSES = 4
 SERVE_TIMEOUT_S = 60.0
-"""For an import of reasoning-gym in a sandbox, and for finding a prompt; it counts against no completion."""
+"""For importing reasoning-gym in a sandbox, and for finding a prompt; no completion pays for it."""
 _GRACE_S = 10.0
-"""So much later than the time of a completion is over, an answer to it is still taken."""
+"""Wait for an answer beyond the time of a completion."""
 _ENVIRONMENT = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Without a sandbox; inside there is one of its own."""
+"""Environment variables without a sandbox."""
 SERVE = Path(__file__).parent / "gym_server.py"
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def limit_of(timeout_s: float) -> float:
-    """Processor time for one completion, of task.reward_timeout_s."""
+    """Processor time for one completion, from task.reward_timeout_s."""
     return min(LIMIT_S, timeout_s / 2)
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """What answers requests."""
+    """Answers requests of a worker."""
     paths, shown = _places()
     command = [sys.executable, "-I", "-B", str(SERVE)]
     if job["sandbox"]:
         limits = SandboxLimits(
-            # Of what serves; each child sets its own.
+            # Of the server; each child sets its own.
             cpu_s=1e9, timeout_s=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0,
             num_processes=NUM_PROCESSES,
         )  # fmt: skip
@@ -90,7 +92,7 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 
 
 class Server:
-    """What scores, started again after a completion that left something behind or ended it."""
+    """Process that scores; restarted after a completion that left traces or ended it."""
 
     def __init__(self, command: list[str], order: bytes) -> None:
         self._command, self._order = command, order
@@ -98,14 +100,14 @@ class Server:
         self._process = self._start()
 
     def score(self, question: dict[str, Any], completion: str, *, timeout_s: float) -> dict[str, Any]:
-        """The value of a completion, and the share of its time that it took.
+        """Value of a completion, and its share of the time limit.
 
-        `timeout_s` is by the clock; another start and the search for its prompt are not part of it.
+        `timeout_s` is by the clock, without a restart and the search for the prompt.
 
         Raises:
-            ValueError: there is no such prompt, or nothing that scores.
-            OSError: what scores ended before it saw the completion.
-            TimeoutError: it did not find the prompt in time.
+            ValueError: no such prompt, or no server.
+            OSError: the server ended before it saw the completion.
+            TimeoutError: the server did not find the prompt in time.
         """
         self.wait()
         try:
@@ -113,7 +115,7 @@ class Server:
         except TimeoutError:
             raise
         except OSError:
-            # Gone since the completion before, as where memory was short; this one has not been seen.
+            # The server ended after the completion before, such as without memory; it has not seen this one.
             self.wait()
             found = self._exchange(question, SERVE_TIMEOUT_S)
         if "error" in found:
@@ -126,12 +128,12 @@ class Server:
             raise ValueError(reply["error"])
         if reply["ends"]:
             self._end()
-            # The next completion waits for it.
+            # The next completion waits for the start.
             self._process = self._start()
         return {"value": reply["value"], "share": reply["share"]}
 
     def wait(self) -> None:
-        """Until it is ready.
+        """Wait until the server is ready.
 
         Raises:
             ValueError: it cannot score.
@@ -149,10 +151,10 @@ class Server:
             raise
         except OSError as error:
             self._end()
-            raise ValueError(f"what scores completions does not start: {error}") from error
+            raise ValueError(f"the server of reasoning_gym does not start: {error}") from error
         if "failed" in reply:
             self._end()
-            raise ValueError(f"what scores completions does not start: {reply['failed']}")
+            raise ValueError(f"the server of reasoning_gym does not start: {reply['failed']}")
         self._is_ready = True
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -164,15 +166,15 @@ class Server:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
         assert process.stdin is not None
-        # A pipe holds far more; one that is closed already is noticed by who waits for the answer.
+        # A pipe holds far more; the reader of the answer notices a closed one.
         with suppress(OSError):
             os.write(process.stdin.fileno(), self._order)
         self._is_ready = False
         return process
 
     def _end(self) -> None:
-        """Kill it, and the first process of the namespace, with which all others there die."""
-        # As another user's that one gets no signal when its parent is gone; it ends when its input does, if it can.
+        """Kill the server and the first process of its namespace, with which all others die."""
+        # That process has another user, so it gets no signal when its parent ends.
         for number in _children(self._process.pid):
             with suppress(OSError):
                 os.kill(number, signal.SIGKILL)
@@ -187,7 +189,7 @@ class Server:
         try:
             reply: dict[str, Any] = json.loads(converse(self._process, json.dumps(message).encode() + b"\n", timeout_s))
         except (OSError, ValueError):
-            # What it may still say would be taken for the next answer.
+            # A late answer would be taken for the next one.
             self._end()
             raise
         return reply
@@ -201,7 +203,7 @@ def _children(number: int) -> list[int]:
 
 
 def _places() -> tuple[list[str], list[str]]:
-    """Where packages are looked for, and what of it must be shown for that."""
+    """Import paths of packages, and the directories to show for them."""
     spec = importlib.util.find_spec("reasoning_gym")
     if spec is None or spec.origin is None:
         raise ValueError("reasoning-gym is not installed")
@@ -210,7 +212,7 @@ def _places() -> tuple[list[str], list[str]]:
     paths = [path for path in installed if os.access(path, os.R_OK | os.X_OK)]
     if str(package.parent) in paths:
         return paths, paths
-    # From a working copy: the package alone, not what lies beside it.
+    # From a working copy: only the package.
     return [str(package.parent), *paths], [str(package), *paths]
 
 
@@ -219,7 +221,7 @@ _PART = "score"
 
 
 class ReasoningGymTask:
-    """Implements heterorl.common.tasks.task.Task; entries on the wrong side of the split are drawn again."""
+    """A dataset of reasoning-gym; implements Task."""
 
     def __init__(
         self,
@@ -232,11 +234,11 @@ class ReasoningGymTask:
         num_workers: int,
         sandbox: bool = True,
     ) -> None:
-        """Nothing starts before the first score; a completion has half of `timeout_s`, at most 2 s of processor time.
+        """Start nothing before the first score; a completion has half of `timeout_s`, at most 2 s of processor time.
 
         Raises:
-            ConfigError: the data set is unknown, or too small to be split.
-            DependencyMissing: the package is not installed.
+            ConfigError: the dataset is unknown, or too small to be split.
+            DependencyMissing: reasoning-gym is not installed.
         """
         try:
             import reasoning_gym
@@ -255,10 +257,10 @@ class ReasoningGymTask:
             "kind": "gym", "name": name, "size": max(size, evaluation_size), "seed": seed, "version": version,
             "timeout_s": timeout_s, "sandbox": sandbox,
         }  # fmt: skip
-        # The worker counts; this ends a worker that does not: it starts what scores once more, and asks it twice.
+        # The worker counts the time; this limit ends a worker that fails to: two starts and two searches.
         patience_s = 4 * SERVE_TIMEOUT_S + PATIENCE * timeout_s
         self.pool = WorkerPool(job, timeout_s=patience_s, num_workers=num_workers)
-        # A wrong name and a data set too small to be split are told at the start, not in the middle of a run.
+        # Report a wrong name, or a dataset too small to be split, at the start.
         self._entry(0, False)
         self._entry(0, True)
         if not sandbox:
@@ -268,19 +270,17 @@ class ReasoningGymTask:
             )
 
     def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
         return _prompt(index, self._entry(index, False))
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position."""
         return _prompt(index, self._entry(index, True))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The data set's own score in [0, 1]; 0 where its verifier raises or does not end in time.
+        """The dataset's own score in [0, 1]; 0 where its verifier raises or takes too long.
 
         Raises:
             ConfigError: completions cannot be scored here, such as without a sandbox.
-            RewardError: the prompt is not of this data set, or what scores does not start again; that is not a score.
+            RewardError: not a prompt of this dataset, or the server does not start again; that is not a score.
         """
         try:
             reply = self.pool.ask({"index": prompt.index, "prompt": prompt.text, "completion": answer_of(completion)})
@@ -294,11 +294,9 @@ class ReasoningGymTask:
         return (RewardPart(name=_PART, value=float(reply["value"])),)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
-        """Whether the score took nearly all its time."""
         return Doubts(near=self._near.names(_PART, prompt.index, completion))
 
     def close(self) -> None:
-        """Kill the processes, with what runs inside."""
         self.pool.close()
 
     def _entry(self, index: int, held_out: bool) -> Any:

@@ -1,16 +1,13 @@
-"""What scores completions of reasoning-gym inside the sandbox: a process that imports it once and forks for each.
+"""Server in the sandbox that imports reasoning-gym once and forks for each completion.
 
-Its verifiers run answers as Python. So a child scores one completion, and whatever it does ends with it: the parent
-reads a bounded answer until a deadline, kills all other processes of its namespace and waits for them. The kernel then
-says their processor time, whose limit does not begin before the child. The parent is the first process there, which no
-signal of the others reaches, and undumpable, so that none of them traces it. What they can change of it (its limits,
-its turns), and what outlives processes (files, objects of System V), it looks for after each: then it says its answer
-and ends, and another one is started.
+Verifiers of reasoning-gym run answers as Python, so a child scores one completion. The parent reads a bounded answer
+until a deadline, then kills and waits for all other processes of its namespace; the kernel tells their processor time.
+The parent is the first process there, which signals of the others do not reach, and undumpable, so that none can trace
+it. After each completion it checks what they could change (limits, priorities) or leave (files, System V objects): then
+it answers and ends, and another server starts.
 
-JSON lines: an order, then for each completion the prompt and, once that is found, the completion.
-
-Imports nothing of heterorl: prompts are made from `Entries` outside the sandbox, and completions are scored by them
-inside.
+JSON lines: an order, then for each completion the prompt and, once that is found, the completion. Imports nothing of
+heterorl; the service makes prompts with `Entries` too.
 """
 
 from __future__ import annotations
@@ -36,39 +33,35 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _SEED_STRIDE = 1_000_003
-"""Item i of a data set is made from seed + i; data sets so far apart share no item."""
+"""Item i of a dataset has the seed seed + i; datasets this far apart share no item."""
 _HELD_OUT_SHARE = 4
-"""One text in so many is held out."""
+"""One of this many texts is held out."""
 _MAX_TRIES = 200
-"""(3/4)**200 = 1e-25: without a held-out text by then, the data set has too few texts."""
+"""(3/4)**200 = 1e-25: without a held-out text by then, the dataset has too few texts."""
 _CACHED_ENTRIES = 4096
 
 
 class NoEntries(Exception):
-    """The data set is unknown, or too small to be split."""
+    """The dataset is unknown, or too small to be split."""
 
 
 class Entries:
-    """Entries on the wrong side of the split are drawn again."""
+    """Entries of a dataset; one on the wrong side of the split is drawn again."""
 
     def __init__(self, gym: Any, *, name: str, size: int, seed: int) -> None:
-        """Nothing is made before it is asked for; `size` is part of what entries are, `seed` that of the first one."""
+        """Make nothing yet; `size` decides what entries are, `seed` is that of the first."""
         self._gym, self._name, self._size, self._seed = gym, name, size, seed
         self._datasets: list[Any] = []
-        # A learner evaluates and checks rewards in two threads: made twice, a data set would take the next one's place.
+        # A learner uses two threads: a dataset made twice would take the next one's place.
         self._making = threading.Lock()
         self.find = functools.lru_cache(maxsize=_CACHED_ENTRIES)(self._find)
 
     def score(self, entry: Any, completion: str) -> float:
-        """The data set's own score. It may run the completion as Python: inside the sandbox only."""
+        """The dataset's own score; may run the completion as Python, so only inside the sandbox."""
         return float(self.dataset(0).score_answer(answer=completion.strip(), entry=entry))
 
     def dataset(self, attempt: int) -> Any:
-        """The data set that the entries of an attempt are drawn from.
-
-        Raises:
-            NoEntries: there is none of that name.
-        """
+        """The dataset of an attempt; raises NoEntries for an unknown name."""
         with self._making:
             while attempt >= len(self._datasets):
                 seed = self._seed + len(self._datasets) * _SEED_STRIDE
@@ -87,7 +80,7 @@ class Entries:
 
 
 def is_held_out(text: str) -> bool:
-    """Which side of the split a prompt is on: a function of its text alone."""
+    """Whether a prompt is held out: a function of its text."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % _HELD_OUT_SHARE == 0
 
 
@@ -95,31 +88,29 @@ MAX_ANSWER_BYTES = 1024
 _MAX_WORDS = 300
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _WORK = Path("/tmp")
-"""The only directory that may be written."""
+"""The only writable directory."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _MSG_INFO, _SHM_INFO, _SEM_INFO = 12, 14, 19
 
 
 def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
-    """Load a data set and score completions until there are no more orders; lines are written to the descriptor
-    `report`."""
+    """Load a dataset and score completions until the orders end; writes lines to the descriptor `report`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # What is imported may print; that is no answer.
+    # Imports may print; that is not an answer.
     out = os.dup(report)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, report)
     try:
         entries = _load(order)
         entry = entries.find(0, False)
-        # The data set's own answer, no completion: what is loaded late is there for every child then, and a data set
-        # that cannot be scored here is known before the first one.
+        # Score the dataset's own answer: late imports happen before the first child, and errors show now.
         entries.score(entry, str(entry["answer"]))
         if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl")
         _clear_work()
-        # What stays is not copied for every child.
+        # Frozen objects are not copied for every child.
         gc.freeze()
         before = _state(libc)
     except Exception as error:  # noqa: BLE001 - reported to whoever started this
@@ -150,7 +141,7 @@ def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
 
 
 def _load(order: dict[str, Any]) -> Entries:
-    # Of packages only those that the service itself would import.
+    # Only packages that the service itself would import.
     sys.path[:] = [path for path in sys.path if Path(path).name not in ("site-packages", "dist-packages")]
     sys.path.extend(order["paths"])
     gym = importlib.import_module("reasoning_gym")
@@ -161,7 +152,7 @@ def _load(order: dict[str, Any]) -> Entries:
 
 
 def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_s: float) -> tuple[str, float]:
-    """What a child says of a completion in its time, and the share of its time; then nothing of it is left."""
+    """Answer of a child to a completion, and its share of the time; no process of it is left."""
     answer_out, answer_in = os.pipe()
     try:
         child = os.fork()
@@ -186,7 +177,7 @@ def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_
 
 
 def _score(answer_in: int, entries: Any, entry: Any, completion: str, cpu_s: float) -> None:
-    """In the child. All that it has of the parent's is its pipe."""
+    """In the child, which keeps only its pipe."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
@@ -194,22 +185,22 @@ def _score(answer_in: int, entries: Any, entry: Any, completion: str, cpu_s: flo
     os.closerange(4, 256)
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The limit stands behind the timer, which a completion may stop.
+    # A second limit: a completion may stop the timer.
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu_s) + 1,) * 2)
     # Equal texts get equal scores.
     random.seed(0)
-    # A verifier that raises says that the answer is none, as this does by saying nothing.
+    # A verifier that raises gives 0, as an empty answer does.
     os.write(answer, f"value {entries.score(entry, completion)!r}\n".encode())
 
 
 def _read(number: int, deadline: float) -> bytes:
-    """A line, or what there is of it at its deadline, its bound or its end."""
+    """A line, or what arrived before the deadline, the bound or the end."""
     poll = select.poll()
     poll.register(number, select.POLLIN)
     read = b""
     while b"\n" not in read and len(read) <= MAX_ANSWER_BYTES:
-        # At its deadline what was written before still counts.
+        # Text from before the deadline still counts.
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             break
         piece = os.read(number, MAX_ANSWER_BYTES)
@@ -220,10 +211,10 @@ def _read(number: int, deadline: float) -> bytes:
 
 
 def _end(child: int) -> float:
-    """Kill what a completion started, and wait for it; returns the processor time that it took, seconds."""
+    """Kill and wait for all processes of a completion; their processor time, seconds."""
     used_s = 0.0
     if not _is_contained():
-        # Without a namespace of its own: what left the child's session is not reached.
+        # Without a namespace, processes that left the child's session survive.
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(OSError):
                 kill(child, signal.SIGKILL)
@@ -240,7 +231,7 @@ def _end(child: int) -> float:
 
 
 def _value(answer: str) -> float:
-    """A score in [0, 1]; 0 for an answer without one."""
+    """Score in [0, 1]; 0 for an invalid answer."""
     kind, _, number = answer.partition(" ")
     try:
         value = float(number) if kind == "value" else 0.0
@@ -250,12 +241,12 @@ def _value(answer: str) -> float:
 
 
 def _state(libc: Any) -> list[Any]:
-    """What a completion could change for those after it."""
+    """State that a completion could change for later ones."""
     if not _is_contained():
         return []
     words = (ctypes.c_int * 64)()
     objects = []
-    # Of messages and memory the first number counts them, of semaphores the eighth.
+    # The first word counts messages and memory, the eighth semaphores.
     libc.msgctl(0, _MSG_INFO, words)
     objects.append(words[0])
     libc.shmctl(0, _SHM_INFO, words)
@@ -275,16 +266,16 @@ def _is_whole(libc: Any, before: list[Any]) -> bool:
 
 
 def _is_contained() -> bool:
-    """Whether this is the first process of a namespace of its own, in which everything may be killed."""
+    """Whether this is the first process of its own namespace, where everything may be killed."""
     return os.getpid() == 1
 
 
 def _clear_work() -> None:
-    """Remove what imports wrote, of which nothing is read again; a completion's files are seen then."""
+    """Remove files that imports wrote, so that those of a completion are seen."""
     if not _is_contained():
         return
     for place in _WORK.iterdir():
-        # Of an environment that lies here, a part is mounted.
+        # An interpreter that lies here is mounted.
         if place.is_dir() and not place.is_mount():
             shutil.rmtree(place)
         elif not place.is_dir():
@@ -298,7 +289,7 @@ def _write(out: int, reply: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve without a sandbox, where a configuration says so: limits of a process, and nothing else."""
+    """Serve without a sandbox, with limits of a process only."""
     orders = os.fdopen(0, "rb")
     order = json.loads(orders.readline())
     for kind, most in (

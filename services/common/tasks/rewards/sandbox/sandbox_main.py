@@ -1,9 +1,8 @@
-"""What runs inside the sandbox: `python -s -B sandbox_main.py ORDERS REPORT USER MEMORY WORK PROCESSES CPU_S CALLS`.
+"""Program in the sandbox: `python -s -B sandbox_main.py ORDERS REPORT USER MEMORY WORK PROCESSES CPU_S CALLS`.
 
-Sets limits on itself and gives up what CALLS refuses (seccomp, in hexadecimal digits), then reads one JSON document a
-line from ORDERS. Foreign code is run in this process, which is why its passing is not taken from its word or its
-status: after the code was loaded REPORT says so, only then comes the test with a token, and the token is written to
-REPORT when the test has passed.
+Sets its limits and installs the seccomp filter CALLS (hexadecimal), then reads one JSON document a line from ORDERS.
+Foreign code runs in this process, so neither its output nor its status proves that a test passed. REPORT says that the
+code was loaded; only then the test comes, with a token, which goes to REPORT after the test passed.
 """
 
 import contextlib
@@ -22,20 +21,20 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
 
 
 def main() -> None:
-    """Obey the orders."""
-    # The directory of this file, which is no place for modules.
+    """Execute the orders."""
+    # Modules must not come from the directory of this file.
     del sys.path[0]
     orders_number, report_number, user, memory, work, processes = map(int, sys.argv[1:-2])
     cpu_s = float(sys.argv[-2])
     if user >= 0:
-        # A container may have no such number; then its root is another user outside, whose processes are counted.
+        # A container may lack the number; its root is another user outside, whose processes are counted.
         with contextlib.suppress(OSError):
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
     for kind, most in (
         (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, work), (resource.RLIMIT_NPROC, processes + 1),
-        # Behind the timer below, which foreign code may stop.
+        # A second limit: foreign code may stop the timer below.
         (resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s) + 1), (resource.RLIMIT_NOFILE, 32),
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0),
     ):  # fmt: skip
@@ -47,15 +46,15 @@ def main() -> None:
         os.write(report, f"checked {sys.version_info[0]}.{sys.version_info[1]}\n".encode())
         return
     if order["kind"] == "serve":
-        # Ours, shown beside this file; foreign code is run in children of it.
+        # Our server; it runs foreign code in children.
         sys.path.append("/serving")
         importlib.import_module("gym_server").serve(order, orders, report)
         return
-    # What is not said was no foreign code's fault, and the time until then is not its own.
+    # The time of the foreign code starts with this line.
     os.write(report, f"began {time.process_time():f}\n".encode())
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     if order["kind"] == "program":
-        # Its output is judged outside; nothing of ours is left open.
+        # Its output is judged outside; no descriptor of ours stays open.
         orders.close()
         os.close(report)
         _run(order["code"], _module("__main__"))
@@ -74,11 +73,7 @@ class _Program(ctypes.Structure):
 
 
 def _give_up(program: bytes) -> None:
-    """Refuse calls of the kernel to this process and all that it starts.
-
-    Raises:
-        OSError: the kernel has no filters.
-    """
+    """Install the seccomp filter; raise OSError where the kernel has none."""
     libc = ctypes.CDLL(None, use_errno=True)
     lines = ctypes.create_string_buffer(program, len(program))
     filtered = _Program(len(program) // 8, ctypes.addressof(lines))
@@ -88,7 +83,7 @@ def _give_up(program: bytes) -> None:
 
 
 def _module(name: str) -> types.ModuleType:
-    """A module that the code is to be of, found by its name as classes and pickle look for it."""
+    """Module of the code, registered so that classes and pickle find it."""
     module = sys.modules[name] = types.ModuleType(name)
     module.__file__ = "solution.py"
     sys.argv = [module.__file__]

@@ -1,7 +1,7 @@
-"""One process of bubblewrap from its start to its end: what it is told, what it says, what it took.
+"""One run of bubblewrap, from its start until no process of its namespace is left.
 
-Its time is counted from when the foreign code begins. When this returns nothing of the namespace is left, and the
-kernel has counted the processor time of all of it.
+Its time counts from the start of the foreign code. At the end the kernel has counted the processor time of all
+processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 START_TIMEOUT_S = 30.0
-"""For a sandbox and its Python; it counts against no foreign code."""
+"""For the sandbox and its Python; no foreign code pays for it."""
 MAX_REPORT_BYTES = 256
 BEGAN = b"began "
 _LOADED = b"loaded\n"
@@ -28,9 +28,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """The limits of one process inside; `num_processes` and `work_bytes` hold for all of them together.
+    """Limits of a process inside; `num_processes` and `work_bytes` are for all together.
 
-    `cpu_s` is processor time, `timeout_s` that of the clock for what sleeps; both from when the foreign code begins.
+    `cpu_s` is processor time, `timeout_s` time by the clock, both from the start of the foreign code.
     """
 
     cpu_s: float
@@ -43,9 +43,9 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOutcome:
-    """How it ended: what it wrote, as far as its limit; `status` is None where it was killed, `why` says for what.
+    """End of a run: bounded output and report; a killed run has no `status`, and `why` names the limit.
 
-    `used_s` is the processor time of all its processes since the foreign code began, `took_s` that of the clock.
+    `used_s` is the processor time of all processes since the start of the foreign code, `took_s` time by the clock.
     """
 
     status: int | None
@@ -60,10 +60,10 @@ def outcome_of(
     command: Callable[[int, int, int], list[str]], limits: SandboxLimits, first: bytes, second: bytes, *,
     standard_input: bytes, errors: int,
 ) -> SandboxOutcome:  # fmt: skip
-    """Start bubblewrap, and wait until it and all processes of its namespace have ended; one at a time in a process.
+    """Run bubblewrap to its end; one at a time in a process.
 
-    `command` takes three descriptors: what is read as orders, what reports are written to, what bubblewrap writes to.
-    `second` is sent when `first` is reported as loaded; empty: never. `errors` is as subprocess takes it.
+    `command` gets the descriptors of orders, reports and bubblewrap's info. `second` is sent after `first` was reported
+    as loaded; empty: never. `errors` is as in subprocess.
     """
     before_s = _used_s()
     with _Pipes() as pipes, _adopting():
@@ -87,7 +87,7 @@ def outcome_of(
 
 
 class _Pipes:
-    """Orders to `inside`, reports from it, and what bubblewrap says; numbers of descriptors, kept by both sides."""
+    """Descriptors of orders, reports and info, both ends."""
 
     def __enter__(self) -> _Pipes:
         self.orders_out, self.orders_in = os.pipe()
@@ -114,7 +114,7 @@ class _Pipes:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Children of a child that ends become children of this process, which can wait for them: bubblewrap does not."""
+    """Make this process the parent of orphaned grandchildren, which bubblewrap does not wait for."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -124,13 +124,13 @@ def _adopting() -> Iterator[None]:
 
 
 def _end_namespace(info: int) -> None:
-    """Kill the first process of a namespace, with which all others there die, and wait for it; bubblewrap, which has
-    ended, said its number to `info`."""
+    """Kill and wait for the first process of a namespace, and with it all others; bubblewrap wrote its number to
+    `info`."""
     os.set_blocking(info, False)
     try:
         number = json.loads(os.read(info, 4096))["child-pid"]
     except (OSError, ValueError, KeyError):
-        # There is none.
+        # No namespace was made.
         return
     with suppress(ChildProcessError):
         if os.waitpid(number, os.WNOHANG)[0] == 0:
@@ -139,7 +139,7 @@ def _end_namespace(info: int) -> None:
 
 
 def _used_s() -> float:
-    """Processor time of all children that were waited for, and of theirs."""
+    """Processor time of all waited children and theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -148,7 +148,7 @@ def _converse(
     process: subprocess.Popen[bytes], pipes: _Pipes, limits: SandboxLimits, *, first: bytes, second: bytes,
     standard_input: bytes,
 ) -> SandboxOutcome:  # fmt: skip
-    """Write what it is to read, and read what it writes, until it ends or a limit is reached."""
+    """Write inputs and read outputs until the end or a limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     output, report, most = b"", b"", limits.output_bytes
@@ -164,7 +164,7 @@ def _converse(
     os.set_blocking(pipes.report_out, False)
 
     def stopped(why: str) -> SandboxOutcome:
-        # What was reported before the output that ended it may not be read yet.
+        # A report before the last output may still be unread.
         last = b""
         if pipes.report_out in reading:
             with suppress(BlockingIOError):
@@ -208,7 +208,7 @@ def _converse(
                     began = time.monotonic()
                     deadline = began + limits.timeout_s
                 if second and _LOADED in report:
-                    # Only now: what the foreign code ran before could not read it.
+                    # Only now, so that the foreign code could not read it.
                     unsent[pipes.orders_in], second = memoryview(second), b""
                     poll.register(pipes.orders_in, select.POLLOUT)
                 if len(report) > MAX_REPORT_BYTES:

@@ -122,8 +122,8 @@ def test_what_is_no_action_is_said_to_the_policy_and_costs_nothing(opened):
     episodes, _ = opened(WHOLE)
     with episodes.open({}, seed=42) as episode:
         for text, words in (
-            ("7", "no JSON object"),
-            ("[" * 9999, "no JSON object"),
+            ("7", "not a JSON object"),
+            ("[" * 9999, "not a JSON object"),
             ('{"guess": "x"}', "'x' is no number"),
         ):
             (problem,) = said(episode.step(Action(text)))
@@ -150,5 +150,5 @@ def test_where_no_server_answers_is_said_at_the_start(url):
         with pytest.raises(DependencyMissing, match=r"heterorl\[openenv\]"):
             Episodes(f"openenv:{url}", directory=Path(), **limits)
     else:
-        with pytest.raises(ConfigError, match="no server of OpenEnv|no address"):
+        with pytest.raises(ConfigError, match="no OpenEnv server|not a server address"):
             Episodes(f"openenv:{url}", directory=Path(), **limits)

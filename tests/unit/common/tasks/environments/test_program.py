@@ -248,7 +248,7 @@ def test_a_task_shows_the_tools_of_its_first_prompt(opened):
 
 def test_an_episode_that_begins_otherwise_than_its_prompt_is_an_error(opened):
     task = task_of(opened("agent.py:differs"))
-    with pytest.raises(EnvironmentFailed, match="something else first"):
+    with pytest.raises(EnvironmentFailed, match="returned other first messages"):
         task.environment_of(task.prompt(0)).open()
 
 

@@ -77,7 +77,7 @@ def called(*calls, most=1000):
 
 def test_public_functions_but_for_the_score_are_tools():
     assert [tool.__name__ for tool in functions_of(module())] == ["add", "look", "fail", "say", "halve"]
-    with pytest.raises(ValueError, match="no public function beside score"):
+    with pytest.raises(ValueError, match="no public function except score"):
         functions_of(module("from json import dumps\ndef score(messages):\n    return 1\n"))
 
 
@@ -220,7 +220,7 @@ def test_a_score_says_which_columns_it_needs(opened):
     [
         ("def f(a: int) -> int:\n    'Do.'\n", "has no function score"),
         ("def f(a: int) -> int:\n    return a\ndef score(messages):\n    return 0\n", "f has no docstring"),
-        ("def score(messages):\n    return 0\n", "no public function beside score"),
+        ("def score(messages):\n    return 0\n", "no public function except score"),
     ],
 )
 def test_a_file_that_is_no_tools_is_refused_at_the_start(opened, text, words):

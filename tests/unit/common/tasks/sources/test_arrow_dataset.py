@@ -231,7 +231,7 @@ def test_digest_is_of_content_and_not_of_places(place):
 @pytest.mark.parametrize(("name", "data", "key"), [
     ("hf:acme/sums", {}, "task.name: hf:acme/sums names no revision"),
     ("hf:acme/sums@main@x", {}, "task.name"),
-    ("hf:/nowhere/at/all", {}, "task.name: /nowhere/at/all is no directory"),
+    ("hf:/nowhere/at/all", {}, "task.name: /nowhere/at/all is not a directory"),
     ("hf:{set}[nope]", {}, "task.name: cannot read split nope"),
     ("hf:{set}", {"evaluation_split": "nope"}, "task.data.evaluation_split"),
     ("hf:{set}", {"subset": "nope"}, "task.name"),

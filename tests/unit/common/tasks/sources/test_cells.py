@@ -144,7 +144,7 @@ def test_rows_need_an_answer_only_where_the_reward_does(tmp_path):
             built(each)
         with pytest.raises(ConfigError, match="no (column )?solution"):
             built(each, data={"answer": "solution"}, **LENGTH)
-        with pytest.raises(ConfigError, match="task.data.answer: is empty, and the reward compares"):
+        with pytest.raises(ConfigError, match="task.data.answer: is empty, but the reward compares"):
             built(each, data={"answer": ""})
     judge = {"kind": "judge", "name": "j", "url": "http://127.0.0.1:9/", "model": "m"}
     assert built(name, rewards=[{**judge, "rubric": "{completion}"}]).num_prompts == 5

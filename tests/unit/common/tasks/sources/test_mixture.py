@@ -102,10 +102,10 @@ def test_samplers_score_each_source_in_processes_of_its_own():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"name": "mixture"}, "needs at least one"),
-        ({"sources": [SMALL]}, "sources go with name"),
-        ({"name": "mixture", "sources": [SMALL, SMALL]}, "a label twice"),
-        ({"name": "mixture", "sources": [{"label": "x", "name": "mixture"}]}, "a mixture in a mixture"),
+        ({"name": "mixture"}, "needs sources"),
+        ({"sources": [SMALL]}, "needs sources"),
+        ({"name": "mixture", "sources": [SMALL, SMALL]}, "two have one label"),
+        ({"name": "mixture", "sources": [{"label": "x", "name": "mixture"}]}, "a source cannot be a mixture"),
         ({"name": "mixture", "sources": [{**SMALL, "weight": 0}]}, "greater than 0"),
     ],
 )

@@ -50,8 +50,8 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 test: $(SETUP)  ## Run what a change must pass, a quarter of an hour on two cores; or one part: T=tests/unit/sampler
 	$(if $(T),OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not image and not compiler and not nodes" $(T),$(RUN) landing)
 
-test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Run all tests with coverage, engines, trackers and small campaigns; writes tests/all.json; an hour
-	$(RUN) all
+test-all: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Run all tests with coverage, engines, trackers and small campaigns; writes tests/all.json; 90 minutes. STAGES=NAMES for some of them
+	$(RUN) all $(STAGES)
 
 test-fast: $(SETUP)  ## Run the tests that start no process; 5 minutes
 	$(RUN) fast

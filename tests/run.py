@@ -1,4 +1,7 @@
-"""Run a tier of the tests: `python -m tests.run fast|near|landing|research|all`, or `steady FILE`; the Makefile has a target for each.
+"""Run a tier of the tests: `python -m tests.run fast|near|landing|research|all`, or `steady FILE`.
+
+The Makefile has a target for each. `all` takes names of stages, so that everything can run in parts; tests/all.json
+keeps the commit, time and failures of each stage.
 
 A tier is a list of stages, cheap ones first. What fails in a stage runs once more at the stage's end, alone, in a fresh
 process, and is named: beside busy neighbours, or in a process that another test left damaged, it would fail again. More
@@ -105,7 +108,7 @@ def landing(record: Mapping[str, Any]) -> list[Stage]:
     """What a change must pass."""
 
     def is_due(stage: str, paths: Sequence[str]) -> bool:
-        return stage not in record.get("stages", ()) or changed_since(str(record.get("commit", "")), paths)
+        return changed_since(record.get("stages", {}).get(stage, {}).get("commit", ""), paths)
 
     return [
         QUICK,
@@ -157,13 +160,10 @@ def changed_since(commit: str, paths: Sequence[str]) -> bool:
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode != 0
 
 
-def run_stages(stages: Sequence[Stage], *, stops: bool) -> list[Outcome]:
-    """Run the stages in their order.
-
-    Args:
-        stages: what to run.
-        stops: whether a stage that failed is the last one.
-    """
+def run_stages(
+    stages: Sequence[Stage], *, stops: bool, keep: Callable[[Outcome], None] = lambda _: None
+) -> list[Outcome]:
+    """Run the stages in their order; a stage that failed is the last one where `stops`. `keep` is given each outcome."""
     deadline = float(os.environ.get("HETERORL_TEST_DEADLINE", "inf"))
     outcomes: list[Outcome] = []
     for stage in stages:
@@ -173,6 +173,7 @@ def run_stages(stages: Sequence[Stage], *, stops: bool) -> list[Outcome]:
             continue
         print(f"== {stage.name}", flush=True)
         outcomes.append(run_stage(stage, stops=stops))
+        keep(outcomes[-1])
         if stops and outcomes[-1].failed:
             break
     return outcomes
@@ -244,20 +245,20 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def record(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """What tests/all.json keeps of a run of everything."""
+def record(known: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    """What tests/all.json keeps, with the newest run of a stage."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    seconds: Counter[str] = Counter()
-    for outcome in outcomes:
-        seconds.update(outcome.seconds_by_file)
-    return {
+    row = {
         "commit": head.stdout.strip(),
-        "seconds": round(sum(outcome.seconds for outcome in outcomes)),
-        "stages": {outcome.stage.name: round(outcome.seconds) for outcome in outcomes if not outcome.is_skipped},
-        "skipped": [outcome.stage.name for outcome in outcomes if outcome.is_skipped],
-        "failures": [test for outcome in outcomes for test in outcome.failed],
-        "reruns": [test for outcome in outcomes for test in outcome.healed],
-        "seconds_by_file": {name: round(value, 1) for name, value in sorted(seconds.items()) if value >= 0.1},
+        "seconds": round(outcome.seconds),
+        "failed": outcome.failed,
+        "passed_again": outcome.healed,
+    }
+    times = {name: value for name, value in known.get("seconds_by_file", {}).items() if (ROOT / name).exists()}
+    times |= {name: round(value, 1) for name, value in outcome.seconds_by_file.items() if value >= 0.1}
+    return {
+        "stages": {**known.get("stages", {}), outcome.stage.name: row},
+        "seconds_by_file": dict(sorted(times.items())),
     }
 
 
@@ -281,7 +282,7 @@ def main() -> int:
     """Run what the arguments name; 0 where all of it passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__)
     parser.add_argument("tier", choices=["fast", "near", "landing", "research", "all", "steady"])
-    parser.add_argument("paths", nargs="*", help="steady: the file; near: nothing")
+    parser.add_argument("names", nargs="*", help="steady: the file; all: stages, none for every stage")
     parser.add_argument(
         "--base",
         default="",
@@ -290,20 +291,36 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=30, help="steady: runs of the file")
     chosen = parser.parse_args()
     if chosen.tier == "steady":
-        return 1 if steady(chosen.paths[0], times=chosen.times) else 0
+        return 1 if steady(chosen.names[0], times=chosen.times) else 0
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     tiers: dict[str, Callable[[], Sequence[Stage]]] = {
         "fast": lambda: [QUICK],
         "near": lambda: near_stages(near.changed(chosen.base)),
         "landing": lambda: landing(known),
         "research": lambda: [replace(RESEARCH, marks="")],
-        "all": everything,
+        "all": lambda: chosen_stages(chosen.names),
     }
-    outcomes = run_stages(tiers[chosen.tier](), stops=chosen.tier != "all")
+
+    def keep(outcome: Outcome) -> None:
+        rows = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        RECORD.write_text(json.dumps(record(rows, outcome), indent=1) + "\n")
+
+    is_all = chosen.tier == "all"
+    outcomes = run_stages(tiers[chosen.tier](), stops=not is_all, **({"keep": keep} if is_all else {}))
     print(summary(outcomes))
-    if chosen.tier == "all":
-        RECORD.write_text(json.dumps(record(outcomes), indent=1) + "\n")
     return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def chosen_stages(names: Sequence[str]) -> list[Stage]:
+    """Stages of everything by their names; all of them where there is no name.
+
+    Raises:
+        SystemExit: a name is unknown.
+    """
+    stages = everything()
+    if unknown := set(names) - {stage.name for stage in stages}:
+        sys.exit(f"no stage {', '.join(sorted(unknown))}; there are: {', '.join(stage.name for stage in stages)}")
+    return [stage for stage in stages if not names or stage.name in names]
 
 
 def near_stages(changed: Sequence[str]) -> list[Stage]:

@@ -39,16 +39,44 @@ def stage(tmp_path, monkeypatch):
 
 @pytest.mark.process
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="sources without their history")
-def test_everything_ran_not_long_ago(record_property):
-    known = json.loads(run.RECORD.read_text())
-    command = ["git", "rev-list", "--count", f"{known['commit']}..HEAD"]
+@pytest.mark.parametrize("stage", [stage.name for stage in run.everything()])
+def test_every_stage_ran_not_long_ago(stage, record_property):
+    known = json.loads(run.RECORD.read_text())["stages"]
+    assert stage in known, f"it never ran: make test-all STAGES='\"{stage}\"'"
+    command = ["git", "rev-list", "--count", f"{known[stage]['commit']}..HEAD"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, f"tests/all.json names a commit that is not here: {done.stderr}"
     record_property("commits", done.stdout.strip())
     assert int(done.stdout) <= MAX_COMMITS, (
-        f"`make test-all` ran {done.stdout.strip()} commits ago; it must run again after {MAX_COMMITS}"
+        f"it ran {done.stdout.strip()} commits ago, and must run again after {MAX_COMMITS}:"
+        f" make test-all STAGES='\"{stage}\"'"
     )
+
+
+@pytest.mark.process
+def test_a_record_keeps_other_stages_and_their_commits():
+    known = {
+        "stages": {"fuzz": {"commit": "a" * 40}, "kills": {"commit": "b" * 40}},
+        "seconds_by_file": {"tests/run.py": 3.0, "tests/gone.py": 9.0, "tests/contract/test_tiers.py": 5.0},
+    }
+    stage = replace(run.QUICK, name="kills")
+    seconds = {"tests/contract/test_tiers.py": 2.04, "tests/contract/test_shape.py": 0.01}
+
+    found = run.record(known, run.Outcome(stage=stage, seconds=9.6, failed=["x"], seconds_by_file=seconds))
+
+    assert found["stages"]["fuzz"] == {"commit": "a" * 40}
+    assert found["stages"]["kills"]["commit"] not in ("a" * 40, "b" * 40)
+    assert found["stages"]["kills"]["seconds"] == 10
+    assert found["stages"]["kills"]["failed"] == ["x"]
+    assert found["seconds_by_file"] == {"tests/contract/test_tiers.py": 2.0, "tests/run.py": 3.0}
+
+
+def test_stages_of_everything_are_chosen_by_name():
+    assert [stage.name for stage in run.chosen_stages(["fuzz", "engines"])] == ["engines", "fuzz"]
+    assert run.chosen_stages([]) == run.everything()
+    with pytest.raises(SystemExit, match="no stage kill; there are: tests without processes"):
+        run.chosen_stages(["kill"])
 
 
 @pytest.mark.parametrize(
@@ -59,12 +87,10 @@ def test_a_landing_runs_vllm_and_research_only_where_their_part_changed(monkeypa
     for has_changed in (True, False):
         monkeypatch.setattr(run, "changed_since", lambda commit, asked, answer=has_changed: asked is paths and answer)
 
-        names = [one.name for one in run.landing({"commit": "0" * 40, "stages": {ran_as: 600}})]
+        names = [one.name for one in run.landing({"stages": {ran_as: {"commit": "0" * 40}}})]
 
         assert names[0] == "tests without processes"
         assert (stage in names) is has_changed
-    # Also where the last run of everything ended before that stage.
-    assert stage in [one.name for one in run.landing({"commit": "0" * 40, "stages": {}})]
 
 
 def test_what_a_stage_depends_on_is_there():

@@ -41,7 +41,7 @@ def _benchmark(name: str) -> dict[str, Any]:
 
 def _overlap() -> str:
     return table(
-        ["a publication, as a share of a step", "waits for each commit: idle", "publishes beside the step: idle"],
+        ["a publication, as a share of a step", "waits for each commit: idle", "publishes during the step: idle"],
         [
             [f"{r['publication_share']:.1f}", _percent(r["sequential_idle_share"]), _percent(r["idle_share"])]
             for r in _benchmark("overlap")["rows"]
@@ -60,7 +60,7 @@ def _publish() -> str:
             "checkpoint",
             "stall, of it state",
             "digests equal",
-            "loss beside torch",
+            "loss minus torch's",
         ],
         [
             [

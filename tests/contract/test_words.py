@@ -1,0 +1,236 @@
+"""The language of pages, help texts and module docstrings: no banned word, short sentences, a budget of words a page."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.import_graph import modules
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path
+    for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md", "benchmarks/*.md", "protos/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+}
+BANNED = re.compile(r"\b(?:whoever|whatever|nobody|anew|under\s+way|beside|that\s+of|those\s+of)\b", re.IGNORECASE)
+INVERTED = re.compile(r"(?:What|Of|Where) (?!.*\?$)")
+"""Beginnings that put a clause before the subject; a question may have them."""
+MOST_WORDS_OF_A_SENTENCE, MOST_WORDS_OF_A_FIRST_LINE, MOST_WORDS_OF_A_PAGE = 30, 14, 1000
+BUDGETS = {
+    "ARCHITECTURE.md": 3700,
+    "CHANGELOG.md": 500,
+    "CONTRIBUTING.md": 900,
+    "DECISIONS.md": 1500,
+    "README.md": 800,
+    "SECURITY.md": 400,
+    "benchmarks/README.md": 2800,
+    "deploy/README.md": 1400,
+    "deploy/runbook.md": 1900,
+    "docs/concepts.md": 800,
+    "docs/configuration.md": 12000,
+    "docs/environments.md": 1800,
+    "docs/evaluation.md": 700,
+    "docs/glossary.md": 1000,
+    "docs/gpu.md": 1400,
+    "docs/index.md": 300,
+    "docs/launch.md": 800,
+    "docs/losses.md": 1600,
+    "docs/machines.md": 1200,
+    "docs/map.md": 1300,
+    "docs/models.md": 800,
+    "docs/operate.md": 2300,
+    "docs/own-losses.md": 700,
+    "docs/peers.md": 900,
+    "docs/plan.md": 800,
+    "docs/quickstart.md": 700,
+    "docs/recipes.md": 1700,
+    "docs/relay.md": 500,
+    "docs/results.md": 700,
+    "docs/rewards.md": 1500,
+    "docs/scale.md": 900,
+    "docs/security.md": 900,
+    "docs/signatures.md": 600,
+    "docs/trackers.md": 600,
+    "docs/two-sites.md": 800,
+    "docs/untrusted.md": 800,
+    "docs/variants.md": 300,
+    "docs/view.md": 600,
+    "examples/README.md": 400,
+    "examples/agent-program/README.md": 200,
+    "examples/code-sandbox/README.md": 400,
+    "examples/first-run/README.md": 300,
+    "examples/gsm8k/README.md": 300,
+    "examples/guess/README.md": 300,
+    "examples/own-loss/README.md": 200,
+    "examples/own-reward/README.md": 300,
+    "examples/paper-math/README.md": 500,
+    "examples/smollm2-sums/README.md": 500,
+}
+"""Words that a page may have, tables and code included, where that is not MOST_WORDS_OF_A_PAGE."""
+PAGES_TO_REWRITE = {
+    "docs/configuration.md",
+    "docs/glossary.md",
+    "docs/losses.md",
+    "docs/map.md",
+    "docs/recipes.md",
+    "docs/results.md",
+    "docs/rewards.md",
+    "examples/first-run/README.md",
+    "examples/paper-math/README.md",
+}
+"""Pages that do not hold yet. The list may only get shorter."""
+FOLDERS_TO_REWRITE = {
+    "services/certs",
+    "services/cli",
+    "services/common",
+    "services/common/evaluation",
+    "services/common/generation",
+    "services/common/model",
+    "services/common/process",
+    "services/common/pull",
+    "services/common/rpc",
+    "services/common/tasks",
+    "services/common/tasks/environments",
+    "services/common/tasks/rewards",
+    "services/common/tasks/rewards/sandbox",
+    "services/common/tasks/sources",
+    "services/common/text",
+    "services/common/weights",
+    "services/common/wire",
+    "services/coordinator",
+    "services/coordinator/groups",
+    "services/coordinator/offline",
+    "services/coordinator/payloads",
+    "services/coordinator/servicers",
+    "services/coordinator/sites",
+    "services/coordinator/store",
+    "services/coordinator/store/bucket",
+    "services/demo",
+    "services/evaluation",
+    "services/launch",
+    "services/learner",
+    "services/learner/backends",
+    "services/learner/backends/ranks",
+    "services/learner/checks",
+    "services/learner/loss",
+    "services/learner/publish",
+    "services/learner/train",
+    "services/plan",
+    "services/relay",
+    "services/sampler",
+    "services/sampler/outbox",
+    "services/sampler/rollout",
+    "services/sampler/vllm",
+    "services/track",
+    "services/view",
+}
+"""Folders whose module docstrings or help texts do not hold yet. The list may only get shorter."""
+
+
+def words(text: str) -> int:
+    """The number of words: of what is between spaces, all that have a letter or a digit."""
+    return sum(1 for word in text.split() if any(sign.isalnum() for sign in word))
+
+
+def written(text: str) -> str:
+    """A page without code and without the tables that programs make."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences outside code, tables and headings; a colon ends one too."""
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", written(text)):
+        lines = [line for line in part.splitlines() if not line.startswith(("|", "#", "    ", "!["))]
+        line = re.sub(r"^\s*(?:[-*]|\d+\.) ", "", " ".join(lines))
+        line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(line.split())).replace("**", "")
+        yield from filter(None, re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\"(])", line))
+
+
+def problems(text: str) -> list[str]:
+    """The rules that a page breaks, each with its place."""
+    found = [f"says {word!r}" for word in BANNED.findall(re.sub(r"`[^`\n]*`", "", written(text)))]
+    for sentence in sentences(text):
+        if INVERTED.match(sentence):
+            found.append(f"begins with a clause: {sentence[:60]}")
+        if words(sentence) > MOST_WORDS_OF_A_SENTENCE:
+            found.append(f"has {words(sentence)} words: {sentence[:60]}")
+    return found
+
+
+def problems_of_source(source: str) -> list[str]:
+    """The rules that a module's docstring or its help texts break."""
+    tree = ast.parse(source)
+    paragraph = " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
+    first = re.split(r"(?<=[.!?:])\s", paragraph)[0]
+    helps = [
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant)
+    ]
+    found = [f"says {word!r}: {text}" for text in (paragraph, *map(str, helps)) for word in BANNED.findall(text)]
+    if words(first) > MOST_WORDS_OF_A_FIRST_LINE:
+        found.append(f"has {words(first)} words: {first}")
+    return found + ([f"begins with a clause: {first}"] if INVERTED.match(first) else [])
+
+
+def problems_of_folders() -> dict[str, list[str]]:
+    """Every folder of `services` with problems."""
+    found: dict[str, list[str]] = {}
+    for path in modules().values():
+        name = path.relative_to(ROOT).as_posix()
+        for problem in problems_of_source(path.read_text(encoding="utf-8")):
+            found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(f"{name}: {problem}")
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_keeps_the_language(name):
+    found = problems(PAGES[name].read_text(encoding="utf-8"))
+
+    if name in PAGES_TO_REWRITE:
+        assert found != [], "it holds now: take it from PAGES_TO_REWRITE"
+    else:
+        assert found == []
+
+
+def test_pages_keep_their_budgets():
+    counts = {name: words(path.read_text(encoding="utf-8")) for name, path in PAGES.items()}
+
+    assert {name: count for name, count in counts.items() if count > BUDGETS.get(name, MOST_WORDS_OF_A_PAGE)} == {}
+    assert BUDGETS.keys() - counts.keys() == set()
+
+
+def test_module_docstrings_and_help_texts_keep_the_language():
+    found = problems_of_folders()
+
+    assert {folder: lines for folder, lines in found.items() if folder not in FOLDERS_TO_REWRITE} == {}
+    assert FOLDERS_TO_REWRITE - found.keys() == set(), "they hold now: take them from FOLDERS_TO_REWRITE"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("The learner publishes. Why? Because samplers pull.", 0),
+        ("What is pulled is verified.", 1),
+        ("What is pulled?", 0),
+        ("Nobody waits, whatever happens.", 2),
+        ("- one\n- Of two, the first.", 1),
+        ("word " * 31 + "end.", 1),
+        ("```\nnobody\n```\n`beside`", 0),
+        ("| beside |\n|---|\n", 1),
+        ("<!-- table: a -->\n| beside |\n<!-- end of table -->", 0),
+    ],
+)
+def test_the_check_of_words_sees_what_is_wrong(text, count):
+    assert len(problems(text)) == count
+
+
+def test_the_check_of_sources_sees_what_is_wrong():
+    assert problems_of_source('"""The queue of groups."""') == []
+    assert len(problems_of_source('"""What the queue is."""')) == 1
+    assert len(problems_of_source(f'"""{"word " * 15}."""')) == 1
+    assert len(problems_of_source('"""A."""\nOption(help="Whatever you like.")')) == 1

@@ -76,7 +76,6 @@ PAGES_TO_REWRITE = {
     "docs/losses.md",
     "docs/map.md",
     "docs/recipes.md",
-    "docs/results.md",
     "docs/rewards.md",
     "examples/first-run/README.md",
     "examples/paper-math/README.md",

@@ -66,7 +66,7 @@ class Side:
     @property
     def is_accuracy(self) -> bool:
         """Whether the number is an accuracy, or the gap between two."""
-        return self.metric in {"last", "best", "gap", "warm_start_accuracy"} or self.metric.startswith(
+        return self.metric in {"last", "best", "gap", "smooth_gap", "warm_start_accuracy"} or self.metric.startswith(
             ("at:", "after:")
         )
 

@@ -42,9 +42,11 @@ def against_gspo() -> Iterator[Claim]:
         ("recommend", FAR), (LONG, FAR), ("horizon", FAR), ("sawtooth", SAW), ("ladder", NEAR),
         ("ladder", FAR), ("ladder", FARTHEST), ("candidates_ends", FARTHEST),
     ):  # fmt: skip
+        # The paper has at most 64 versions.
         yield declare(
             GSPO, f"{WHEN[delay]} GEPO ends above GSPO",
             experiment, side("gepo", delay), side("gspo", delay), direction="above",
+            source="project" if delay == FARTHEST else "paper",
         )  # fmt: skip
     for experiment, seeds in (("candidates", ""), ("confirm", "On seeds that chose nothing, ")):
         yield declare(
@@ -165,6 +167,7 @@ def others() -> Iterator[Claim]:
         yield declare(
             OTHERS, f"{WHEN[delay]} GEPO ends above TOPR",
             experiment, side("gepo", delay), side("topr", delay), direction="above",
+            source="project" if delay == FARTHEST else "paper",
         )  # fmt: skip
     for experiment, seeds in (("candidates", ""), ("confirm", "On seeds that chose nothing, ")):
         yield declare(

@@ -19,6 +19,8 @@ from heterorl_research.lab.claims.terms import (
     side,
 )
 
+POOLED, POOLED_GSPO = "candidates+confirm+whole", "candidates+confirm"
+"""Experiments of one task, delay and grid of rates, on seeds of their own: one test over all of them."""
 _RATES = ("0.0003", "0.0007", "0.0015")
 _SEEN: dict[str, Any] = {"source": "project", "suggested_by": PILOT}
 
@@ -82,6 +84,15 @@ def better() -> Iterator[Claim]:
             BETTER, f"On seeds that chose nothing, {WHEN[FAR]}, {CONFIRMED} ends above {_name(baseline)} in the mean"
             " over three learning rates",
             "confirm", side(CONFIRMED, variant=None), side(baseline, variant=None), direction="above",
+            source="project", suggested_by=("candidates",),
+        )  # fmt: skip
+    for rule, baseline, experiments in (
+        (CONFIRMED, "gepo", POOLED), (CONFIRMED, "topr", POOLED), ("topr", "gepo", POOLED),
+        (CONFIRMED, "gspo", POOLED_GSPO), ("gspo", "gepo", POOLED_GSPO), ("topr", "gspo", POOLED_GSPO),
+    ):  # fmt: skip
+        yield declare(
+            BETTER, f"On all seeds, {WHEN[FAR]}, {rule} ends above {baseline} in the mean over three learning rates",
+            experiments, side(rule, variant=None), side(baseline, variant=None), direction="above",
             source="project", suggested_by=("candidates",),
         )  # fmt: skip
     for rate in _RATES:

@@ -15,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 _KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential", "sawtooth", "uniform_lag")
 COLLAPSE_MARGIN = 0.05
-"""A run has collapsed when its last accuracy is this much below its warm start: more than chance on 256 prompts."""
+"""A fall of the accuracy that is more than chance on 256 prompts; a smaller one is no collapse."""
+SMOOTHED = 3
+"""Evaluations in a mean of `smooth_gap`."""
 
 
 Number = float | None
@@ -99,12 +101,22 @@ class Run(_Record):
 
     @property
     def has_collapsed(self) -> bool:
-        """Whether the last accuracy is below the warm start by more than `COLLAPSE_MARGIN`, or the run diverged."""
-        return self.diverged_at is not None or (
-            self.last is not None
-            and self.warm_start_accuracy is not None
-            and self.last < self.warm_start_accuracy - COLLAPSE_MARGIN
-        )
+        """Whether the run lost more than half of what it had gained, and `COLLAPSE_MARGIN`, or diverged."""
+        if self.last is None or self.best is None or self.warm_start_accuracy is None:
+            return self.diverged_at is not None
+        gained = max(self.best - self.warm_start_accuracy, 0.0)
+        lost = self.warm_start_accuracy + gained - self.last
+        return self.diverged_at is not None or lost > max(gained / 2, COLLAPSE_MARGIN)
+
+    @property
+    def smooth_gap(self) -> float | None:
+        """Highest mean of three evaluations in a row minus the last accuracy, itself a mean of three.
+
+        The highest single evaluation rises with their number: a curve that rises to its end has a gap by noise alone.
+        """
+        values = list(self.curve.values())
+        means = [sum(values[at : at + SMOOTHED]) / SMOOTHED for at in range(len(values) - SMOOTHED + 1)]
+        return max(means) - self.last if means and self.last is not None else None
 
     @property
     def curve(self) -> dict[int, float]:

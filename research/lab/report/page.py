@@ -42,8 +42,8 @@ out of all means.</p>{% endif %}
 <h2>Best, last and gap</h2>
 <p class="note">Mean and 95 % t-interval over seeds; one seed has no interval. Best is the best single checkpoint;
 best per benchmark lets each benchmark choose its own, which flatters. Gap is best minus last. Collapsed: the
-share of seeds whose last accuracy is more than {{ collapse_margin }} below their warm start, or whose loss was not
-finite, which counts as a last accuracy of 0; with Wilson's 95 % interval, and the seeds that failed beside it. Late
+share of seeds that lost more than half of what they had gained, and more than {{ collapse_margin }}, or whose loss was
+not finite, which counts as a last accuracy of 0; with Wilson's 95 % interval, and the seeds that failed. Late
 rise: the end minus a quarter of the steps before, each the mean of three evaluations; flat where its interval lies
 within {{ flat_tolerance }} of 0 on both sides.</p>
 {% if results.tuning %}<p class="note">Learning rates were chosen by the engine {{ results.tuning.engine }} on

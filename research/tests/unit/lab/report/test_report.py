@@ -6,6 +6,7 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError
+from heterorl_research.lab.report.data import Run
 from heterorl_research.lab.report.drawing.canvas import save
 from heterorl_research.lab.report.paired import comparisons
 from heterorl_research.lab.report.reading import load, load_table
@@ -168,16 +169,31 @@ def test_report_is_made_when_every_run_failed_and_when_there_is_none(tmp_path):
 
 
 def test_collapsed_runs_are_counted(tmp_path):
-    # Warm start 0.3: the mark is 0.25.
-    runs = [make_run("gspo", 64, seed, last=last) for seed, last in enumerate((0.24, 0.26, 0.1))]
-    kept = make_run("gepo", 64, 0, last=0.3, best=0.9)
+    # From 0.3 to 0.6: half of the gain is lost below 0.45.
+    runs = [make_run("gspo", 64, seed, last=last) for seed, last in enumerate((0.44, 0.46, 0.1))]
+    # A gain of 0.02, lost whole, and no gain: a fall within 0.05 is noise.
+    kept = [
+        make_run("gepo", 64, seed, last=last, best=best) for seed, (last, best) in enumerate([(0.3, 0.32), (0.26, 0.3)])
+    ]
 
-    found = {row.arm.algorithm: row for row in rows(load(write_results(tmp_path, [*runs, kept])))}
+    found = {row.arm.algorithm: row for row in rows(load(write_results(tmp_path, [*runs, *kept])))}
 
     assert (found["gspo"].num_collapsed, found["gspo"].num_finished) == (2, 3)
-    assert (found["gepo"].num_collapsed, found["gepo"].collapse_share) == (0, "0/1 (0.00 to 0.79)")
+    assert (found["gepo"].num_collapsed, found["gepo"].collapse_share) == (0, "0/2 (0.00 to 0.66)")
     assert found["gspo"].collapse_share == "2/3 (0.21 to 0.94)"
     assert found["gspo"].last.lowest == 0.1
+
+
+def test_gap_of_means_of_three_is_no_gap_of_a_curve_that_rises_to_its_end():
+    curve = [
+        {"step": step, "accuracy": accuracy} for step, accuracy in enumerate((0.3, 0.5, 0.4, 0.6, 0.5, 0.7), start=1)
+    ]
+    rising = Run.model_validate(make_run("gepo", 64, 0, last=0.6, best=0.7, evaluations=curve))
+    fallen = Run.model_validate(make_run("gepo", 64, 0, last=0.3, evaluations=[*curve, {"step": 7, "accuracy": 0.3}]))
+
+    assert rising.smooth_gap == pytest.approx(0.0)
+    assert fallen.smooth_gap == pytest.approx(0.3)
+    assert Run.model_validate(make_run("gepo", 64, 0, evaluations=curve[:1])).smooth_gap is None
 
 
 def test_row_says_whether_training_has_come_to_its_end(tmp_path):

@@ -65,7 +65,7 @@ is the folder `services`. A folder is one subject; its docstring, shown here, sa
 this page.
 
 Imports go down only: `cli`; then `doctor`, `evaluation`, `plan`, `track`, `view`; then `demo`; then `certs`, `report`;
-then `coordinator`, `launch`, `learner`, `relay`, `sampler`; then `common`.
+then `coordinator`, `launch`, `learner`, `relay`, `sampler`; then `common` ([picture](../ARCHITECTURE.md#the-map)).
 
 ## Start here
 

@@ -15,10 +15,14 @@ PAGES = {
     for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md", "benchmarks/*.md", "protos/**/*.md")
     for path in sorted(ROOT.glob(pattern))
 }
-BANNED = re.compile(r"\b(?:whoever|whatever|nobody|anew|under\s+way|beside|that\s+of|those\s+of)\b", re.IGNORECASE)
+BANNED = re.compile(
+    r"\b(?:whoever|whatever|whichever|nobody|nothing\s+but|anew|under\s+way|beside|that\s+of|those\s+of|as\s+far\s+as"
+    r"|but\s+for|at\s+hand|comes\s+of)\b",
+    re.IGNORECASE,
+)
 INVERTED = re.compile(r"(?:What|Of|Where) (?!.*\?$)")
 """Beginnings that put a clause before the subject; a question may have them."""
-MOST_WORDS_OF_A_SENTENCE, MOST_WORDS_OF_A_FIRST_LINE, MOST_WORDS_OF_A_PAGE = 30, 14, 1000
+MOST_WORDS_OF_A_SENTENCE, MOST_WORDS_OF_A_FIRST_LINE, MOST_WORDS_OF_A_PAGE = 28, 14, 1000
 BUDGETS = {
     "ARCHITECTURE.md": 3700,
     "CHANGELOG.md": 500,
@@ -41,7 +45,7 @@ BUDGETS = {
     "docs/machines.md": 1200,
     "docs/map.md": 1300,
     "docs/models.md": 800,
-    "docs/operate.md": 2300,
+    "docs/operate.md": 2500,
     "docs/own-losses.md": 700,
     "docs/peers.md": 900,
     "docs/plan.md": 800,
@@ -50,7 +54,7 @@ BUDGETS = {
     "docs/relay.md": 500,
     "docs/results.md": 700,
     "docs/rewards.md": 1500,
-    "docs/scale.md": 900,
+    "docs/scale.md": 1000,
     "docs/security.md": 900,
     "docs/signatures.md": 600,
     "docs/trackers.md": 600,
@@ -72,26 +76,18 @@ BUDGETS = {
 """Words that a page may have, tables and code included, where that is not MOST_WORDS_OF_A_PAGE."""
 PAGES_TO_REWRITE = {
     "docs/configuration.md",
-    "docs/glossary.md",
-    "docs/losses.md",
     "docs/map.md",
-    "docs/recipes.md",
-    "docs/rewards.md",
-    "examples/first-run/README.md",
-    "examples/paper-math/README.md",
 }
 """Pages that do not hold yet. The list may only get shorter."""
 FOLDERS_TO_REWRITE = {
     "services/certs",
     "services/cli",
     "services/common",
-    "services/common/evaluation",
     "services/common/generation",
     "services/common/model",
     "services/common/process",
     "services/common/pull",
     "services/common/rpc",
-    "services/common/tasks",
     "services/common/tasks/environments",
     "services/common/tasks/rewards",
     "services/common/tasks/rewards/sandbox",
@@ -141,12 +137,12 @@ def written(text: str) -> str:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Sentences outside code, tables and headings; a colon ends one too."""
+    """Sentences outside code, tables and headings; a colon and a semicolon end one too."""
     for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", written(text)):
         lines = [line for line in part.splitlines() if not line.startswith(("|", "#", "    ", "!["))]
         line = re.sub(r"^\s*(?:[-*]|\d+\.) ", "", " ".join(lines))
         line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(line.split())).replace("**", "")
-        yield from filter(None, re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\"(])", line))
+        yield from filter(None, re.split(r"(?<=[.!?:;])\s+", line))
 
 
 def problems(text: str) -> list[str]:
@@ -160,6 +156,13 @@ def problems(text: str) -> list[str]:
     return found
 
 
+def _is_command(node: ast.AST) -> bool:
+    """Whether it is a function under `@app.command()`, whose docstring is its text of help."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(
+        "command" in ast.unparse(decorator) for decorator in node.decorator_list
+    )
+
+
 def problems_of_source(source: str) -> list[str]:
     """The rules that a module's docstring or its help texts break."""
     tree = ast.parse(source)
@@ -170,6 +173,7 @@ def problems_of_source(source: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant)
     ]
+    helps += [ast.get_docstring(node) or "" for node in ast.walk(tree) if _is_command(node)]
     found = [f"says {word!r}: {text}" for text in (paragraph, *map(str, helps)) for word in BANNED.findall(text)]
     if words(first) > MOST_WORDS_OF_A_FIRST_LINE:
         found.append(f"has {words(first)} words: {first}")
@@ -218,7 +222,7 @@ def test_module_docstrings_and_help_texts_keep_the_language():
         ("What is pulled?", 0),
         ("Nobody waits, whatever happens.", 2),
         ("- one\n- Of two, the first.", 1),
-        ("word " * 31 + "end.", 1),
+        ("word " * 28 + "end.", 1),
         ("```\nnobody\n```\n`beside`", 0),
         ("| beside |\n|---|\n", 1),
         ("<!-- table: a -->\n| beside |\n<!-- end of table -->", 0),

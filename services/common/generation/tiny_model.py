@@ -116,16 +116,9 @@ def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
         temporary = Path(name) / "model"
         write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
         accuracy = _train(temporary, options)
-        (temporary / DONE).write_text(
-            json.dumps(
-                {
-                    "accuracy": accuracy,
-                    "weights": file_digest(temporary / "model.safetensors"),
-                    "options": asdict(options),
-                }
-            ),
-            encoding="utf-8",
-        )
+        weights = file_digest(temporary / "model.safetensors")
+        made = {"accuracy": accuracy, "weights": weights, "options": asdict(options)}
+        (temporary / DONE).write_text(json.dumps(made), encoding="utf-8")
         if _verified(directory) is None:
             shutil.rmtree(directory, ignore_errors=True)
             temporary.rename(directory)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-from heterorl.common.errors import AnswerUnreadable, RewardError
+from heterorl.common.errors import AnswerUnreadable, ConfigError, RewardError
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +135,7 @@ def knows_answers(task: object) -> bool:
 
 
 def answer_problem_of(task: object, prompt: Prompt) -> str:
-    """Why no completion of a prompt can be scored; empty where nothing is known.
-
-    Raises:
-        DependencyMissing: the verifier is not installed.
-        RewardError: the verifier failed.
-    """
+    """Why no completion of a prompt can be scored, else empty; raises DependencyMissing or RewardError."""
     find = getattr(task, "answer_problem", None)
     return str(find(prompt)) if find is not None else ""
 
@@ -200,3 +198,65 @@ class FailureStreak:
             self.problem = f"{words}: {error} ({self.cure})"
             if self.length & (self.length - 1) == 0:
                 _LOG.error("%s", self.problem)
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+BETWEEN = "\x1e"
+"""Separates messages in one text."""
+
+
+def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
+    """Messages of parsed JSON: objects with `role` and `content`, the user's last; else ConfigError with the place."""
+    if not isinstance(value, list) or not value:
+        raise ConfigError(key, f"{place}: messages must be a list of objects with role and content")
+    messages = []
+    for entry in value:
+        role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
+            raise ConfigError(key, f"{place}: each message needs a role ({', '.join(ROLES)}) and a text as content")
+        messages.append(Message(role=role, content=content))
+    if messages[-1].role != "user":
+        raise ConfigError(key, f"{place}: the last message is not the user's", action="remove the answer")
+    return tuple(messages)
+
+
+def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    """Messages that the model reads."""
+    return prompt.messages or (Message(role="user", content=prompt.text),)
+
+
+def messages_json(prompt: Prompt) -> list[dict[str, str]]:
+    """Messages that the model reads, as JSON objects with role and content."""
+    return [{"role": turn.role, "content": turn.content} for turn in messages_of(prompt)]
+
+
+def question_of(prompt: Prompt) -> str:
+    """Roles and contents of all messages except system messages, as one text."""
+    turns = (turn for turn in messages_of(prompt) if turn.role not in SYSTEM_ROLES)
+    return BETWEEN.join(f"{turn.role}\x1f{turn.content}" for turn in turns)
+
+
+class SystemPromptTask(TaskWrapper):
+    """A task whose prompts get a system message unless they have one; implements Task."""
+
+    def __init__(self, task: Task, text: str) -> None:
+        digest = bytes_digest(f"system prompt 1\n{task.digest}\n{text}".encode())
+        # 0: the task computes rewards in this process.
+        super().__init__(task, digest=digest, num_workers=int(getattr(task, "num_workers", 0)))
+        self._first = Message(role="system", content=text)
+        self.score = task.score
+        self.doubts, self.answer_problem = partial(doubts_of, task), partial(answer_problem_of, task)
+        self.close = partial(close_task, task)
+
+    def prompt(self, index: int) -> Prompt:
+        return self._with_system(self.inner.prompt(index))
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        return self._with_system(self.inner.evaluation_prompt(index))
+
+    def _with_system(self, prompt: Prompt) -> Prompt:
+        messages = messages_of(prompt)
+        if messages[0].role in SYSTEM_ROLES:
+            return prompt
+        return dataclasses.replace(prompt, messages=(self._first, *messages))

@@ -13,11 +13,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
-from heterorl.common.tasks.messages import SystemPromptTask
 from heterorl.common.tasks.rewards.answer_match import Matcher
 from heterorl.common.tasks.rewards.reward_config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file
 from heterorl.common.tasks.sources.dataset_config import DataConfig
-from heterorl.common.tasks.task import Measure, Prompt, Task
+from heterorl.common.tasks.task import Measure, Prompt, SystemPromptTask, Task
 
 _KINDS = (
     "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
@@ -173,15 +172,15 @@ def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: P
     """
     if isinstance(config, TaskConfig) and config.sources:
         return _mixture(config, measure=measure, notes=notes)
-    return _finished(_build(config, measure=measure, notes=notes), config)
+    return _completed(_build(config, measure=measure, notes=notes), config)
 
 
-def _finished(task: Task, config: SourceConfig) -> Task:
+def _completed(task: Task, config: SourceConfig) -> Task:
     if config.system_prompt:
         task = SystemPromptTask(task, config.system_prompt)
     if config.environment:
-        return _played(task, config)
-    return _rewarded(task, config) if config.reward or config.rewards else task
+        return _with_environment(task, config)
+    return _with_rewards(task, config) if config.reward or config.rewards else task
 
 
 def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None) -> Task:
@@ -242,7 +241,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None)
     return task
 
 
-def _played(task: Task, config: SourceConfig) -> Task:
+def _with_environment(task: Task, config: SourceConfig) -> Task:
     from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits
     from heterorl.common.tasks.environments.episodes import Episodes
 
@@ -262,7 +261,7 @@ def _played(task: Task, config: SourceConfig) -> Task:
         raise
 
 
-def _rewarded(task: Task, config: SourceConfig) -> Task:
+def _with_rewards(task: Task, config: SourceConfig) -> Task:
     from heterorl.common.tasks.rewards.function_reward import FunctionRewardTask
     from heterorl.common.tasks.rewards.weighted import own_reward, weighted_task
 
@@ -283,7 +282,7 @@ def _rewarded(task: Task, config: SourceConfig) -> Task:
 
 
 def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None) -> Task:
-    from heterorl.common.tasks.sources.cells import separated
+    from heterorl.common.tasks.sources.cells import without_held_out
     from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 
     sources = {each.label: each for each in config.inherited()}
@@ -292,9 +291,9 @@ def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None)
         with _of_source(label):
             tasks[label] = _build(each, measure=measure, notes=notes)
     found = []
-    for label, task in separated(tasks).items():
+    for label, task in without_held_out(tasks).items():
         with _of_source(label):
-            found.append(Source(label=label, weight=sources[label].weight, task=_finished(task, sources[label])))
+            found.append(Source(label=label, weight=sources[label].weight, task=_completed(task, sources[label])))
     return MixtureTask(found)
 
 

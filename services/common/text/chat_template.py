@@ -246,11 +246,7 @@ class GivenTokens:
         return self._template.write([as_variables(each) for each in messages], begins_answer=True, tools=tools)
 
     def _encoded(self, behind: str) -> list[int]:
-        """Ids from the end token on; some tokenizers let that token take the white space behind it.
-
-        Raises:
-            ValueError: the template ends an earlier answer otherwise than the last.
-        """
+        """Ids from the end token on; some tokenizers let that token take the white space behind it."""
         before, end, rest = behind.partition(self._end)
         if not end or before.strip():
             raise ValueError(f"an earlier answer ends by {behind[:20]!r}, the last one by {self._end!r}")

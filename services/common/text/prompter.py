@@ -234,11 +234,7 @@ def _opening_of(tokenizer: Any) -> list[int]:
 
 
 def end_token_ids(model_dir: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a completion, ascending: of generation_config.json or else config.json, and the tokenizer's own.
-
-    Raises:
-        ConfigError: a file holds something else than token ids.
-    """
+    """Ids that end a completion, ascending, of the model's files and the tokenizer; raises ConfigError."""
     named = _named(model_dir)
     listed = named if isinstance(named, list) else [] if named is None else [named]
     if not all(_is_id(number) for number in listed) or len(listed) >= MAX_END_TOKENS:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from heterorl.common.tasks.messages import Message
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span

@@ -12,8 +12,7 @@ from typing import Any
 from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, RewardError
 from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
-from heterorl.common.tasks.messages import SYSTEM_ROLES
-from heterorl.common.tasks.task import Message, Prompt, Task, TaskWrapper, close_task
+from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, close_task
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -69,12 +68,7 @@ class EnvironmentSpec:
         return self.episodes.tools
 
     def open(self) -> Episode:
-        """Begin an episode; wait while all processes are in use.
-
-        Raises:
-            EnvironmentFailed: its code raised, or its first messages differ from the prompt.
-            ToolLost: its process took too long or died.
-        """
+        """Episodes.open; also raises EnvironmentFailed where the first messages differ from the prompt."""
         episode = self.episodes.open(self.row, self.seed)
         if self.first is not None and episode.first != self.first:
             episode.close()

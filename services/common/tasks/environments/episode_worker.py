@@ -18,7 +18,7 @@ import numpy as np
 
 from heterorl.common.tasks.environments.environment import Action, Observation, Reset, Step, ToolCall
 from heterorl.common.tasks.environments.tools import ToolEnvironment, column_names, functions_of, schema_of
-from heterorl.common.tasks.messages import ROLES
+from heterorl.common.tasks.task import ROLES
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 OBSERVED = ("user", "tool", "system")

@@ -218,12 +218,7 @@ class Episode:
         self._episodes.leave(self._place)
 
     def ask(self, do: str, *, is_last: bool = False, **words: Any) -> dict[str, Any]:
-        """One request to its process; see episode_worker.py.
-
-        Raises:
-            EnvironmentFailed: its code raised.
-            ToolLost: its process took too long or died.
-        """
+        """One request to its process (see episode_worker.py); raises EnvironmentFailed or ToolLost."""
         if self._is_closed:
             raise ValueError("the episode is closed")
         if self._error is not None and not is_last:

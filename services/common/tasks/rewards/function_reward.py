@@ -9,9 +9,8 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
-from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, WorkerPool
-from heterorl.common.tasks.task import Prompt, Task, TaskWrapper
+from heterorl.common.tasks.task import Prompt, Task, TaskWrapper, messages_json
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
 from heterorl.common.wire.common import bytes_digest
@@ -60,18 +59,17 @@ class FunctionReward:
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Named parts of the function; raises RewardError where it fails or returns no valid number."""
+        request = {
+            "prompt": prompt.text,
+            "messages": messages_json(prompt),
+            "is_conversation": bool(prompt.messages),
+            "completion": answer_of(completion),
+            "whole": completion,
+            "answer": prompt.answer,
+            "columns": self._columns(prompt),
+        }
         try:
-            reply = self.pool.ask(
-                {
-                    "prompt": prompt.text,
-                    "messages": [{"role": turn.role, "content": turn.content} for turn in messages_of(prompt)],
-                    "is_conversation": bool(prompt.messages),
-                    "completion": answer_of(completion),
-                    "whole": completion,
-                    "answer": prompt.answer,
-                    "columns": self._columns(prompt),
-                }
-            )
+            reply = self.pool.ask(request)
         except RewardError as error:
             raise RewardError(f"the reward function failed on prompt {prompt.index}: {error}") from error
         try:
@@ -123,19 +121,11 @@ class FunctionRewardTask(TaskWrapper):
         digest = bytes_digest(f"{task.digest}\n{reward.digest}".encode())
         super().__init__(task, digest=digest, num_workers=reward.num_workers)
         self._reward = reward
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        return self._reward.score(prompt, completion)
-
-    def close(self) -> None:
-        self._reward.close()
+        self.score, self.close = reward.score, reward.close
 
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
-_PLACES = (
-    "put the package or module beside the configuration file, name its directory in {}, or install it into this "
-    "environment"
-)
+_PLACES = "put the module next to the configuration file, name its directory in {}, or install it"
 
 
 class WorkerScoredTask(TaskWrapper):
@@ -147,12 +137,7 @@ class WorkerScoredTask(TaskWrapper):
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The task's own parts.
-
-        Raises:
-            ConfigError: the worker cannot load the task.
-            RewardError: the verifier failed, crashed or took too long; that is not a score.
-        """
+        """The task's own parts; raises ConfigError where the worker cannot load the task, else RewardError."""
         request = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer, "completion": completion}
         try:
             reply = self.pool.ask(request)

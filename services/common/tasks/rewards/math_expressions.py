@@ -110,7 +110,7 @@ class Text(NamedTuple):
     words: str
 
 
-def signs(text: str) -> str:
+def signs_as_latex(text: str) -> str:
     """Unicode signs as LaTeX."""
     text = _ROOT.sub(
         lambda root: f"\\sqrt{'[3]' if root[1] == chr(0x221B) else ''}{{{root[2] or root[3] or root[4]}}}", text
@@ -120,7 +120,7 @@ def signs(text: str) -> str:
     return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
 
 
-def unwrapped(text: str) -> str:
+def unwrap(text: str) -> str:
     """Text without the signs around mathematics; of prose, the last formula."""
     text = text.strip().strip("*")
     found = list(_MATHS.finditer(text))
@@ -154,7 +154,7 @@ def words_of(text: str) -> Text | None:
     return Text(" ".join(plain.casefold().split()))
 
 
-def written(text: str) -> str | None:
+def latex_of(text: str) -> str | None:
     """An expression with its numbers in LaTeX; None where other words are in it."""
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
@@ -240,7 +240,7 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
 
 def answer_of_row(text: str) -> Any:
     """An expression of sympy, Text, or None where the answer cannot be read to its end."""
-    return read(text.rpartition(_HASHES)[2])
+    return read_expression(text.rpartition(_HASHES)[2])
 
 
 def is_right(answer: Any, completion: str) -> bool:
@@ -263,27 +263,27 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
         said = list(_SAID.finditer(completion))
         stated = said[-1].group("said") if said else completion if wants_text else None
     if stated is not None:
-        given = read(stated.strip().strip("*"))
+        given = read_expression(stated.strip().strip("*"))
         if given is not None and (boxed is not None or wants_text or not isinstance(given, Text)):
             return [given]
     if wants_text:
         return []
     # The library's time limits use signals and turn errors into "wrong"; this process has its own.
-    found = parse(signs(completion), parsing_timeout=None)
+    found = parse(signs_as_latex(completion), parsing_timeout=None)
     return [one for one in found if not isinstance(one, str)]
 
 
-def read(text: str) -> Any:
+def read_expression(text: str) -> Any:
     """One expression, Text, or None where the text is neither to its end."""
-    text = signs(text)
+    text = signs_as_latex(text)
     boxed = _boxed(text)
-    text = ENDED.sub("", unwrapped(text if boxed is None else boxed)).strip()
+    text = ENDED.sub("", unwrap(text if boxed is None else boxed)).strip()
     if (words := words_of(text)) is not None:
         return words
     if (based := _BASED.fullmatch(text)) is not None and _is_based(based):
         # As written: 101 in base 2 is not 101.
         return sympy.Function("InBase")(sympy.Symbol(based.group(1).upper()), sympy.Symbol(based.group(2)))
-    maths = written(text)
+    maths = latex_of(text)
     return _parsed(maths) if maths else None
 
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import Signer, signed_by
-from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.worker_pool import LoadFailed, WorkerPool
-from heterorl.common.tasks.task import WHOLE, Message, Prompt
+from heterorl.common.tasks.task import WHOLE, Message, Prompt, messages_json, messages_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 
@@ -38,14 +37,6 @@ def statement(name: str, messages: Sequence[Message], completion: str, answer: s
 def sign(signer: Signer, name: str, messages: Sequence[Message], completion: str, answer: str, value: float) -> bytes:
     """A service's signature, 64 bytes."""
     return signer.sign(statement(name, messages, completion, answer, value))
-
-
-def is_signed(
-    signature: bytes, keys: Iterable[str], *, name: str, prompt: Prompt, completion: str, value: float
-) -> bool:
-    """Whether one of the keys made the signature of just this reward."""
-    signed = statement(name, messages_of(prompt), completion, prompt.answer, value)
-    return signed_by(signed, signature, keys) is not None
 
 
 def _digest(text: str) -> str:
@@ -63,9 +54,8 @@ class Terms:
     signed_by: tuple[str, ...] = ()
 
     def proves(self, part: RewardPart, *, prompt: Prompt, completion: str) -> bool:
-        return is_signed(
-            part.signature, self.signed_by, name=self.name, prompt=prompt, completion=completion, value=part.value
-        )
+        signed = statement(self.name, messages_of(prompt), completion, prompt.answer, part.value)
+        return signed_by(signed, part.signature, self.signed_by) is not None
 
 
 class RemoteReward:
@@ -104,16 +94,15 @@ class RemoteReward:
             ConfigError: its key or cache is not available.
             RewardError: the request failed; that is not a score.
         """
+        request = {
+            "prompt_index": prompt.index,
+            "prompt": prompt.text,
+            "messages": messages_json(prompt),
+            "answer": prompt.answer,
+            "completions": list(completions),
+        }
         try:
-            reply = self.pool.ask(
-                {
-                    "prompt_index": prompt.index,
-                    "prompt": prompt.text,
-                    "messages": [{"role": turn.role, "content": turn.content} for turn in messages_of(prompt)],
-                    "answer": prompt.answer,
-                    "completions": list(completions),
-                }
-            )
+            reply = self.pool.ask(request)
         except LoadFailed as error:
             raise ConfigError(self._key, str(error)) from error
         except RewardError as error:

@@ -189,12 +189,7 @@ class WorkerPool:
             return facts
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer of a free worker; see WorkerProcess.ask.
-
-        Raises:
-            LoadFailed: no worker has ever loaded the job.
-            RewardError: there is no answer.
-        """
+        """Answer of a free worker; raises LoadFailed only where no worker has ever loaded the job."""
         with self._one() as worker:
             try:
                 reply = worker.ask(request)
@@ -233,11 +228,7 @@ class WorkerPool:
                 self._changed.notify()
 
     def take(self) -> WorkerProcess:
-        """A running process; one to be started where none runs or all were busy for START_AFTER_S.
-
-        Raises:
-            RewardError: the pool is closed.
-        """
+        """A running process, or one to start where none runs or all were busy for START_AFTER_S."""
         with self._changed:
             if self._running and not self._num_waiting:
                 self._busy_since = None

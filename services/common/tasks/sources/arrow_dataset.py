@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.messages import BETWEEN, ROLES, SYSTEM_ROLES
 from heterorl.common.tasks.rewards.answer_match import MatchedTask, Matcher
-from heterorl.common.tasks.sources.cells import log_held_out, plain, short_ones, written
+from heterorl.common.tasks.sources.cells import answer_text, json_value, log_held_out, short_prompts
 from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMPT, DataConfig
 from heterorl.common.tasks.sources.dataset_files import Loaded
-from heterorl.common.tasks.task import Measure, Message, Prompt
+from heterorl.common.tasks.task import BETWEEN, ROLES, SYSTEM_ROLES, Measure, Message, Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.common import bytes_digest
 
@@ -109,7 +108,7 @@ def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | N
         def prompt_at(position: int) -> Prompt:
             return columns.prompt(int(rows[position]), index=0)
 
-        rows = rows[short_ones(rows.size, prompt_at, most=config.max_prompt_tokens, measure=measure)]
+        rows = rows[short_prompts(rows.size, prompt_at, most=config.max_prompt_tokens, measure=measure)]
     if not rows.size:
         raise ConfigError(key, f"no prompt is left of {columns.num_rows} rows", action="look at [task.data]")
     return rows
@@ -224,7 +223,7 @@ class Columns:
         return self._joined(frozenset())
 
     def questions(self) -> Any:
-        """messages.question_of of each row."""
+        """task.question_of of each row."""
         import pyarrow.compute as pc
 
         if self._has_messages:
@@ -267,7 +266,7 @@ class Columns:
         if self._pa.types.is_float32(self._answers.type):
             # With the digits of its own type.
             value = float(str(np.float32(value)))
-        return written(value)
+        return answer_text(value)
 
     def kept(self, config: DataConfig) -> Mask:
         """Rows that `where`, `at_least` and `at_most` keep; raises ConfigError for a missing or incomparable column."""
@@ -331,7 +330,7 @@ class _Row(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name == self._without:
             raise KeyError(name)
-        return plain(self._table.column(name)[self._row].as_py())
+        return json_value(self._table.column(name)[self._row].as_py())
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._table.column_names if name != self._without)

@@ -26,7 +26,7 @@ _LARGEST, _SMALLEST = 1e21, 1e-9
 """Numbers beyond are written with an exponent."""
 
 
-def written(value: Any) -> str:
+def answer_text(value: Any) -> str:
     """Text of an answer; empty for null, NaN, an infinity, or blanks."""
     if value is None:
         return ""
@@ -63,7 +63,7 @@ def cell_of(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A cell as JSON holds it, for other processes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -74,7 +74,7 @@ _AT_ONCE = 4096
 _LOG = logging.getLogger(__name__)
 
 
-def short_ones(
+def short_prompts(
     count: int, prompt_at: Callable[[int], Prompt], *, most: int, measure: Measure | None
 ) -> npt.NDArray[np.bool_]:
     """Which prompts have at most `most` tokens; those that the template refuses have not. ConfigError without
@@ -105,7 +105,7 @@ def lengths_of(prompts: Sequence[Prompt], measure: Measure) -> npt.NDArray[np.in
 
 @runtime_checkable
 class Separable(Protocol):
-    """A task over rows; questions are those of messages.question_of."""
+    """A task over rows; questions are those of task.question_of."""
 
     num_prompts: int
 
@@ -123,12 +123,8 @@ def log_held_out(num: int, *, wanted: int, different: int) -> None:
         )  # fmt: skip
 
 
-def separated(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """Tasks by label, without training prompts that another task holds out; before rewards and system prompts.
-
-    Raises:
-        ConfigError: a task has no prompt left, or two arithmetic tasks hold out different pairs.
-    """
+def without_held_out(tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """Tasks by label, without prompts that another task holds out; raises ConfigError where none is left."""
     _refuse_other_pairs(tasks)
     rows = {label: task for label, task in tasks.items() if isinstance(task, Separable)}
     held_out = {label: frozenset(task.held_out_questions()) for label, task in rows.items()} if len(rows) > 1 else {}

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.messages import question_of, read_messages
 from heterorl.common.tasks.rewards.answer_match import MatchedTask, Matcher
-from heterorl.common.tasks.sources.cells import ABSENT, cell_of, log_held_out, short_ones, written
+from heterorl.common.tasks.sources.cells import ABSENT, answer_text, cell_of, log_held_out, short_prompts
 from heterorl.common.tasks.sources.dataset_config import ANSWER, MESSAGES, PROMPT, DataConfig
-from heterorl.common.tasks.task import Measure, Message, Prompt
+from heterorl.common.tasks.task import Measure, Message, Prompt, question_of, read_messages
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.common import bytes_digest
 
@@ -132,7 +131,7 @@ def _short(key: str, path: Path, rows: list[Row], most: int, measure: Measure | 
     """Rows whose prompts have at most `most` tokens; 0 is no bound."""
     if not (most and rows):
         return rows
-    keep = short_ones(len(rows), lambda position: rows[position].prompt(0), most=most, measure=measure)
+    keep = short_prompts(len(rows), lambda position: rows[position].prompt(0), most=most, measure=measure)
     if not keep.any():
         raise ConfigError(key, f"no prompt of {path} is left", action="raise task.data.max_prompt_tokens")
     return [row for row, stays in zip(rows, keep, strict=True) if stays]
@@ -205,7 +204,7 @@ def _answer(key: str, place: str, entry: Mapping[str, Any], data: DataConfig) ->
     # bool is a subclass of int, and not an answer.
     if isinstance(value, bool):
         raise ConfigError(key, f"{place}: {data.answer} must be text, a number, a list or an object")
-    if not (text := written(value)):
+    if not (text := answer_text(value)):
         problem = f"{place}: {data.answer} is {json.dumps(value)[:40]}, and no answer"
         raise ConfigError(key, problem, action='take the line out; task.data.answer = "" reads no answers at all')
     return text

@@ -15,13 +15,18 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.reward_config import CodeRewardConfig
-from heterorl.common.tasks.rewards.sandbox import bubblewrap, sandbox_process
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox import bubblewrap
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import (
+    START_TIMEOUT_S,
+    NoSandbox,
+    SandboxLimits,
+    SandboxOutcome,
+    find_sandbox,
+)
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import Sandbox as RealSandbox
 from heterorl.common.tasks.rewards.sandbox.code_reward import Test as UnitTest
 from heterorl.common.tasks.rewards.sandbox.code_reward import code_of, judged, tried
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
-from heterorl.common.tasks.rewards.sandbox.sandbox_process import START_TIMEOUT_S, SandboxLimits, SandboxOutcome
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE
 from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
@@ -153,8 +158,8 @@ def clock(monkeypatch):
             return self._poll.poll(timeout_ms)
 
     clock = Clock()
-    monkeypatch.setattr(sandbox_process, "time", clock)
-    monkeypatch.setattr(sandbox_process.select, "poll", Poll)
+    monkeypatch.setattr(bubblewrap, "time", clock)
+    monkeypatch.setattr(bubblewrap.select, "poll", Poll)
     return clock
 
 
@@ -202,7 +207,7 @@ def test_what_is_printed_ends_at_its_limit(sandbox):
 def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, monkeypatch):
     made, new_poll = [], select.poll
 
-    class Pipes(sandbox_process._Pipes):
+    class Pipes(bubblewrap._Pipes):
         def __enter__(self):
             made.append(self)
             return super().__enter__()
@@ -215,8 +220,8 @@ def test_output_that_is_seen_before_the_report_is_no_missing_sandbox(sandbox, mo
         def poll(self, timeout_ms):
             return [event for event in self._poll.poll(timeout_ms) if event[0] != made[-1].report_out]
 
-    monkeypatch.setattr(sandbox_process, "_Pipes", Pipes)
-    monkeypatch.setattr(sandbox_process.select, "poll", PollThatSeesNoReport)
+    monkeypatch.setattr(bubblewrap, "_Pipes", Pipes)
+    monkeypatch.setattr(bubblewrap.select, "poll", PollThatSeesNoReport)
 
     assert not ends(sandbox, "while True: print('a' * 1000)")
 

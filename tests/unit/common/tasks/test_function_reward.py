@@ -209,7 +209,7 @@ def test_a_single_module_counts_alone(tmp_path):
     [
         ("nothing", "'nothing' is not package.module:function"),
         ("mytask.rewards.score", "is not package.module:function"),
-        ("mytsk.rewards:score", "no module mytsk in {place}.*beside the configuration file.*task.reward_path"),
+        ("mytsk.rewards:score", "no module mytsk in {place}.*next to the configuration file.*task.reward_path"),
         ("mytask.reward:score", "no module mytask.reward in {place}"),
         ("mytask.rewards:scoer", "has no function scoer; did you mean score"),
         ("helper:factor", "has no function factor"),

@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.messages import SystemPromptTask
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym_reward
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
-from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task import SystemPromptTask, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 
 pytestmark = pytest.mark.process

@@ -15,7 +15,7 @@ from heterorl.common.identity.signing import new_key
 from heterorl.common.process.config import InvalidConfig, load
 from heterorl.common.tasks.rewards.http_reward import MAX_REPLY_BYTES, MAX_WORDS
 from heterorl.common.tasks.rewards.judge_reward import JudgeStore, filled, question_digest, score_of
-from heterorl.common.tasks.rewards.remote_reward import is_signed, sign
+from heterorl.common.tasks.rewards.remote_reward import Terms, sign
 from heterorl.common.tasks.task import Message, close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import RewardPart
@@ -201,8 +201,11 @@ def test_a_signed_value_is_proven_and_an_unsigned_one_refused_at_once(tmp_path):
         with pytest.raises(RewardError, match=r"is signed by none of task.rewards\[0\].signed_by"):
             task.score(prompt, "wrong")
 
-    facts = {"name": "style", "prompt": prompt, "completion": "x", "value": 0.25}
-    assert is_signed(part.signature, [signer.public_key], **facts)
+    def proves(*, name="style", prompt=prompt, completion="x", value=0.25):
+        terms = Terms(name=name, low=0.0, high=1.0, signed_by=(signer.public_key,))
+        return terms.proves(dataclasses.replace(part, value=value), prompt=prompt, completion=completion)
+
+    assert proves()
     others = [
         dataclasses.replace(prompt, answer="9"),
         dataclasses.replace(prompt, messages=prompt.messages[1:]),
@@ -210,7 +213,7 @@ def test_a_signed_value_is_proven_and_an_unsigned_one_refused_at_once(tmp_path):
         dataclasses.replace(prompt, messages=(Message(role="user", content="Be brief."), prompt.messages[1])),
     ]
     for change in ({"name": "y"}, {"completion": "y"}, {"value": 0.5}, *({"prompt": other} for other in others)):
-        assert not is_signed(part.signature, [signer.public_key], **facts | change)
+        assert not proves(**change)
 
 
 def test_a_reward_of_whole_groups_cannot_be_signed(tmp_path):

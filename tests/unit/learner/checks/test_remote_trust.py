@@ -8,9 +8,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import new_key
-from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.remote_reward import sign
-from heterorl.common.tasks.task import Message, close_task
+from heterorl.common.tasks.task import Message, close_task, messages_of
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
 from heterorl.common.wire.rollout import pushed_from_pb

@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of, python_of
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, Sandbox, find_sandbox
-from heterorl.common.tasks.rewards.sandbox.sandbox_process import SandboxLimits, SandboxOutcome
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import (
+    NoSandbox,
+    Sandbox,
+    SandboxLimits,
+    SandboxOutcome,
+    find_sandbox,
+)
 from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, START_TIMEOUT_S, NearLimit, WorkerPool
 from heterorl.common.tasks.task import WHOLE, Doubts, Prompt
 from heterorl.common.types.common import Digest

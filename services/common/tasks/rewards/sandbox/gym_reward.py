@@ -23,9 +23,8 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
-from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, SandboxLimits, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.gym_server import Entries, NoEntries
-from heterorl.common.tasks.rewards.sandbox.sandbox_process import SandboxLimits
 from heterorl.common.tasks.rewards.worker_pool import (
     NEAR,
     PATIENCE,
@@ -133,12 +132,7 @@ class Server:
         return {"value": reply["value"], "share": reply["share"]}
 
     def wait(self) -> None:
-        """Wait until the server is ready.
-
-        Raises:
-            ValueError: it cannot score.
-            TimeoutError: it is not ready in time.
-        """
+        """Wait until the server is ready; raise ValueError where it cannot score, or TimeoutError."""
         if self._process.poll() is not None:
             self._end()
             self._process = self._start()

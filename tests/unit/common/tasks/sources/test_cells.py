@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.sources.cells import written
+from heterorl.common.tasks.sources.cells import answer_text
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 ASKED = [f"q{number}" for number in range(6)]
@@ -47,7 +47,7 @@ def prompts(task):
     ],
 )  # fmt: skip
 def test_a_number_is_written_as_a_person_writes_it_and_absence_is_no_answer(cell, text):
-    assert written(cell) == text
+    assert answer_text(cell) == text
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16(), pa.decimal128(9, 3)])
